@@ -79,8 +79,28 @@ RELEASE = [
     ["step"],
 ]
 # Two sweeps within 24 GiB (docs/ablation.md); then larger ones in the memory of the whole GPU.
-IN_24_GIB = ["--model", "llama-3.2-1b", "--precision", "fp16", "--shard", "zero3", "--offload", "parameters", "--memory-limit", "24GiB"]
-EIGHT_BILLION = ["--model", "llama-3-8b", "--precision", "bf16-pure", "--sequence", "512", "--sweep", "batch=8,16,32,64,96,128"]
+IN_24_GIB = [
+    "--model",
+    "llama-3.2-1b",
+    "--precision",
+    "fp16",
+    "--shard",
+    "zero3",
+    "--offload",
+    "parameters",
+    "--memory-limit",
+    "24GiB",
+]
+EIGHT_BILLION = [
+    "--model",
+    "llama-3-8b",
+    "--precision",
+    "bf16-pure",
+    "--sequence",
+    "512",
+    "--sweep",
+    "batch=8,16,32,64,96,128",
+]
 TRAINING_RUNS = [
     [*IN_24_GIB, "--sweep", "batch=1,4,8,16,32,64,96,112"],
     [*IN_24_GIB, "--batch", "4", "--sweep", "sequence=512,1024,2048,4096,8192,12288,16384,24576"],
@@ -91,7 +111,10 @@ TRAINING_RUNS = [
 SCALED = ["--model", "llama-3.2-1b", "--batch", "8", "--strategies", "none,all"]
 RANKS = (1, 2, 4)
 # Recorded separately, since recording slows down the steps.
-RECORDED = [[*IN_24_GIB, "--sweep", "batch=4,8", "--strategies", "none,all"], [*IN_24_GIB, "--sweep", "batch=112", "--strategies", "all"]]
+RECORDED = [
+    [*IN_24_GIB, "--sweep", "batch=4,8", "--strategies", "none,all"],
+    [*IN_24_GIB, "--sweep", "batch=112", "--strategies", "all"],
+]
 
 # The tests start many processes, each of which would compile all of its sources again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -130,7 +153,13 @@ def full(session: nox.Session) -> None:
     """Like tests, with every case of every matrix."""
     parts: list[Part] = [("plain PyTorch", ["tests"], {}), ("Inductor", SAMPLE_OF_INDUCTOR, {})]
     if sys.platform == "linux":
-        parts.append(("Triton's interpreter", ["tests/conformance", "tests/fuzz", "tests/ops", "--backend", "triton"], INTERPRETED))
+        parts.append(
+            (
+                "Triton's interpreter",
+                ["tests/conformance", "tests/fuzz", "tests/ops", "--backend", "triton"],
+                INTERPRETED,
+            )
+        )
     every_part(session, environment_of_tests(session), parts)
 
 
@@ -141,14 +170,18 @@ def docs(session: nox.Session) -> None:
     executable = environment(session, SITE, *SITE_TOOLS, over=SHARED)
     session.run(executable, "docs/generate", "build/docs", external=True)
     # mkdocs-material prints a notice about MkDocs 2 at every start.
-    session.run(executable, "-m", "mkdocs", *(session.posargs or ["build"]), env={"NO_MKDOCS_2_WARNING": "1"}, external=True)
+    session.run(
+        executable, "-m", "mkdocs", *(session.posargs or ["build"]), env={"NO_MKDOCS_2_WARNING": "1"}, external=True
+    )
 
 
 @nox.session(venv_backend="none")
 @nox.parametrize("backend", ["reference", "triton", "inductor"], ids=["reference", "triton", "inductor"])
 def parity(session: nox.Session, backend: str) -> None:
     """One backend on the CPU against the definitions in float64, and the facts of every op."""
-    pytest(session, "tests/conformance", "tests/ops", "--backend", backend, env=INTERPRETED if backend == "triton" else {})
+    pytest(
+        session, "tests/conformance", "tests/ops", "--backend", backend, env=INTERPRETED if backend == "triton" else {}
+    )
 
 
 @nox.session(venv_backend="none")
@@ -292,7 +325,19 @@ def training_results(session: nox.Session) -> None:
     recorded = f"{folder}-recorded"
     for where, sweeps, more in ((recorded, RECORDED, ["--snapshot"]), (folder, TRAINING_RUNS + sweeps_of_ranks, [])):
         for swept in sweeps:
-            session.run(here(session), "-m", "liger_core", "train", *swept, *chosen, *more, "--out", where, "--resume", external=True)
+            session.run(
+                here(session),
+                "-m",
+                "liger_core",
+                "train",
+                *swept,
+                *chosen,
+                *more,
+                "--out",
+                where,
+                "--resume",
+                external=True,
+            )
     # If a run is in both folders, its row in the last one counts.
     pages = ["--html", f"{folder}/report.html", "--docs", "docs/training-results.md"]
     session.run(here(session), "-m", "liger_core", "report", recorded, folder, *pages, external=True)
@@ -310,7 +355,13 @@ def build(session: nox.Session) -> None:
     fresh = new_environment(temporary / "fresh")
     install(session, fresh, *map(str, folder.glob("*.whl")))
     modules = [package.name.replace("-", "_") for package in PACKAGES]
-    session.run(str(fresh), "-I", "-c", f"import {', '.join(modules)}; print(liger_core.__version__, liger_core.__file__)", external=True)
+    session.run(
+        str(fresh),
+        "-I",
+        "-c",
+        f"import {', '.join(modules)}; print(liger_core.__version__, liger_core.__file__)",
+        external=True,
+    )
     for arguments in QUICK_START:
         with session.chdir(temporary):
             session.run(str(fresh.with_name("liger")), *arguments, external=True)
@@ -407,7 +458,11 @@ def liger(session: nox.Session, *args: str, success_codes: Iterable[int] = (0,))
 
 def here(session: nox.Session, *modules: str) -> str:
     """The current environment's Python if Liger and these modules are installed there, else that of the environment for tests."""
-    return sys.executable if all(map(importlib.util.find_spec, ("liger_core", *modules))) else environment_of_tests(session)
+    return (
+        sys.executable
+        if all(map(importlib.util.find_spec, ("liger_core", *modules)))
+        else environment_of_tests(session)
+    )
 
 
 def shared(session: nox.Session) -> str:
@@ -438,7 +493,9 @@ def new_environment(folder: Path, over: Path | None = None) -> Path:
     """An empty one, or one in which everything of another one is there."""
     venv.create(folder, clear=True, with_pip=True)
     if over is not None:
-        packages, below = (Path(sysconfig.get_path("purelib", "venv", {"base": str(f), "platbase": str(f)})) for f in (folder, over))
+        packages, below = (
+            Path(sysconfig.get_path("purelib", "venv", {"base": str(f), "platbase": str(f)})) for f in (folder, over)
+        )
         (packages / "below.pth").write_text(f"import site; site.addsitedir({str(below)!r})\n")
     return executable_of(folder)
 
@@ -453,7 +510,9 @@ def install(session: nox.Session, executable: Path, *what: str) -> None:
     if has_gpu():
         # The CUDA build of torch requires the very Triton that it was built with.
         constraints = executable.parent.parent / "constraints.txt"
-        constraints.write_text("".join(line for line in CONSTRAINTS.read_text().splitlines(True) if not line.startswith("triton==")))
+        constraints.write_text(
+            "".join(line for line in CONSTRAINTS.read_text().splitlines(True) if not line.startswith("triton=="))
+        )
     torch_for_cpu(session, executable, "-c", str(constraints), "torch")
     if "--no-build-isolation" in what:
         pip(session, executable, *BUILDS)
@@ -481,5 +540,7 @@ def pip(session: nox.Session, executable: Path, *what: str, codes: Iterable[int]
 
 def required(name: str) -> str:
     """What the packages require of a library."""
-    found = [line for p in PACKAGES for line in tomllib.loads((p / "pyproject.toml").read_text())["project"]["dependencies"]]
+    found = [
+        line for p in PACKAGES for line in tomllib.loads((p / "pyproject.toml").read_text())["project"]["dependencies"]
+    ]
     return next(line for line in found if re.match(rf"{name}\b", line))

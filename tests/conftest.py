@@ -21,7 +21,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--device", default=None, help="device of the tests; cuda if there is one, else cpu")
     group.addoption("--backend", default=None, help="test only this backend, and select it for the tests of single ops")
     group.addoption("--seed", type=int, default=0, help="seed of every test")
-    group.addoption("--share", default="1/1", help="i/n: of the tests marked as a matrix, every n-th case of each, beginning with the i-th")
+    group.addoption(
+        "--share",
+        default="1/1",
+        help="i/n: of the tests marked as a matrix, every n-th case of each, beginning with the i-th",
+    )
     group.addoption("--examples", type=int, default=None, help="random calls of each op and backend in tests/fuzz")
 
 
@@ -48,7 +52,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         reason = str(error).removeprefix(f"use({name!r}): ")
         raise pytest.UsageError(f"--backend {name}: {reason}\nThis was the environment of {sys.executable}") from None
     if name not in found:
-        raise pytest.UsageError(f"--backend {name}: it must be the name of one backend; installed: {', '.join(sorted(found))}")
+        raise pytest.UsageError(
+            f"--backend {name}: it must be the name of one backend; installed: {', '.join(sorted(found))}"
+        )
     if device.type not in found[name].device_types:
         kinds = " and ".join(found[name].device_types)
         raise pytest.UsageError(f"--backend {name}: it runs on {kinds} tensors, got --device {device}")
@@ -56,7 +62,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test of a matrix take the share that is asked for, after -k selected some; another share takes other cases."""
+    """Of each test of a matrix take the share that is asked for, after -k selected some; another share takes other
+    cases."""
     number, of = map(int, config.getoption("--share").split("/"))
     seen: Counter[str] = Counter()
     kept, left = [], []
@@ -120,7 +127,8 @@ def fresh_selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """install(name, source): put a plugin package where entry points are looked for, as pip would, and forget what was loaded."""
+    """install(name, source): put a plugin package where entry points are looked for, as pip would, and forget what was
+    loaded."""
     from liger_core import selection
 
     modules: list[str] = []
@@ -139,7 +147,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         return site
 
     yield put
-    # The next test in this process must not see these plugins, so their folders leave sys.path before anything is looked up again.
+    # The next test in this process must not see these plugins, so their folders leave sys.path before anything is
+    # looked up again.
     monkeypatch.undo()
     for module in modules:
         sys.modules.pop(module, None)
@@ -180,7 +189,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_sep("-", "conformance")
     terminalreporter.write_line(
         f"conformance: {len(cases)} cases = ops × backends × dtypes × samples "
-        f"({ops} ops, {backends} backends, {dtypes} dtypes, {samples} samples; {by_backend}; {len(seen['declined'])} declined)"
+        f"({ops} ops, {backends} backends, {dtypes} dtypes, {samples} samples; {by_backend}; {len(seen['declined'])} "
+        "declined)"
     )
 
 

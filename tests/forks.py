@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fresh processes without the startup time: forks of one process that has imported the libraries, but nothing of Liger.
 
-A new interpreter takes seconds of processor time to import PyTorch and Transformers. Tests of what is imported, or of what a library prints
-meanwhile, start one all the same, by `subprocess`.
+A new interpreter takes seconds of processor time to import PyTorch and Transformers. Tests of what is imported, or of
+what a library prints meanwhile, start one all the same, by `subprocess`.
 
 A fork ends without taking down its interpreter, which aborts now and then while a thread of gloo is busy.
 """
@@ -44,7 +44,8 @@ def run(code: str, *arguments: str, **variables: str) -> subprocess.CompletedPro
 
 
 def on_ranks(count: int, work: Callable[..., None], *args: Any) -> None:
-    """work(rank, *args) in so many processes at once, with the environment that torchrun gives to ranks; raises what one of them raises."""
+    """work(rank, *args) in so many processes at once, with the environment that torchrun gives to ranks; raises what
+    one of them raises."""
     # This process keeps the port, so that no other one takes it meanwhile.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
@@ -54,7 +55,10 @@ def on_ranks(count: int, work: Callable[..., None], *args: Any) -> None:
 
 
 class Context:
-    """Like `multiprocessing.get_context("spawn")`, but a process is a fork. It has the environment of the one that starts it."""
+    """Like `multiprocessing.get_context("spawn")`, but a process is a fork.
+
+    It has the environment of the one that starts it.
+    """
 
     Pipe = staticmethod(SERVER.Pipe)
 

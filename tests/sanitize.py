@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs every kernel of a backend on its samples under compute-sanitizer: accesses outside tensors, and races in shared memory.
+"""Runs every kernel of a backend on its samples under compute-sanitizer: accesses outside tensors, and races in shared
+memory.
 
-One process a tool and op, at most `--together` at a time; every finding is printed with the sample that was running. The samples are
-those of the conformance suite up to LARGE elements, forward and backward, in float32 and bfloat16.
+One process a tool and op, at most `--together` at a time; every finding is printed with the sample that was running.
+The samples are those of the conformance suite up to LARGE elements, forward and backward, in float32 and bfloat16.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def main(
         for code in pool.map(lambda name: command([], "memcheck", name, backend, limit)[0], names):
             if code:
                 raise typer.Exit(code)
-        failed = [job for job, ok in zip(jobs, pool.map(lambda job: check(*job, backend, limit), jobs), strict=True) if not ok]
+        failed = [
+            job for job, ok in zip(jobs, pool.map(lambda job: check(*job, backend, limit), jobs), strict=True) if not ok
+        ]
     print(f"{len(jobs) - len(failed)} of {len(jobs)} clean")
     raise typer.Exit(bool(failed))
 
@@ -66,7 +69,10 @@ def check(name: str, tool: str, backend: str, limit: float) -> bool:
     code, lines = command(options, tool, name, backend, limit)
     samples = sum(line.startswith("sample ") for line in lines)
     clean = code == 0
-    print(f"{tool} {name}: {samples} samples, {'clean' if clean else f'exit {code}'}, {time.monotonic() - began:.0f} s", flush=True)
+    print(
+        f"{tool} {name}: {samples} samples, {'clean' if clean else f'exit {code}'}, {time.monotonic() - began:.0f} s",
+        flush=True,
+    )
     if not clean:
         print("\n".join(f"    {line}" for line in lines[-200:]), flush=True)
     return clean
@@ -77,7 +83,9 @@ def kernels() -> list[str]:
     import liger_triton
     from liger_triton.launch import Launcher
 
-    modules = [importlib.import_module(f"liger_triton.{module.name}") for module in pkgutil.iter_modules(liger_triton.__path__)]
+    modules = [
+        importlib.import_module(f"liger_triton.{module.name}") for module in pkgutil.iter_modules(liger_triton.__path__)
+    ]
     launchers = [value for module in modules for value in vars(module).values() if isinstance(value, Launcher)]
     return sorted({launcher.kernel.fn.__name__ for launcher in launchers})
 
@@ -110,7 +118,8 @@ def run(name: str, backend: str, tool: str) -> None:
         if case.op.name != name or case.dtype == torch.float16 or size(case.op, device, case.name) > LARGE:
             continue
         sample = case.sample()
-        # racecheck 2025.3 breaks cuBLAS 13's products of bfloat16 on sm_90 (illegal address); the kernels beside them are cross_entropy's.
+        # racecheck 2025.3 breaks cuBLAS 13's products of bfloat16 on sm_90 (illegal address); the kernels beside them
+        # are cross_entropy's.
         work = case.op.work(*sample.args, **sample.kwargs)
         if tool == "racecheck" and case.dtype == torch.bfloat16 and (work.full_products or work.full_flops):
             continue

@@ -81,9 +81,26 @@ PUBLIC = {
 
 # Package → top-level modules that its import must not load, and that its sources must not name.
 FORBIDDEN = {
-    "liger_core": ["triton", "transformers", "liger_triton", "liger_inductor", "liger_hf", "liger_bench", "liger_train", "liger_verify"],
+    "liger_core": [
+        "triton",
+        "transformers",
+        "liger_triton",
+        "liger_inductor",
+        "liger_hf",
+        "liger_bench",
+        "liger_train",
+        "liger_verify",
+    ],
     "liger_triton": ["transformers", "liger_inductor", "liger_hf", "liger_bench", "liger_train", "liger_verify"],
-    "liger_inductor": ["triton", "transformers", "liger_triton", "liger_hf", "liger_bench", "liger_train", "liger_verify"],
+    "liger_inductor": [
+        "triton",
+        "transformers",
+        "liger_triton",
+        "liger_hf",
+        "liger_bench",
+        "liger_train",
+        "liger_verify",
+    ],
     "liger_hf": ["liger_triton", "liger_inductor", "liger_bench", "liger_train", "liger_verify"],
     "liger_bench": ["liger_triton", "liger_inductor", "liger_train", "liger_verify"],
     "liger_train": ["liger_triton", "liger_inductor", "liger_verify"],
@@ -102,7 +119,9 @@ def sources(package: str) -> list[Path]:
 
 
 def metadata(package: str) -> dict[str, object]:
-    project: dict[str, object] = tomllib.loads((ROOT / "packages" / package.replace("_", "-") / "pyproject.toml").read_text())["project"]
+    project: dict[str, object] = tomllib.loads(
+        (ROOT / "packages" / package.replace("_", "-") / "pyproject.toml").read_text()
+    )["project"]
     return project
 
 
@@ -119,15 +138,21 @@ def imports(path: Path) -> set[str]:
 
 def modules(package: str) -> dict[str, Path]:
     """Name → file of every module of a package; the package itself has the name of its folder."""
-    named = {".".join(path.relative_to(folder(package).parent).with_suffix("").parts): path for path in sources(package)}
+    named = {
+        ".".join(path.relative_to(folder(package).parent).with_suffix("").parts): path for path in sources(package)
+    }
     return {name.removesuffix(".__init__"): path for name, path in named.items()}
 
 
 def imported_modules(path: Path, known: dict[str, Path]) -> set[str]:
-    """The modules of its own package that a file imports, wherever in the file; what only a type checker reads does not count."""
+    """The modules of its own package that a file imports, wherever in the file; what only a type checker reads does not
+    count."""
     tree = ast.parse(path.read_text())
     typing_only = {
-        id(n) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test) for n in ast.walk(node)
+        id(n)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for n in ast.walk(node)
     }
     names: set[str] = set()
     for node in ast.walk(tree):
@@ -166,7 +191,9 @@ def first_level(module: str) -> str:
 def test_training_imports_only_what_the_commands_of_the_benchmark_share() -> None:
     """Those are the files at the top of liger_bench; its folders are commands of their own."""
     shared = {
-        name for name in modules("liger_bench") if name.count(".") == 1 and (folder("liger_bench") / f"{name.split('.')[1]}.py").exists()
+        name
+        for name in modules("liger_bench")
+        if name.count(".") == 1 and (folder("liger_bench") / f"{name.split('.')[1]}.py").exists()
     }
     found = {name for path in sources("liger_train") for name in imported_modules(path, modules("liger_bench"))}
     assert found <= shared | {"liger_bench"}, found - shared
@@ -189,7 +216,8 @@ def test_loading_the_plugins_loads_no_compiler_and_no_transformers() -> None:
     # Where a backend is available its implementations are loaded with it, to compare their signatures.
     code = (
         "import os, sys; os.environ['CUDA_VISIBLE_DEVICES'] = ''; from liger_core.plugins import registry; registry(); "
-        "print('triton.language' in sys.modules, 'matplotlib' in sys.modules, 'transformers' in sys.modules, registry().manager.has_plugin('hf'))"
+        "print('triton.language' in sys.modules, 'matplotlib' in sys.modules, 'transformers' in sys.modules, "
+        "registry().manager.has_plugin('hf'))"
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False", "False", "True"]
@@ -293,7 +321,9 @@ def test_every_file_that_a_page_names_exists(name: str) -> None:
     named = [text for text in re.findall(r"`([\w./-]+/[\w./-]*)`", prose) if "/" in text]
     sources = list((ROOT / "packages").glob("*/src"))
     missing = [
-        text for text in named if not any((place / text).exists() for place in (ROOT, *sources, *(p / "liger_core" for p in sources)))
+        text
+        for text in named
+        if not any((place / text).exists() for place in (ROOT, *sources, *(p / "liger_core" for p in sources)))
     ]
     assert named
     assert missing == []
@@ -335,10 +365,14 @@ def test_every_autograd_function_checks_its_backward_pass() -> None:
     for package in PACKAGES:
         for path in sources(package):
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "torch.autograd.Function" for base in node.bases):
+                if isinstance(node, ast.ClassDef) and any(
+                    ast.unparse(base) == "torch.autograd.Function" for base in node.bases
+                ):
                     found[f"{path.as_posix().split('/src/')[1]} {node.name}"] = ast.unparse(node)
     # That of `differentiable` is `derive`.
-    assert {name for name, code in found.items() if "check_backward(" not in code} == UNCHECKED | {"liger_core/kernels.py Function"}
+    assert {name for name, code in found.items() if "check_backward(" not in code} == UNCHECKED | {
+        "liger_core/kernels.py Function"
+    }
 
 
 def test_the_page_names_every_hook() -> None:
@@ -382,15 +416,23 @@ OF_TRL = "liger_hf/trl.py: apply"
 def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[list[str], list[str]]:
     """The names of a function's parameters by position, and by name alone."""
     given = function.args
-    return [arg.arg for arg in (*given.posonlyargs, *given.args) if arg.arg not in ("self", "cls")], [arg.arg for arg in given.kwonlyargs]
+    return [arg.arg for arg in (*given.posonlyargs, *given.args) if arg.arg not in ("self", "cls")], [
+        arg.arg for arg in given.kwonlyargs
+    ]
 
 
 def is_command(function: ast.FunctionDef | ast.AsyncFunctionDef, module: ast.Module) -> bool:
     """Whether its parameters are options of a command: annotated for typer, in place or by an alias in the module."""
     aliases = {
-        ast.unparse(node.targets[0]) for node in module.body if isinstance(node, ast.Assign) and "Annotated[" in ast.unparse(node.value)
+        ast.unparse(node.targets[0])
+        for node in module.body
+        if isinstance(node, ast.Assign) and "Annotated[" in ast.unparse(node.value)
     }
-    annotations = [ast.unparse(arg.annotation) for arg in (*function.args.args, *function.args.kwonlyargs) if arg.annotation is not None]
+    annotations = [
+        ast.unparse(arg.annotation)
+        for arg in (*function.args.args, *function.args.kwonlyargs)
+        if arg.annotation is not None
+    ]
     return any("Annotated[" in annotation or annotation in aliases for annotation in annotations)
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `liger` itself: what it prints of versions, plugins and the selection, and what a broken plugin leaves of it."""
+"""The command `liger` itself: what it prints of versions, plugins and the selection, and what a broken plugin leaves of
+it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ import pytest
 
 from liger_core.commands import main
 
-pytestmark = [pytest.mark.usefixtures("fresh_selection"), pytest.mark.filterwarnings("ignore:plugin|command:RuntimeWarning")]
+pytestmark = [
+    pytest.mark.usefixtures("fresh_selection"),
+    pytest.mark.filterwarnings("ignore:plugin|command:RuntimeWarning"),
+]
 
 Install = Callable[..., Path]
 COMMAND = """
@@ -64,7 +68,10 @@ def liger(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_version_prints_the_packages_without_importing_them() -> None:
-    code = "import sys; from liger_core.commands import main; sys.argv = ['liger', '--version']\ntry: main()\nfinally: print({'triton', 'transformers'} & set(sys.modules))"
+    code = (
+        "import sys; from liger_core.commands import main; sys.argv = ['liger', '--version']\ntry: main()\nfinally: "
+        "print({'triton', 'transformers'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     *lines, imported = done.stdout.splitlines()
     assert lines[0] == f"liger-core {importlib.metadata.version('liger-core')}"
@@ -98,20 +105,29 @@ def test_version_says_what_is_not_installed(liger: Liger, monkeypatch: pytest.Mo
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_ends_a_command_with_a_sentence() -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-W", "ignore", "-m", "liger_core", "ops"], stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "liger_core", "ops"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
     assert done.returncode == 1
     assert done.stderr == "liger: not everything could be written: No space left on device\n"
 
 
-def test_doctor_prints_the_diagnosis_and_the_error_of_a_wrong_variable(liger: Liger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_prints_the_diagnosis_and_the_error_of_a_wrong_variable(
+    liger: Liger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LIGER_BACKEND", "tritn")
     done = liger("doctor")
     assert done.code == 1
     assert re.search(r"torch \d.*devices: .*backend.*reference.*liger-core.*LIGER_BACKEND: tritn", done.out)
-    assert re.search(r"error: LIGER_BACKEND=tritn: no backend named 'tritn'; installed: [a-z, ]*triton\. Did you mean 'triton'\?", done.out)
+    assert re.search(
+        r"error: LIGER_BACKEND=tritn: no backend named 'tritn'; installed: [a-z, ]*triton\. Did you mean 'triton'\?",
+        done.out,
+    )
 
 
-def test_the_diagnosis_is_one_json_object_also_with_a_wrong_variable(liger: Liger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_diagnosis_is_one_json_object_also_with_a_wrong_variable(
+    liger: Liger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LIGER_BACKEND", "tritn")
     report = json.loads(liger("doctor", "--json").out)
     assert report["selection_error"].startswith("LIGER_BACKEND=tritn: no backend named 'tritn'")
@@ -138,7 +154,10 @@ def test_doctor_lists_a_backend_that_was_left_out(liger: Liger, install: Install
     install("drifted", DRIFTED)
     done = liger("doctor")
     assert done.code == 1
-    assert "error: plugin 'drifted' of liger-drifted: backend 'third': rms_norm must have the signature of its reference" in done.out
+    assert (
+        "error: plugin 'drifted' of liger-drifted: backend 'third': rms_norm must have the signature of its reference"
+        in done.out
+    )
 
 
 def test_doctor_notes_a_disabled_plugin_that_is_not_installed(liger: Liger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +165,9 @@ def test_doctor_notes_a_disabled_plugin_that_is_not_installed(liger: Liger, monk
     monkeypatch.setenv("LIGER_DISABLE_PLUGINS", "bnch")
     done = liger("doctor")
     assert done.code == 0
-    assert re.search(r"note: LIGER_DISABLE_PLUGINS: no plugin named 'bnch'; installed: .*bench.*\. Did you mean 'bench'\?", done.out)
+    assert re.search(
+        r"note: LIGER_DISABLE_PLUGINS: no plugin named 'bnch'; installed: .*bench.*\. Did you mean 'bench'\?", done.out
+    )
     assert "is disabled" not in done.out
 
 
@@ -176,12 +197,15 @@ def test_a_plugin_adds_a_command(liger: Liger, install: Install) -> None:
         pytest.param("raise SystemExit(3)", "importing wrong_plugin failed: SystemExit: 3", id="exits_at_import"),
     ],
 )
-def test_a_plugin_whose_commands_fail_loses_these_alone(liger: Liger, install: Install, source: str, fault: str) -> None:
+def test_a_plugin_whose_commands_fail_loses_these_alone(
+    liger: Liger, install: Install, source: str, fault: str
+) -> None:
     install("good", COMMAND.replace("NAME", "welcome").replace("AND_THEN", ""))
     install("wrong", source)
     fault = f"plugin 'wrong' of liger-wrong: {fault}"
     with pytest.warns(
-        RuntimeWarning, match=f"^{re.escape(fault)}. Ignoring (its commands|the plugin); set LIGER_DISABLE_PLUGINS=wrong to "
+        RuntimeWarning,
+        match=f"^{re.escape(fault)}. Ignoring (its commands|the plugin); set LIGER_DISABLE_PLUGINS=wrong to ",
     ):
         assert liger("welcome") == Done(0, "hello", "")
     done = liger("doctor", "--json")
@@ -194,7 +218,10 @@ def test_a_command_of_this_project_cannot_be_replaced(liger: Liger, install: Ins
     install("wrong", COMMAND.replace("NAME", "doctor").replace("AND_THEN", ""))
     done = liger("doctor", "--json")
     assert json.loads(done.out)["failed_plugins"] == {
-        "wrong": ["command 'doctor' must be offered once, got it from plugin 'core' of liger-core and plugin 'wrong' of liger-wrong"]
+        "wrong": [
+            "command 'doctor' must be offered once, got it from plugin 'core' of liger-core and plugin 'wrong' of "
+            "liger-wrong"
+        ]
     }
 
 

@@ -54,6 +54,9 @@ def test_a_process_without_others_is_not_ended() -> None:
 def test_no_test_starts_ranks_that_end_otherwise() -> None:
     trees = {path: ast.parse(path.read_text()) for path in Path(__file__).parent.rglob("*.py")}
     starting = [
-        path.name for path, tree in trees.items() for node in ast.walk(tree) if getattr(node, "attr", "") in ("spawn", "start_processes")
+        path.name
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if getattr(node, "attr", "") in ("spawn", "start_processes")
     ]
     assert starting == ["forks.py"]

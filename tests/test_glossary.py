@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No page, source or test uses a wording that the glossary refuses, and every docstring begins with a verb or a noun phrase."""
+"""No page, source or test uses a wording that the glossary refuses, and every docstring begins with a verb or a noun
+phrase."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ CHECKED = (
     "tests",
 )
 SUFFIXES = (".md", ".py", ".toml")
-# Term of the documentation of PyTorch and Hugging Face → wordings that tests refuse; … stands for any ending. A wording is fine inside its term.
+# Term of the documentation of PyTorch and Hugging Face → wordings that tests refuse; … stands for any ending. A wording
+# is fine inside its term.
 GLOSSARY = {
     "a training run, a training step, a training loop": ["a training", "trainings"],
     "report, print, show, distinguish": ["tell", "tells", "told", "telling"],
@@ -119,14 +121,19 @@ GLOSSARY = {
 WRITTEN = [term for written in GLOSSARY for term in written.split(", ")]
 RETIRED = [term for terms in GLOSSARY.values() for term in terms]
 # A docstring that begins with one of these is a clause without a subject or a verb.
-HEADLESS = re.compile(r"(What|Those|That|Of|In which|As|With|By|Where|Whose|Which|Why|Once|Afterwards|One that|On one|From)\b")
+HEADLESS = re.compile(
+    r"(What|Those|That|Of|In which|As|With|By|Where|Whose|Which|Why|Once|Afterwards|One that|On one|From)\b"
+)
 
 pytestmark = pytest.mark.cpu
 
 
 def any_of(terms: list[str]) -> re.Pattern[str]:
     """Matches whole words, on one line or over two lines of a comment or quote; … stands for any ending."""
-    words = (r"[\s#>_]+".join(map(re.escape, term.split())).replace("…", r"\w*") for term in sorted(terms, key=len, reverse=True))
+    words = (
+        r"[\s#>_]+".join(map(re.escape, term.split())).replace("…", r"\w*")
+        for term in sorted(terms, key=len, reverse=True)
+    )
     return re.compile(rf"(?<![^\W_])({'|'.join(words)})(?![^\W_])", re.IGNORECASE)
 
 
@@ -145,7 +152,9 @@ def test_no_file_uses_a_retired_term() -> None:
     listed = subprocess.run(["git", "ls-files", "--", *CHECKED], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
-    paths = [path for path in map(Path, listed.stdout.splitlines()) if path.suffix in SUFFIXES and (ROOT / path).exists()]
+    paths = [
+        path for path in map(Path, listed.stdout.splitlines()) if path.suffix in SUFFIXES and (ROOT / path).exists()
+    ]
     assert len(paths) > 300
     found = []
     for path in paths:
@@ -161,7 +170,15 @@ def test_a_retired_term_is_found(term: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a training run", "A\n# training step", "the LM head and loss", "there is no way", "it is no longer", "storytelling"]
+    "text",
+    [
+        "a training run",
+        "A\n# training step",
+        "the LM head and loss",
+        "there is no way",
+        "it is no longer",
+        "storytelling",
+    ],
 )
 def test_a_term_of_the_glossary_is_fine(text: str) -> None:
     assert list(retired(text)) == []
@@ -177,8 +194,12 @@ def test_no_docstring_is_a_clause_without_a_subject_or_a_verb(package: str) -> N
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 docstring = ast.get_docstring(node) or ""
                 if HEADLESS.match(docstring):
-                    headless.append(f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}: {docstring.splitlines()[0]}")
-    assert not headless, "\n".join(['a docstring begins with a verb ("Return …") or a noun phrase ("The …"):', *headless])
+                    headless.append(
+                        f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}: {docstring.splitlines()[0]}"
+                    )
+    assert not headless, "\n".join(
+        ['a docstring begins with a verb ("Return …") or a noun phrase ("The …"):', *headless]
+    )
 
 
 @pytest.mark.parametrize("docstring", ["Of this thread.", "What a kernel takes.", "As in the op."])

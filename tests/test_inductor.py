@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend `inductor`: what compiles, how often, and what runs the reference. Its results are those of the conformance suite."""
+"""The backend `inductor`: what compiles, how often, and what runs the reference.
+
+Its results are those of the conformance suite.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +116,10 @@ def test_it_is_selected_by_name_only() -> None:
 
 
 def test_the_plugin_imports_no_compiler() -> None:
-    code = "import sys; from liger_core.plugins import registry; registry(); print({'torch._dynamo', 'torch._inductor'} & set(sys.modules))"
+    code = (
+        "import sys; from liger_core.plugins import registry; registry(); print({'torch._dynamo', 'torch._inductor'} & "
+        "set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -126,7 +132,10 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch, fresh_se
 
 def test_the_readme_has_every_op_with_the_committed_figures() -> None:
     rows = json.loads((ROOT / "benchmarks/results/2026-11-23-cpu-inductor/results.json").read_text())
-    times = {tuple(row[key] for key in ("op", "workload", "dtype", "pass", "implementation")): row["median_ms"] for row in rows}
+    times = {
+        tuple(row[key] for key in ("op", "workload", "dtype", "pass", "implementation")): row["median_ms"]
+        for row in rows
+    }
     shapes = dict.fromkeys((row["op"], row["workload"]) for row in rows)
     passes = [(dtype, part) for dtype in ("bfloat16", "float32") for part in ("forward", "full")]
     lines = []

@@ -103,11 +103,15 @@ def two_tensors(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 
 
-@pytest.mark.parametrize(("allocate", "came"), [(one_tensor, "Tensor"), (two_tensors, "2 values")], ids=["no_tuple", "too_many"])
+@pytest.mark.parametrize(
+    ("allocate", "came"), [(one_tensor, "Tensor"), (two_tensors, "2 values")], ids=["no_tuple", "too_many"]
+)
 def test_allocate_must_return_what_launch_takes(allocate: Callable[..., Any], came: str) -> None:
     made = kernel(copy, allocate)
     for x in (torch.ones(3), torch.ones(3, device="meta")):
-        with pytest.raises(TypeError, match=rf"allocate must return a tuple of y, as launch takes them before its slash, got {came}"):
+        with pytest.raises(
+            TypeError, match=rf"allocate must return a tuple of y, as launch takes them before its slash, got {came}"
+        ):
             made(x)
 
 

@@ -71,7 +71,9 @@ def test_without_elementwise_affine_a_norm_has_no_weight(name: str, device: torc
     torch.testing.assert_close(norm(*rows), op(*rows, eps=1e-3), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("name", "options"), [("RMSNorm", {}), ("LayerNorm", {}), ("LayerNorm", {"bias": False})], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"), [("RMSNorm", {}), ("LayerNorm", {}), ("LayerNorm", {"bias": False})], ids=str
+)
 def test_a_norm_takes_the_state_of_the_one_in_torch(name: str, options: dict[str, Any], device: torch.device) -> None:
     theirs, ours = getattr(torch.nn, name)(16, 1e-5, **options), getattr(nn, name)(16, 1e-5, **options)
     with torch.no_grad():
@@ -88,7 +90,9 @@ def of_transformers(module: str, name: str) -> Any:
 
 def config(kind: str, **options: Any) -> Any:
     transformers = pytest.importorskip("transformers")
-    return transformers.AutoConfig.for_model(kind, hidden_size=16, intermediate_size=24, num_attention_heads=2, pad_token_id=0, **options)
+    return transformers.AutoConfig.for_model(
+        kind, hidden_size=16, intermediate_size=24, num_attention_heads=2, pad_token_id=0, **options
+    )
 
 
 MLPS = {
@@ -181,9 +185,17 @@ HEAD = (torch.ones(3, 8), torch.ones(9, 8), torch.arange(3))
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: nn.LinearCrossEntropyLoss(label_smooting=0.1)(*HEAD), TypeError, "linear_cross_entropy: .* 'label_smoothing'"),
+        (
+            lambda: nn.LinearCrossEntropyLoss(label_smooting=0.1)(*HEAD),
+            TypeError,
+            "linear_cross_entropy: .* 'label_smoothing'",
+        ),
         (lambda: nn.GatedMLP(8, 8, limt=7.0)(torch.ones(8)), TypeError, "swiglu: .* Did you mean 'limit'"),
-        (lambda: nn.GatedMLP(8, 8, activation="gelu", limit=7.0)(torch.ones(8)), TypeError, "geglu: arguments must be .* 'limit'"),
+        (
+            lambda: nn.GatedMLP(8, 8, activation="gelu", limit=7.0)(torch.ones(8)),
+            TypeError,
+            "geglu: arguments must be .* 'limit'",
+        ),
         (lambda: nn.RMSNorm(8, eps=-1.0)(torch.ones(8)), OptionError, "rms_norm: eps must be a finite number > 0"),
         (lambda: nn.GatedMLP(8, 8, activation="relu"), OptionError, "GatedMLP: activation must be .* got 'relu'"),
         (lambda: nn.LayerNorm((4, 8)), OptionError, r"LayerNorm: width must be an integer, got \(4, 8\)"),
@@ -227,13 +239,18 @@ def test_a_model_of_modules_trains_when_it_is(way: str) -> None:
     model, ids = Model(), torch.randint(1, 20, (2, 6))
     expected = gradients(model, model, ids)
     torch._dynamo.reset()
-    other = {"copied": copy.deepcopy, "pickled": lambda m: pickle.loads(pickle.dumps(m)), "compiled": lambda m: m}[way](model)
+    other = {"copied": copy.deepcopy, "pickled": lambda m: pickle.loads(pickle.dumps(m)), "compiled": lambda m: m}[way](
+        model
+    )
     call = torch.compile(other, fullgraph=True, backend="aot_eager") if way == "compiled" else other
     torch.testing.assert_close(gradients(other, call, ids), expected)
 
 
 def test_an_embedding_is_that_of_torch_with_exact_sums(device: torch.device) -> None:
-    ours, theirs = nn.Embedding(5, 8, padding_idx=1, device=device), torch.nn.Embedding(5, 8, padding_idx=1, device=device)
+    ours, theirs = (
+        nn.Embedding(5, 8, padding_idx=1, device=device),
+        torch.nn.Embedding(5, 8, padding_idx=1, device=device),
+    )
     theirs.load_state_dict(ours.state_dict())
     index = torch.tensor([[0, 1, 4], [4, 4, 2]], device=device)
     for module in (ours, theirs):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nox -s tests -- …` runs what its arguments select: each part of the tests gets the arguments that select the same in it."""
+"""`nox -s tests -- …` runs what its arguments select: each part of the tests gets the arguments that select the same in
+it."""
 
 from __future__ import annotations
 
@@ -43,7 +44,11 @@ def test_a_path_replaces_the_folder_that_it_is_in(path: str, noxfile: ModuleType
 
 
 def test_several_paths_replace_those_of_the_part_that_has_them(noxfile: ModuleType) -> None:
-    assert noxfile.selected(TRITON, ["tests/hf", "tests/ops/test_rope.py"]) == ["tests/ops/test_rope.py", "--backend", "triton"]
+    assert noxfile.selected(TRITON, ["tests/hf", "tests/ops/test_rope.py"]) == [
+        "tests/ops/test_rope.py",
+        "--backend",
+        "triton",
+    ]
 
 
 def test_a_part_without_any_of_the_paths_is_skipped(noxfile: ModuleType) -> None:
@@ -65,7 +70,9 @@ def test_a_folder_around_the_paths_of_a_part_selects_them(noxfile: ModuleType) -
         pytest.param([], ["-k", "docs"], "(docs)", id="the_name_of_a_folder"),
     ],
 )
-def test_keywords_narrow_those_of_the_part(arguments: list[str], posargs: list[str], expression: str, noxfile: ModuleType) -> None:
+def test_keywords_narrow_those_of_the_part(
+    arguments: list[str], posargs: list[str], expression: str, noxfile: ModuleType
+) -> None:
     assert noxfile.selected(["tests", *arguments], posargs) == ["tests", "-k", expression]
 
 

@@ -86,7 +86,10 @@ def test_a_plugin_adds_an_op_with_its_reference(install: Install) -> None:
 def test_a_plugin_that_fails_to_import_is_reported_and_the_others_work(install: Install) -> None:
     install("third", third())
     install("broken", "import no_such_module")
-    fault = "plugin 'broken' of liger-broken: importing broken_plugin failed: ModuleNotFoundError: No module named 'no_such_module'"
+    fault = (
+        "plugin 'broken' of liger-broken: importing broken_plugin failed: ModuleNotFoundError: No module named "
+        "'no_such_module'"
+    )
     with pytest.warns(RuntimeWarning) as warned:
         found = registry()
     assert messages(warned) == [f"{fault}. Ignoring the plugin; set LIGER_DISABLE_PLUGINS=broken to disable the plugin"]
@@ -94,14 +97,20 @@ def test_a_plugin_that_fails_to_import_is_reported_and_the_others_work(install: 
     assert explain(rms_norm, torch.ones(2, 8)).backend == "third"
     with pytest.raises(BackendError) as caught:
         use("broken")
-    assert str(caught.value) == f"use('broken'): no backend named 'broken'; installed: {', '.join(sorted(found.backends))}. P{fault[1:]}."
+    assert (
+        str(caught.value)
+        == f"use('broken'): no backend named 'broken'; installed: {', '.join(sorted(found.backends))}. P{fault[1:]}."
+    )
 
 
 # Source of a plugin, what is wrong with it, and what of it is ignored.
 FAULTS = [
     pytest.param("raise SystemExit(3)", "importing wrong_plugin failed: SystemExit: 3", "the plugin", id="exits"),
     pytest.param(
-        "1 +", "importing wrong_plugin failed: SyntaxError: invalid syntax (wrong_plugin.py, line 1)", "the plugin", id="syntax_error"
+        "1 +",
+        "importing wrong_plugin failed: SyntaxError: invalid syntax (wrong_plugin.py, line 1)",
+        "the plugin",
+        id="syntax_error",
     ),
     pytest.param(
         "import torch, liger_core\nliger_core.rms_norm(torch.ones(2, 8))",
@@ -121,11 +130,14 @@ FAULTS = [
         "the plugin",
         id="unmarked_hook",
     ),
-    pytest.param("import liger_core", f"it must have one of the hooks {HOOKS}, it has none", "the plugin", id="no_hook"),
+    pytest.param(
+        "import liger_core", f"it must have one of the hooks {HOOKS}, it has none", "the plugin", id="no_hook"
+    ),
     pytest.param(
         third().replace("liger_backends()", "liger_backends(names)"),
         "registering its hooks failed: PluginValidationError: Plugin 'wrong' for hook 'liger_backends'\nhookimpl definition: "
-        "liger_backends(names)\nArgument(s) {'names'} are declared in the hookimpl but can not be found in the hookspec",
+        "liger_backends(names)\nArgument(s) {'names'} are declared in the hookimpl but can not be found in the "
+        "hookspec",
         "the plugin",
         id="argument_of_a_hook",
     ),
@@ -157,13 +169,17 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("source", "fault", "ignored"), FAULTS)
-def test_a_fault_of_a_plugin_is_a_warning_that_names_it(install: Install, source: str, fault: str, ignored: str) -> None:
+def test_a_fault_of_a_plugin_is_a_warning_that_names_it(
+    install: Install, source: str, fault: str, ignored: str
+) -> None:
     install("third", third())
     install("wrong", source)
     with pytest.warns(RuntimeWarning) as warned:
         found = registry()
     fault = f"plugin 'wrong' of liger-wrong: {fault}"
-    assert messages(warned) == [f"{ended(fault)} Ignoring {ignored}; set LIGER_DISABLE_PLUGINS=wrong to disable the plugin"]
+    assert messages(warned) == [
+        f"{ended(fault)} Ignoring {ignored}; set LIGER_DISABLE_PLUGINS=wrong to disable the plugin"
+    ]
     assert found.failed == {"wrong": [fault]}
     assert explain(rms_norm, torch.ones(2, 8)).backend == "third"
 
@@ -175,13 +191,19 @@ DEVICES = "each of its device_types must be one of PyTorch's, such as 'cpu' or '
 BACKEND_FAULTS = [
     pytest.param(third(name="auto"), NAMES, id="named_auto"),
     pytest.param(third(name="a=b"), NAMES, id="name_that_cannot_be_selected"),
-    pytest.param(third(devices="cpu"), "device_types must be a tuple such as ('cpu',), got 'cpu'", id="a_string_of_device_types"),
+    pytest.param(
+        third(devices="cpu"), "device_types must be a tuple such as ('cpu',), got 'cpu'", id="a_string_of_device_types"
+    ),
     pytest.param(third(devices=()), "device_types must be a tuple such as ('cpu',), got ()", id="no_device_types"),
     pytest.param(third(devices=("cpu", "gpu")), f"{DEVICES}'gpu'. Did you mean 'cuda'?", id="gpu"),
     pytest.param(third(devices=("cdua",)), f"{DEVICES}'cdua'. Did you mean 'cuda'?", id="misspelled_device_type"),
     pytest.param(third(devices=("cuda:0",)), f"{DEVICES}'cuda:0'. Did you mean 'cuda'?", id="device_with_an_index"),
     pytest.param(third(devices=(0,)), f"{DEVICES}0.", id="number_of_a_device"),
-    pytest.param(third(priority="high"), "its priority must be an integer above 0, which the reference has, got 'high'", id="priority"),
+    pytest.param(
+        third(priority="high"),
+        "its priority must be an integer above 0, which the reference has, got 'high'",
+        id="priority",
+    ),
     pytest.param(
         third().replace("rms_norm})", "rms_norm}, lambda: 1 / 0)"),
         "its availability check failed: ZeroDivisionError: division by zero",
@@ -197,7 +219,11 @@ BACKEND_FAULTS = [
         f"every op it implements must be a known op, got 'rms_nrm'; known: {OPS}. Did you mean 'rms_norm'?",
         id="unknown_op",
     ),
-    pytest.param(third().replace("eps=1e-6", "eps=1e-5"), f"{MATCH}the default of eps must be 1e-06, got 1e-05", id="drifted_default"),
+    pytest.param(
+        third().replace("eps=1e-6", "eps=1e-5"),
+        f"{MATCH}the default of eps must be 1e-06, got 1e-05",
+        id="drifted_default",
+    ),
     pytest.param(third().replace(', cast="input"', ""), f"{MATCH}cast is missing", id="missing_parameter"),
     pytest.param(
         third().replace("eps=1e-6, *,", "eps=1e-6,"),
@@ -205,7 +231,9 @@ BACKEND_FAULTS = [
         id="not_keyword_only",
     ),
     pytest.param(
-        third().replace(', cast="input"', ', cast="input", fast=True'), f"{MATCH}fast is not one of its parameters", id="extra_parameter"
+        third().replace(', cast="input"', ', cast="input", fast=True'),
+        f"{MATCH}fast is not one of its parameters",
+        id="extra_parameter",
     ),
     pytest.param(
         third().replace("weight=None, eps=1e-6", "eps=1e-6, weight=None"),
@@ -213,7 +241,10 @@ BACKEND_FAULTS = [
         id="other_order",
     ),
 ]
-GOOD = ", Backend('good', ('cpu',), 50, {liger_core.rms_norm: lambda x, weight=None, eps=1e-6, *, weight_offset=0.0, cast='input': x})]"
+GOOD = (
+    ", Backend('good', ('cpu',), 50, {liger_core.rms_norm: lambda x, weight=None, eps=1e-6, *, weight_offset=0.0, "
+    "cast='input': x})]"
+)
 
 
 @pytest.mark.parametrize(("source", "fault"), BACKEND_FAULTS)
@@ -223,14 +254,18 @@ def test_a_fault_of_a_backend_leaves_out_this_backend_alone(install: Install, so
         found = registry()
     (name,) = found.left_out
     fault = f"plugin 'wrong' of liger-wrong: backend {name!r}: {fault}"
-    assert messages(warned) == [f"{ended(fault)} Ignoring backend {name!r}; set LIGER_DISABLE_PLUGINS=wrong to disable the plugin"]
+    assert messages(warned) == [
+        f"{ended(fault)} Ignoring backend {name!r}; set LIGER_DISABLE_PLUGINS=wrong to disable the plugin"
+    ]
     assert found.failed == {"wrong": [fault]}
     chosen = explain(rms_norm, torch.ones(2, 8))
     assert chosen.backend == "good"
     assert chosen.candidates[name] == f"not loaded: {fault}"
 
 
-def test_naming_a_backend_that_was_left_out_is_an_error_with_the_cause(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_naming_a_backend_that_was_left_out_is_an_error_with_the_cause(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install("wrong", third().replace("eps=1e-6", "eps=1e-5"))
     error = (
         "backend 'third' must be loaded, it is not: plugin 'wrong' of liger-wrong: backend 'third': "
@@ -258,7 +293,9 @@ def test_ctrl_c_during_an_import_stays_what_it_is(install: Install) -> None:
 
 
 @pytest.mark.parametrize("order", [("one", "two"), ("two", "one")], ids=["as_named", "reversed"])
-def test_of_two_backends_of_one_name_neither_is_loaded_and_both_are_blamed(install: Install, order: tuple[str, str]) -> None:
+def test_of_two_backends_of_one_name_neither_is_loaded_and_both_are_blamed(
+    install: Install, order: tuple[str, str]
+) -> None:
     for name in order:
         install(name, third(name="twin"))
     fault = "backend 'twin' must be offered once, got it from plugin 'one' of liger-one and plugin 'two' of liger-two"
@@ -270,11 +307,15 @@ def test_of_two_backends_of_one_name_neither_is_loaded_and_both_are_blamed(insta
     ]
     assert found.failed == {"one": [fault], "two": [fault]}
     assert explain(rms_norm, torch.ones(2, 8)).backend == "reference"
-    with pytest.raises(BackendError, match=re.escape(f"use('twin'): backend 'twin' must be loaded, it is not: {fault}")):
+    with pytest.raises(
+        BackendError, match=re.escape(f"use('twin'): backend 'twin' must be loaded, it is not: {fault}")
+    ):
         use("twin")
 
 
-def test_disabling_one_of_two_plugins_brings_the_backend_of_the_other_back(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabling_one_of_two_plugins_brings_the_backend_of_the_other_back(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("one", "two"):
         install(name, third(name="twin"))
     monkeypatch.setenv("LIGER_DISABLE_PLUGINS", "one")
@@ -289,7 +330,8 @@ def test_this_project_keeps_a_name_that_another_plugin_uses(install: Install, pl
     with pytest.warns(RuntimeWarning) as warned:
         found = registry()
     assert messages(warned) == [
-        f"backend 'triton' must be offered once, got it from plugin {first!r} of liger-{first} and plugin {second!r} of liger-{second}. "
+        f"backend 'triton' must be offered once, got it from plugin {first!r} of liger-{first} and plugin {second!r} "
+        f"of liger-{second}. "
         f"Ignoring the backend of plugin {plugin!r} of liger-{plugin}; "
         f"set LIGER_DISABLE_PLUGINS={first} or LIGER_DISABLE_PLUGINS={second} to disable one of them"
     ]
@@ -301,16 +343,25 @@ def test_this_project_keeps_a_name_that_another_plugin_uses(install: Install, pl
     ("kind", "name", "source"),
     [
         pytest.param("backend", "reference", third(name="reference"), id="backend"),
-        pytest.param("op", "rope", "import liger_core\n@liger_core.hookimpl\ndef liger_ops():\n    return [liger_core.rope]\n", id="op"),
+        pytest.param(
+            "op",
+            "rope",
+            "import liger_core\n@liger_core.hookimpl\ndef liger_ops():\n    return [liger_core.rope]\n",
+            id="op",
+        ),
     ],
 )
 def test_core_keeps_a_name_that_a_plugin_uses(install: Install, kind: str, name: str, source: str) -> None:
     install("again", source)
-    fault = f"{kind} {name!r} must be offered once, got it from plugin 'core' of liger-core and plugin 'again' of liger-again"
+    fault = (
+        f"{kind} {name!r} must be offered once, got it from plugin 'core' of liger-core and plugin 'again' of "
+        "liger-again"
+    )
     with pytest.warns(RuntimeWarning) as warned:
         found = registry()
     assert messages(warned) == [
-        f"{fault}. Ignoring the {kind} of plugin 'again' of liger-again; set LIGER_DISABLE_PLUGINS=again to disable the plugin"
+        f"{fault}. Ignoring the {kind} of plugin 'again' of liger-again; set LIGER_DISABLE_PLUGINS=again to disable "
+        "the plugin"
     ]
     assert found.failed == {"again": [fault]}
     assert found.ops["rope"] is liger_core.rope
@@ -322,7 +373,9 @@ def test_core_keeps_a_name_that_a_plugin_uses(install: Install, kind: str, name:
     [
         pytest.param("triton", "liger-triton", "plugin 'triton' of liger-zzz", id="one_of_this_project"),
         pytest.param("core", "liger-core", "plugin 'core' of liger-zzz", id="core"),
-        pytest.param("mine", "liger-other", "plugin 'mine' of liger-other and plugin 'mine' of liger-zzz", id="two_others"),
+        pytest.param(
+            "mine", "liger-other", "plugin 'mine' of liger-other and plugin 'mine' of liger-zzz", id="two_others"
+        ),
     ],
 )
 def test_two_plugins_of_one_name_are_both_blamed(install: Install, name: str, other: str, lost: str) -> None:
@@ -332,7 +385,9 @@ def test_two_plugins_of_one_name_are_both_blamed(install: Install, name: str, ot
         site = install("other", third(name="other"))
         (site / "liger_other-1.0.dist-info" / "entry_points.txt").write_text("[liger]\nmine = other_plugin\n")
         selection.reset()
-    fault = f"plugin {name!r} must be offered once, got it from plugin {name!r} of {other} and plugin {name!r} of liger-zzz"
+    fault = (
+        f"plugin {name!r} must be offered once, got it from plugin {name!r} of {other} and plugin {name!r} of liger-zzz"
+    )
     with pytest.warns(RuntimeWarning) as warned:
         found = registry()
     assert messages(warned) == [f"{fault}. Ignoring {lost}; set LIGER_DISABLE_PLUGINS={name} to disable the plugin"]
@@ -353,7 +408,11 @@ def test_an_installed_backend_serves_a_fresh_process(install: Install) -> None:
     site = install("third", third())
     code = "import torch; from liger_core import explain, rms_norm; print(explain(rms_norm, torch.ones(2, 8)).backend)"
     done = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONPATH": str(site), "PATH": ""}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(site), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.strip() == "third"
 
@@ -363,7 +422,12 @@ def test_an_installed_backend_serves_a_fresh_process(install: Install) -> None:
     ("name", "device", "message"),
     [
         pytest.param(
-            "mien", "cpu", "no backend named 'mien'; installed: {installed}. Did you mean 'mine'?\nThis was the environment of {python}"
+            "mien",
+            "cpu",
+            (
+                "no backend named 'mien'; installed: {installed}. Did you mean 'mine'?\nThis was the environment of "
+                "{python}"
+            ),
         ),
         pytest.param("mine", "meta", "it runs on cpu tensors, got --device meta"),
         pytest.param("auto", "cpu", "it must be the name of one backend; installed: {installed}"),
@@ -374,11 +438,24 @@ def test_a_backend_that_cannot_be_tested_is_one_error(install: Install, name: st
     site = install("mine", third(name="mine"))
     installed = ", ".join(sorted(registry().backends))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "tests/conformance", "--backend", name, "--device", device, "-p", "no:cacheprovider"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "tests/conformance",
+            "--backend",
+            name,
+            "--device",
+            device,
+            "-p",
+            "no:cacheprovider",
+        ],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
     )
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert done.stderr.strip() == f"ERROR: --backend {name}: {message.format(installed=installed, python=sys.executable)}"
+    assert (
+        done.stderr.strip() == f"ERROR: --backend {name}: {message.format(installed=installed, python=sys.executable)}"
+    )

@@ -35,7 +35,8 @@ def generator() -> ModuleType:
 generated = generator()
 SOURCES = {path.as_posix().partition("/src/")[2]: path for path in sorted(ROOT.glob("packages/*/src/**/*.py"))}
 HOMES = ("liger_core/private_names.py", "liger_core/private_torch.py", "liger_hf/private_transformers.py")
-# Triton's interpreter has a file of its own; peers are libraries that are measured, and a fault in one is reported there.
+# Triton's interpreter has a file of its own; peers are libraries that are measured, and a fault in one is reported
+# there.
 OTHERS = ("liger_triton/interpreter.py", "liger_bench/peers/", "liger_bench/model/implementations.py")
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl")
 ALLOWED = {name for names in generated.ANYWHERE.values() for name in names}
@@ -73,7 +74,9 @@ def private_names_in(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in LIBRARIES:
             for path in (f"{node.module}.{alias.name}" for alias in node.names):
                 listed = ":".join(path.rsplit(".", 1)) in generated.NAMES
-                if listed or (any(map(is_private, path.split("."))) and not any(path.startswith(allowed) for allowed in ALLOWED)):
+                if listed or (
+                    any(map(is_private, path.split("."))) and not any(path.startswith(allowed) for allowed in ALLOWED)
+                ):
                     yield path
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             path, root = ast.unparse(node), ast.unparse(node.value).partition(".")[0]
@@ -81,7 +84,12 @@ def private_names_in(tree: ast.Module) -> Iterator[str]:
             allowed = STANDARD | {allowed for allowed in ALLOWED if "." in allowed}
             if not mine and node.attr not in STANDARD and not any(name.startswith(path) for name in allowed):
                 yield path
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and is_private(node.value) and node.value in KNOWN:
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and is_private(node.value)
+            and node.value in KNOWN
+        ):
             yield repr(node.value)
 
 
@@ -130,7 +138,9 @@ def test_the_module_of_a_private_name_can_be_imported_without_it(path: str, monk
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_a_model_trains_without_any_private_name(backend: str) -> None:
     command = [sys.executable, "-W", "ignore", str(Path(remove.__code__.co_filename)), backend]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
 
     assert done.stdout.split() == ["right"], done.stdout + done.stderr
 
@@ -140,7 +150,8 @@ def test_the_use_of_a_function_that_is_missing_is_an_error() -> None:
 
     assert not missing
     with pytest.raises(
-        RuntimeError, match=r"Does something: torch must have torch\._no_such_function, got torch .* without it; use a version"
+        RuntimeError,
+        match=r"Does something: torch must have torch\._no_such_function, got torch .* without it; use a version",
     ):
         missing(1)
 
@@ -151,7 +162,11 @@ def test_the_page_is_current() -> None:
 
 def test_the_installed_versions_are_recorded() -> None:
     """Also where they have lost or gained a name since."""
-    recorded = {name.path: generated.recorded()[name.path] for name in generated.NAMES.values() if generated.libraries(name) is not None}
+    recorded = {
+        name.path: generated.recorded()[name.path]
+        for name in generated.NAMES.values()
+        if generated.libraries(name) is not None
+    }
     installed = {path: generated.probed()[path] for path in recorded}
     known = {version for entry in recorded.values() for version in entry["has"]}
     new = {path for path, entry in installed.items() if {*entry["has"], *entry["lacks"]} - known}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation a call gets: the environment variable, `use` as a call and as a context, and the automatic choice."""
+"""Which implementation a call gets: the environment variable, `use` as a call and as a context, and the automatic
+choice."""
 
 from __future__ import annotations
 
@@ -126,7 +127,9 @@ def test_auto_serves_cpu_and_cuda_tensors_in_one_process() -> None:
         pytest.param("", "third", "third", id="empty"),
     ],
 )
-def test_the_environment_selects(preferred_third: None, monkeypatch: pytest.MonkeyPatch, variable: str, rms: str, gated: str) -> None:
+def test_the_environment_selects(
+    preferred_third: None, monkeypatch: pytest.MonkeyPatch, variable: str, rms: str, gated: str
+) -> None:
     monkeypatch.setenv("LIGER_BACKEND", variable)
     assert (runs(rms_norm), runs(swiglu)) == (rms, gated)
 
@@ -135,7 +138,10 @@ def test_an_op_that_the_selected_backend_lacks_keeps_the_automatic_choice(third:
     use("third")
     chosen = explain(layer_norm, torch.ones(2, 8))
     assert chosen.backend == "reference"
-    assert chosen.reason == "auto (use('third'), but 'third' does not implement layer_norm): highest priority on cpu tensors"
+    assert (
+        chosen.reason
+        == "auto (use('third'), but 'third' does not implement layer_norm): highest priority on cpu tensors"
+    )
 
 
 def test_use_as_a_call_lasts_until_it_is_undone(third: None) -> None:
@@ -175,7 +181,9 @@ def test_selections_may_be_undone_in_any_order(third: None) -> None:
     assert runs() == "reference"
 
 
-def test_a_call_amid_a_reselection_gets_the_old_selection_or_the_new_one(third: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_amid_a_reselection_gets_the_old_selection_or_the_new_one(
+    third: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in another thread, which may call the op at any point of the reselection."""
     selected, fall_back, results = use("third"), selection._fall_back, []
 
@@ -186,7 +194,9 @@ def test_a_call_amid_a_reselection_gets_the_old_selection_or_the_new_one(third: 
     monkeypatch.setattr(selection, "_fall_back", meanwhile)
     selected.undo()
     # Ops are reselected one after the other, and this one is somewhere among them.
-    shifts = [next(shift for shift in (1, 0) if torch.equal(result, rms_norm.reference(X) + shift)) for result in results]
+    shifts = [
+        next(shift for shift in (1, 0) if torch.equal(result, rms_norm.reference(X) + shift)) for result in results
+    ]
     assert shifts[0] == 1
     assert shifts == sorted(shifts, reverse=True)
 
@@ -294,7 +304,8 @@ def test_a_block_that_ends_before_one_inside_it_is_an_error(third: None) -> None
         assert runs() == "reference"
     assert runs() == "reference"
     assert str(caught.value) == (
-        "use('third'): blocks must end in the reverse of the order in which they began, but `with use('reference')`, which began inside "
+        "use('third'): blocks must end in the reverse of the order in which they began, but `with use('reference')`, "
+        "which began inside "
         "this one, is still open"
     )
 
@@ -311,14 +322,18 @@ def test_a_block_may_be_entered_again_but_not_twice_at_once(third: None) -> None
     for _ in range(2):
         with selected:
             assert runs() == "third"
-            with pytest.raises(BackendError, match=r"^use\('third'\): a block must be entered once at a time, it is open already$"):
+            with pytest.raises(
+                BackendError, match=r"^use\('third'\): a block must be entered once at a time, it is open already$"
+            ):
                 selected.__enter__()
             assert runs() == "third"
         assert runs() == "reference"
 
 
 @pytest.mark.parametrize("first", [runs, lambda: in_a_block("third")], ids=["call", "block"])
-def test_two_threads_may_be_the_first_to_call(third: None, monkeypatch: pytest.MonkeyPatch, first: Callable[[], str]) -> None:
+def test_two_threads_may_be_the_first_to_call(
+    third: None, monkeypatch: pytest.MonkeyPatch, first: Callable[[], str]
+) -> None:
     """The second one calls the op that is settled last, while the first one settles them."""
     choose, settling, called = selection._choose, threading.Event(), threading.Event()
 
@@ -370,13 +385,17 @@ def test_only_takes_ops_and_their_names(third: None) -> None:
 
 
 def test_what_is_explained_must_be_an_op() -> None:
-    with pytest.raises(OptionError, match=re.escape("explain: op must be an op such as liger_core.rms_norm, got 'rms_norm'")):
+    with pytest.raises(
+        OptionError, match=re.escape("explain: op must be an op such as liger_core.rms_norm, got 'rms_norm'")
+    ):
         explain("rms_norm", X)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("only", ["swiglu", swiglu], ids=["name", "op"])
 def test_only_must_be_a_list(only: Any, third: None) -> None:
-    with pytest.raises(BackendError, match=re.escape("use('third'): only must be a list of ops, got swiglu; write only=['swiglu']")):
+    with pytest.raises(
+        BackendError, match=re.escape("use('third'): only must be a list of ops, got swiglu; write only=['swiglu']")
+    ):
         use("third", only=only)
     assert runs(swiglu) == "reference"
 
@@ -396,7 +415,9 @@ def test_use_takes_exceptions_by_op(third: None) -> None:
 @pytest.mark.parametrize(
     ("specification", "message"),
     [
-        pytest.param("thrid", "SOURCE: no backend named 'thrid'; installed: INSTALLED. Did you mean 'third'?", id="misspelled"),
+        pytest.param(
+            "thrid", "SOURCE: no backend named 'thrid'; installed: INSTALLED. Did you mean 'third'?", id="misspelled"
+        ),
         pytest.param("numpy", "SOURCE: no backend named 'numpy'; installed: INSTALLED.", id="unknown"),
         pytest.param(
             "rms_norm=tritn",
@@ -405,7 +426,10 @@ def test_use_takes_exceptions_by_op(third: None) -> None:
         ),
         pytest.param(
             "third,rms_nrm=third",
-            f"SOURCE: no op named 'rms_nrm'; known: {', '.join(sorted(op.name for op in CATALOGUE))}. Did you mean 'rms_norm'?",
+            (
+                f"SOURCE: no op named 'rms_nrm'; known: {', '.join(sorted(op.name for op in CATALOGUE))}. Did you mean "
+                "'rms_norm'?"
+            ),
             id="unknown_op",
         ),
         pytest.param(
@@ -454,12 +478,15 @@ def test_a_wrong_environment_fails_at_every_use_until_it_is_right(third: None, m
     assert runs() == "third"
 
 
-@pytest.mark.skipif(torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="the backend is available here")
+@pytest.mark.skipif(
+    torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="the backend is available here"
+)
 def test_a_backend_that_cannot_run_here_says_why() -> None:
     with pytest.raises(BackendError) as caught:
         use("triton")
     assert str(caught.value) == (
-        "use('triton'): backend 'triton' must be available, it is not: no CUDA GPU; set TRITON_INTERPRET=1 before the start to run the "
+        "use('triton'): backend 'triton' must be available, it is not: no CUDA GPU; set TRITON_INTERPRET=1 before the "
+        "start to run the "
         "kernels in Triton's slow CPU interpreter"
     )
 
@@ -484,22 +511,29 @@ def test_the_environment_selects_the_kernels_in_a_fresh_process(variable: str, e
         print(explain(rms_norm, x).backend, explain(rope, q, q, t, t).backend)
     """
     variables = {**os.environ, "TRITON_INTERPRET": "1", "LIGER_BACKEND": variable}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=variables, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=variables, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == expected
 
 
-def test_a_declined_call_runs_the_reference_under_auto_and_says_so_once(preferred_third: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_declined_call_runs_the_reference_under_auto_and_says_so_once(
+    preferred_third: None, caplog: pytest.LogCaptureFixture
+) -> None:
     wide = torch.randn(2, 65)
     with caplog.at_level(logging.WARNING, logger="liger"):
         first, second = rms_norm(wide), rms_norm(wide)
     assert torch.equal(first, rms_norm.reference(wide))
     assert torch.equal(first, second)
-    assert caplog.messages == ["rms_norm: backend 'third' declined a call (rows of 65, more than 64); falling back to the reference"]
+    assert caplog.messages == [
+        "rms_norm: backend 'third' declined a call (rows of 65, more than 64); falling back to the reference"
+    ]
     assert explain(rms_norm, wide).backend == "reference"
     assert explain(rms_norm, wide).reason == "auto (the default): 'third' declines: rows of 65, more than 64"
 
 
-# Two backends of different priority: the narrow one adds 1 and declines rows wider than 32, the broad one adds 2 and those wider than 64.
+# Two backends of different priority: the narrow one adds 1 and declines rows wider than 32, the broad one adds 2 and
+# those wider than 64.
 NARROW_AND_BROAD = """
     import liger_core
     from liger_core import Backend, Implementation, Unsupported, hookimpl
@@ -526,7 +560,9 @@ def narrow_and_broad(install: Install) -> None:
 
 
 BY_WIDTH = pytest.mark.parametrize(
-    ("width", "backend", "shift"), [(32, "narrow", 1), (64, "broad", 2), (128, "reference", 0)], ids=["narrow", "broad", "widest"]
+    ("width", "backend", "shift"),
+    [(32, "narrow", 1), (64, "broad", 2), (128, "reference", 0)],
+    ids=["narrow", "broad", "widest"],
 )
 
 
@@ -569,7 +605,10 @@ def test_every_backend_that_declines_is_logged_once(narrow_and_broad: None, capl
 def test_explain_lists_the_backends_that_decline(narrow_and_broad: None) -> None:
     wide, widest = (explain(rms_norm, torch.randn(2, width)).reason for width in (64, 128))
     assert wide == "auto (the default): 'narrow' declines: rows of 64, more than 32"
-    assert widest == "auto (the default): 'narrow' declines: rows of 128, more than 32; 'broad' declines: rows of 128, more than 64"
+    assert (
+        widest
+        == "auto (the default): 'narrow' declines: rows of 128, more than 32; 'broad' declines: rows of 128, more than 64"
+    )
 
 
 def test_explain_predicts_the_error_of_a_named_backend_that_declines(narrow_and_broad: None) -> None:
@@ -615,7 +654,9 @@ def test_explain_names_the_backend_that_runs(drawn: int, compiled: bool) -> None
         one = Drawn(f"backend{index}", devices, random.randint(1, 5), widest, *(random.choice(often) for _ in range(3)))
         backends.append(one)
         table = {rms_norm: implementation(one)} if one.implements else {}
-        made = Backend(one.name, tuple(devices), one.priority, table, automatic=one.automatic, supports_fake_tensors=True)
+        made = Backend(
+            one.name, tuple(devices), one.priority, table, automatic=one.automatic, supports_fake_tensors=True
+        )
         found.backends[one.name] = made
         if one.available:
             found.implementations[one.name] = {op.name: function for op, function in table.items()}
@@ -637,7 +678,8 @@ def test_a_declined_call_is_an_error_under_a_named_backend(third: None) -> None:
     with pytest.raises(BackendError) as caught:
         rms_norm(torch.randn(2, 65))
     assert str(caught.value) == (
-        "rms_norm: backend 'third' must be able to take this call, it declined: rows of 65, more than 64; it was selected by use('third'), "
+        "rms_norm: backend 'third' must be able to take this call, it declined: rows of 65, more than 64; it was "
+        "selected by use('third'), "
         "select 'auto' or rms_norm=reference to run the reference instead"
     )
 
@@ -664,12 +706,16 @@ def test_explain_lists_every_backend_with_its_verdict(third: None) -> None:
 
 
 def test_no_fake_tensor_reaches_a_backend_that_does_not_support_them(install: Install) -> None:
-    source = THIRD.replace("DEVICES", "('cpu', 'cuda')").replace("PRIORITY", "50").replace(", supports_fake_tensors=True", "")
+    source = (
+        THIRD.replace("DEVICES", "('cpu', 'cuda')")
+        .replace("PRIORITY", "50")
+        .replace(", supports_fake_tensors=True", "")
+    )
     install(
         "third",
-        source.replace("if x.shape", "assert type(x).__name__ != 'FakeTensor'; seen.append(x)\n        if x.shape").replace(
-            "liger_core\n", "liger_core; seen = []\n", 1
-        ),
+        source.replace(
+            "if x.shape", "assert type(x).__name__ != 'FakeTensor'; seen.append(x)\n        if x.shape"
+        ).replace("liger_core\n", "liger_core; seen = []\n", 1),
     )
     assert explain(rms_norm, torch.randn(2, 65)).backend == "third"
     assert explain(rms_norm, X).candidates["third"] == "can run unless it declines, which only the call itself shows"
@@ -689,7 +735,10 @@ def test_explain_leaves_a_compiled_backend_alone(install: Install) -> None:
             return [Backend("compiled", ("cpu",), 50, {swiglu: torch.compile(swiglu.reference)})]
         """,
     )
-    code = "import torch; from liger_core import explain, swiglu; x = torch.ones(2, 8); swiglu(x, x); print(explain(swiglu, x, x).backend)"
+    code = (
+        "import torch; from liger_core import explain, swiglu; x = torch.ones(2, 8); swiglu(x, x); "
+        "print(explain(swiglu, x, x).backend)"
+    )
     variables = {**os.environ, "PYTHONPATH": f"{site}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=variables, capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "compiled"), done.stderr
@@ -697,7 +746,9 @@ def test_explain_leaves_a_compiled_backend_alone(install: Install) -> None:
 
 def test_explain_raises_what_the_call_would_raise() -> None:
     for call in (rms_norm, lambda *args: explain(rms_norm, *args)):
-        with pytest.raises(ValueError, match=r"rms_norm: weight must have shape \(8,\) to match x \(2, 8\), got \(7,\)"):
+        with pytest.raises(
+            ValueError, match=r"rms_norm: weight must have shape \(8,\) to match x \(2, 8\), got \(7,\)"
+        ):
             call(X, torch.ones(7))
 
 
@@ -728,7 +779,9 @@ def test_a_declined_call_falls_back_without_a_graph_break(preferred_third: None)
 
 def test_every_op_of_the_catalogue_is_settled_by_the_first_call() -> None:
     rms_norm(X)
-    assert {op.name: selection.selected(op) for op in CATALOGUE} == {op.name: ("auto", "the default") for op in CATALOGUE}
+    assert {op.name: selection.selected(op) for op in CATALOGUE} == {
+        op.name: ("auto", "the default") for op in CATALOGUE
+    }
 
 
 def test_dispatch_costs_about_two_microseconds() -> None:
@@ -738,7 +791,9 @@ def test_dispatch_costs_about_two_microseconds() -> None:
     def check(x: Tensor) -> None:
         pass
 
-    empty = Op(nothing, check=check, samples=lambda *_: iter(()), misuses=lambda _: iter(()), workloads=tuple, work=None)  # type: ignore[arg-type]
+    empty = Op(
+        nothing, check=check, samples=lambda *_: iter(()), misuses=lambda _: iter(()), workloads=tuple, work=None
+    )  # type: ignore[arg-type]
     empty.choice = Choice({}, {}, nothing, nothing)
     through, direct = (min(timeit.repeat(lambda f=f: f(X), number=2000, repeat=30)) / 2000 for f in (empty, nothing))
     # 1.1 µs on two shared CPU cores; the limit leaves room for a machine that does something else.

@@ -13,7 +13,8 @@ CASES = [f"test_a.py::test_op[{case}]" for case in "abcdefgh"]
 
 def items(matrix: bool) -> list[Any]:
     return [
-        SimpleNamespace(nodeid=name, get_closest_marker=lambda _: object() if matrix else None) for name in [*CASES, "test_a.py::test_b"]
+        SimpleNamespace(nodeid=name, get_closest_marker=lambda _: object() if matrix else None)
+        for name in [*CASES, "test_a.py::test_b"]
     ]
 
 

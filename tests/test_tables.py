@@ -23,7 +23,9 @@ COLUMNS = [
 ROW = ["liger-kernel long chunks", "1.250", "0.75", "–", "16.0", "declines rows that are wider than the largest block"]
 
 
-def printed(width: int, columns: Sequence[Column] = COLUMNS, rows: Sequence[Sequence[Cell]] = (ROW,), all_columns: bool = False) -> str:
+def printed(
+    width: int, columns: Sequence[Column] = COLUMNS, rows: Sequence[Sequence[Cell]] = (ROW,), all_columns: bool = False
+) -> str:
     file = io.StringIO()
     print_table(Console(file=file, width=width, highlight=False), columns, rows, all_columns=all_columns)
     return file.getvalue()
@@ -62,7 +64,10 @@ def test_a_column_without_a_value_is_left_out() -> None:
 
 
 def test_the_legend_explains_the_columns_that_are_shown() -> None:
-    assert printed(100).splitlines()[-2:] == ["share  least possible time ÷ measured time", "--all-columns also shows MiB."]
+    assert printed(100).splitlines()[-2:] == [
+        "share  least possible time ÷ measured time",
+        "--all-columns also shows MiB.",
+    ]
 
 
 def test_a_table_without_rows_has_all_its_columns() -> None:
@@ -73,7 +78,9 @@ def test_brackets_in_a_cell_are_not_markup() -> None:
     assert "│ [red]x[/red]   │" in printed(100, [NAMES], [["[red]x[/red]"]])
 
 
-def test_sentences_in_a_file_stay_on_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sentences_in_a_file_stay_on_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     console = output()
     console.print("word " * 60)

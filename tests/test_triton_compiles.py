@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every kernel that a sample launches compiles for an H100 or H200, without one: the interpreter accepts more than the compiler does."""
+"""Every kernel that a sample launches compiles for an H100 or H200, without one: the interpreter accepts more than the
+compiler does."""
 
 from __future__ import annotations
 
@@ -104,7 +105,9 @@ def _describe(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> La
             types[name] = "i32" if arg < 2**31 else "i64"
             if arg % 16 == 0:
                 divisible.append(name)
-    return Launched(kernel, types, constants, divisible, {name: value for name, value in options.items() if name not in names})
+    return Launched(
+        kernel, types, constants, divisible, {name: value for name, value in options.items() if name not in names}
+    )
 
 
 def _compile(launched: Launched) -> Any:
@@ -129,7 +132,9 @@ def _launch(op: Op[..., Any], sample: Sample) -> None:
     except Unsupported:
         return
     if outputs:
-        torch.autograd.grad(outputs, [given[n] for n in trained], [torch.randn_like(o) for o in outputs], allow_unused=True)
+        torch.autograd.grad(
+            outputs, [given[n] for n in trained], [torch.randn_like(o) for o in outputs], allow_unused=True
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
@@ -141,7 +146,9 @@ def test_every_kernel_that_a_sample_launches_compiles(op: Op[..., Any], dtype: t
     assert kernels or (op.name, dtype) == ("lora_linears", torch.float32)
     compiled = {name: _compile(launched) for name, launched in kernels.items()}
     assert {name: kernel.metadata.shared for name, kernel in compiled.items() if kernel.metadata.shared > SHARED} == {}
-    assert [name for name, kernel in compiled.items() if kernel.metadata.launch_pdl and not _waits(kernel.asm["ptx"])] == []
+    assert [
+        name for name, kernel in compiled.items() if kernel.metadata.launch_pdl and not _waits(kernel.asm["ptx"])
+    ] == []
 
 
 def _waits(ptx: str) -> bool:
@@ -165,25 +172,33 @@ def test_samples_launch_every_kernel_with_and_without_each_option(kernels: Kerne
             if parameter != "EARLY" and (value is None or isinstance(value, bool)):
                 ways[f"{name} {parameter}"].add(bool(value))
     modules = [vars(module) for name, module in sys.modules.items() if name.startswith("liger_triton.")]
-    launchers = {_name(value.kernel) for names in modules for value in names.values() if isinstance(value, launch.Launcher)}
+    launchers = {
+        _name(value.kernel) for names in modules for value in names.values() if isinstance(value, launch.Launcher)
+    }
     one_way = {name for name, values in ways.items() if len(values) == 1 and name not in given}
     assert one_way | launchers - given == set(ONE_WAY)
 
 
 @pytest.mark.parametrize("width", [300, 512, 1024, 4096])
-def test_norms_fit_where_programs_have_less_shared_memory(width: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_fit_where_programs_have_less_shared_memory(
+    width: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # That of GPUs of compute capability 7.5; three tensors of float32 need the most.
     small = 65_536
     monkeypatch.setattr(_chunks, "shared_memory", lambda device: small)
     x, residual, weight = (torch.zeros(*shape, requires_grad=True) for shape in ((600, width), (600, width), (width,)))
     outputs = TABLE[add_rms_norm].function(x, residual, weight)
     torch.autograd.grad(outputs, [x, residual, weight], [torch.ones_like(o) for o in outputs])
-    assert {name: shared for name, launched in kernels.items() if (shared := _compile(launched).metadata.shared) > small} == {}
+    assert {
+        name: shared for name, launched in kernels.items() if (shared := _compile(launched).metadata.shared) > small
+    } == {}
 
 
 @pytest.mark.parametrize(("width", "warps"), [(16384, 8), (14336, 8), (8192, 8), (4096, 4)])
 def test_long_rows_of_layer_norm_get_the_warps_that_were_measured(width: int, warps: int, kernels: Kernels) -> None:
-    x, weight, bias = (torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((1, width), (width,), (width,)))
+    x, weight, bias = (
+        torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((1, width), (width,), (width,))
+    )
     y = TABLE[layer_norm].function(x, weight, bias)
     torch.autograd.grad(y, [x, weight, bias], torch.ones_like(y))
     (name,) = (name for name in kernels if name.startswith("_norm_chunks.backward_kernel"))

@@ -45,7 +45,9 @@ def test_another_version_is_named_with_those_that_are_tested(version: str, torch
 
 def test_there_is_one_warning(torch_is: Versions) -> None:
     torch_is("2.15.0")
-    with pytest.warns(UserWarning, match=r"Liger is tested with torch<2\.14,>=2\.11, got 2\.15\.0; install a tested version"):
+    with pytest.warns(
+        UserWarning, match=r"Liger is tested with torch<2\.14,>=2\.11, got 2\.15\.0; install a tested version"
+    ):
         warn_if_untested("liger-core")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -93,7 +95,10 @@ def test_the_doctor_names_untested_versions() -> None:
     said = {}
     for arguments in ((), ("--json",)):
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code, "doctor", *arguments], capture_output=True, text=True, check=True
+            [sys.executable, "-W", "ignore", "-c", code, "doctor", *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         said[arguments] = done.stdout
     (sentence,) = json.loads(said["--json",])["untested_versions"]
@@ -102,7 +107,8 @@ def test_the_doctor_names_untested_versions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("triton", "numpy", "works"), [("3.6.0", "2.3.5", True), ("3.6.0", "2.4.6", False), ("3.7.1", "2.4.6", True), ("3.9.0", "2.4.0", True)]
+    ("triton", "numpy", "works"),
+    [("3.6.0", "2.3.5", True), ("3.6.0", "2.4.6", False), ("3.7.1", "2.4.6", True), ("3.9.0", "2.4.0", True)],
 )
 def test_an_interpreter_that_numpy_breaks_is_unavailable_and_says_why(triton: str, numpy: str, works: bool) -> None:
     from liger_triton.plugin import _interpreter_problem
@@ -110,5 +116,7 @@ def test_an_interpreter_that_numpy_breaks_is_unavailable_and_says_why(triton: st
     problem = _interpreter_problem(triton, numpy)
     assert (problem is None) == works
     assert (
-        works or problem == "the interpreter of Triton 3.6.0 cannot run loops with numpy 2.4.6; pip install 'numpy<2.4', or a newer Triton"
+        works
+        or problem
+        == "the interpreter of Triton 3.6.0 cannot run loops with numpy 2.4.6; pip install 'numpy<2.4', or a newer Triton"
     )

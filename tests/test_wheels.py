@@ -22,7 +22,10 @@ ROOT = Path(__file__).parents[1]
 BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(int(metadata.version("setuptools").split(".")[0]) < 77, reason="needs setuptools 77 or newer, as the packages do"),
+    pytest.mark.skipif(
+        int(metadata.version("setuptools").split(".")[0]) < 77,
+        reason="needs setuptools 77 or newer, as the packages do",
+    ),
 ]
 every_package = pytest.mark.parametrize("package", PACKAGES)
 
@@ -75,7 +78,9 @@ def test_the_classifiers_name_the_supported_pythons_and_the_types(package: str) 
     assert [name for name in found if name.startswith("License ::")] == []
 
 
-@pytest.mark.parametrize("package", [package for package in PACKAGES if package not in ("liger_triton", "liger_inductor")])
+@pytest.mark.parametrize(
+    "package", [package for package in PACKAGES if package not in ("liger_triton", "liger_inductor")]
+)
 def test_one_extra_adds_the_kernels(package: str) -> None:
     described, _ = wheel(package)
     version = described["Version"]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training step where torch and Transformers have none of the private names: `python tests/without_private_names.py [backend]`."""
+"""A training step where torch and Transformers have none of the private names:
+
+`python tests/without_private_names.py [backend]`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,14 @@ def main(backend: str) -> None:
     assert dispatch_stack_length() == 1, "torch's own function was found"
     torch.manual_seed(0)
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+        LlamaConfig(
+            vocab_size=37,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+        )
     )
     ids = torch.randint(37, (2, 7))
 

@@ -28,7 +28,10 @@ FROM_ROOT = {
     "ARCHITECTURE.md": "project/architecture.md",
     "CHANGELOG.md": "project/changelog.md",
     "CONTRIBUTING.md": "project/contributing.md",
-    **{f"packages/{path.parent.name}/README.md": f"packages/{path.parent.name}.md" for path in sorted(ROOT.glob("packages/*/README.md"))},
+    **{
+        f"packages/{path.parent.name}/README.md": f"packages/{path.parent.name}.md"
+        for path in sorted(ROOT.glob("packages/*/README.md"))
+    },
 }
 # Where a link in the repository leads on the site. An op is described in its file, a list of all ops is in the README of liger-core.
 MOVED = {

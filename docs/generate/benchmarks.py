@@ -26,7 +26,13 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 # Shorter calls take as long as their launches, and their ratios vary from run to run.
 SLOWER, SHORTEST_MS = 0.97, 0.025
 COMPILED = "hf-compiled"
-NAMES = {"hf": "Transformers", COMPILED: "compiled Transformers", PEER: PEER, "liger": "Liger", "liger-compiled": "compiled Liger"}
+NAMES = {
+    "hf": "Transformers",
+    COMPILED: "compiled Transformers",
+    PEER: PEER,
+    "liger": "Liger",
+    "liger-compiled": "compiled Liger",
+}
 ANYTHING_ELSE = "peer"
 PAGES = {
     "models-and-ops": "Llama models and the ops of a Llama in detail: every shape, memory, errors, scaling",
@@ -71,9 +77,13 @@ def page(ops: Sequence[str] = tuple(op.name for op in CATALOGUE)) -> str:
     rows = [row for card in CARDS for row in measured(card)]
     ratios = list(newest(rows))
     models = {path.parent.name: read(path.parent) for path in sorted(RESULTS.glob("*/model.json"))}
-    folders = [path.parent for path in sorted(RESULTS.glob("*/train.json")) if not path.parent.name.endswith("-recorded")]
+    folders = [
+        path.parent for path in sorted(RESULTS.glob("*/train.json")) if not path.parent.name.endswith("-recorded")
+    ]
     # A run may belong to two sweeps.
-    slower = list(dict.fromkeys([*slower_models(models), *slower_training(read_training(folders)), *slower_ops(ratios)]))
+    slower = list(
+        dict.fromkeys([*slower_models(models), *slower_training(read_training(folders)), *slower_ops(ratios)])
+    )
     known = {ratio.op for ratio in ratios if ratio.ours["pass"] == "full"}
     head = ("op", "over plain PyTorch", "shape", "card, date", "over the fastest other", "shape", "card, date")
     parts = [
@@ -116,7 +126,10 @@ def line(op: str, ratios: Sequence[Ratio]) -> list[str]:
             cells += ["–"] * 3
             continue
         day = max(ratio.ours["date"][:10] for ratio in group)
-        largest = max((r for r in group if r.ours["date"][:10] == day), key=lambda r: (r.ours["limit_ms"] or 0, r.ours["median_ms"]))
+        largest = max(
+            (r for r in group if r.ours["date"][:10] == day),
+            key=lambda r: (r.ours["limit_ms"] or 0, r.ours["median_ms"]),
+        )
         fastest = min((r for r in group if r.ours is largest.ours), key=lambda r: r.speed)
         name = "" if fastest.name == EAGER else f" ({'torch.compile' if fastest.name == 'compile' else fastest.name})"
         cells += [f"{fastest.speed:.2f} ×{name}", fastest.workload, fastest.place]
@@ -152,11 +165,22 @@ def slower_training(rows: Sequence[Record]) -> Iterator[tuple[str, ...]]:
     for sweep in sweeps(rows):
         for value in sweep.values:
             ours, plain = (sweep.row(sweep.strategy(name), value) for name in (FUSED, PLAIN))
-            if ours and plain and ours["tokens_per_second"] and plain["tokens_per_second"] and not overlapping(ours, plain):
+            if (
+                ours
+                and plain
+                and ours["tokens_per_second"]
+                and plain["tokens_per_second"]
+                and not overlapping(ours, plain)
+            ):
                 ratio = ours["tokens_per_second"] / plain["tokens_per_second"]
                 if ratio < SLOWER:
                     shape = f"{ours['model']} {ours['batch']} × {ours['sequence']}"
-                    yield f"training {shape}, {sweep.setting.partition(';')[0]}", f"{ratio:.2f} ×", NAMES["hf"], place(ours)
+                    yield (
+                        f"training {shape}, {sweep.setting.partition(';')[0]}",
+                        f"{ratio:.2f} ×",
+                        NAMES["hf"],
+                        place(ours),
+                    )
 
 
 FIGURES = "Forward and backward, activation checkpointing, no optimizer. The figures are in:"

@@ -27,12 +27,16 @@ def pages() -> dict[str, str]:
     group: Any = typer.main.get_command(app)
     context = typer.Context(group, info_name=NAME)
     named = {name: group.get_command(context, name) for name in group.list_commands(context)}
-    texts = {name: _page(command, typer.Context(command, info_name=name, parent=context)) for name, command in named.items()}
+    texts = {
+        name: _page(command, typer.Context(command, info_name=name, parent=context)) for name, command in named.items()
+    }
     return {"index": _index(named), **texts}
 
 
 def _index(named: dict[str, Any]) -> str:
-    rows = [f"| [`{NAME} {name}`]({name}.md) | {cell(command.get_short_help_str(200))} |" for name, command in named.items()]
+    rows = [
+        f"| [`{NAME} {name}`]({name}.md) | {cell(command.get_short_help_str(200))} |" for name, command in named.items()
+    ]
     return "\n".join(
         [
             "# Commands",
@@ -54,7 +58,11 @@ def _page(command: Any, context: typer.Context, level: int = 1) -> str:
         lines += ["```text", f"{path} {' '.join(command.collect_usage_pieces(context))}", "```"]
         records = [p.get_help_record(context) for p in command.get_params(context) if p.name != "help"]
         rows = [_row(*record) for record in records if record is not None]
-        return "\n".join([*lines, "", "| option | default | meaning |", "| --- | --- | --- |", *rows, ""]) if rows else "\n".join(lines)
+        return (
+            "\n".join([*lines, "", "| option | default | meaning |", "| --- | --- | --- |", *rows, ""])
+            if rows
+            else "\n".join(lines)
+        )
     for name in command.list_commands(context):
         inner = command.get_command(context, name)
         lines += [_page(inner, typer.Context(inner, info_name=name, parent=context), level + 1), ""]

@@ -43,7 +43,12 @@ def versions() -> str:
         for requirement in map(Requirement, lines):
             if requirement.name.startswith(OURS):
                 continue
-            words = ", ".join(f"{_signs(s.operator)} {s.version}" for s in sorted(requirement.specifier, key=str, reverse=True)) or "any"
+            words = (
+                ", ".join(
+                    f"{_signs(s.operator)} {s.version}" for s in sorted(requirement.specifier, key=str, reverse=True)
+                )
+                or "any"
+            )
             where = f"`{name}`" if requirement in map(Requirement, project["dependencies"]) else f"`{name}` (optional)"  # type: ignore[arg-type]
             allowed.setdefault(requirement.name, [])
             if (entry := f"{words}|{where}") not in allowed[requirement.name]:

@@ -21,5 +21,7 @@ class AlignedRows(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is None:
             return
-        known = [parameter.name for parameter in obj.parameters] if isinstance(obj, griffe.Function) else list(obj.members)
+        known = (
+            [parameter.name for parameter in obj.parameters] if isinstance(obj, griffe.Function) else list(obj.members)
+        )
         obj.docstring.value = markdown(obj.docstring.value, known)

@@ -127,7 +127,11 @@ def _arguments(op: Op[..., Any], entries: list[Entry]) -> str:
 def _elsewhere(name: str) -> str:
     """What the first op that describes an argument of this name says about it: options that ops share are described once."""
     entries = (
-        entry for op in ops() for part in parts(op.__doc__ or "", op.signature.parameters) if isinstance(part, list) for entry in part
+        entry
+        for op in ops()
+        for part in parts(op.__doc__ or "", op.signature.parameters)
+        if isinstance(part, list)
+        for entry in part
     )
     return next((entry.text for entry in entries if name in entry.names), "")
 
@@ -155,15 +159,25 @@ def _tables() -> dict[str, dict[str, Callable[..., Any]]]:
 
 def _support(op: Op[..., Any]) -> str:
     found = registry()
-    rows = [f"| backend | devices | {' | '.join(f'`{_word(dtype)}`' for dtype in DTYPES)} |", "| --- | --- |" + " :---: |" * len(DTYPES)]
+    rows = [
+        f"| backend | devices | {' | '.join(f'`{_word(dtype)}`' for dtype in DTYPES)} |",
+        "| --- | --- |" + " :---: |" * len(DTYPES),
+    ]
     for name, table in _tables().items():
         if op.name not in table:
             continue
         devices = "any" if name == REFERENCE else ", ".join(found.backends[name].device_types)
-        rows.append(f"| {name} | {devices} | " + " | ".join(YES if _takes(op, table[op.name], dtype) else NO for dtype in DTYPES) + " |")
+        rows.append(
+            f"| {name} | {devices} | "
+            + " | ".join(YES if _takes(op, table[op.name], dtype) else NO for dtype in DTYPES)
+            + " |"
+        )
     lines = ["A call that a backend does not support goes to the next one, and in the end to the reference."]
     declined = dict.fromkeys(
-        f"`{name}`: {reason}" for name, table in _tables().items() if op.name in table for reason in _reasons(op, table[op.name])
+        f"`{name}`: {reason}"
+        for name, table in _tables().items()
+        if op.name in table
+        for reason in _reasons(op, table[op.name])
     )
     lines += [f"* {reason}" for reason in declined]
     return "\n".join(rows) + "\n\n" + "\n".join(lines)
@@ -198,7 +212,10 @@ def _declines(implementation: Callable[..., Any], sample: Any) -> str | None:
 
 
 def _errors(op: Op[..., Any]) -> str:
-    lines = ["Wrong arguments raise before any work, on every backend, without reading values from the device. For example:", ""]
+    lines = [
+        "Wrong arguments raise before any work, on every backend, without reading values from the device. For example:",
+        "",
+    ]
     for misuse in op.misuses(CPU):
         lines.append(f"* `{misuse.error.__name__}`: {_sentence(misuse.message)}")
     return "\n".join(lines)

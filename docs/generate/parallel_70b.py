@@ -53,8 +53,19 @@ def predictions() -> Iterator[dict[str, Any]]:
                     row = known.get((gpus, tp, liger, batch))
                     if row is None:
                         found = predict(setup_of(gpus, tp, liger, batch))
-                        row = {"gpus": gpus, "tp": tp, "liger": liger, "batch": batch, "peak_bytes": found.peak_bytes, "held": found.held}
-                        row |= {"static_bytes": found.static_bytes, "parameters": found.parameters, "doing": found.doing}
+                        row = {
+                            "gpus": gpus,
+                            "tp": tp,
+                            "liger": liger,
+                            "batch": batch,
+                            "peak_bytes": found.peak_bytes,
+                            "held": found.held,
+                        }
+                        row |= {
+                            "static_bytes": found.static_bytes,
+                            "parameters": found.parameters,
+                            "doing": found.doing,
+                        }
                         rows.append(row)
                         RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
                         print(gpus, tp, liger, batch, f"{row['peak_bytes'] / GIB:.1f} GiB", flush=True)
@@ -82,17 +93,24 @@ def drawn(rows: Iterable[dict[str, Any]]) -> None:
     gpus, batch = DRAWN
     found = {(row["tp"], row["liger"]): row for row in rows if (row["gpus"], row["batch"]) == DRAWN}
     bars = [
-        (f"tp {tp}, {words}", Prediction(setup_of(gpus, tp, liger, batch), row["peak_bytes"], row["held"], row["doing"], 0, 0, 0))
+        (
+            f"tp {tp}, {words}",
+            Prediction(setup_of(gpus, tp, liger, batch), row["peak_bytes"], row["held"], row["doing"], 0, 0, 0),
+        )
         for tp in TENSOR
         for liger, words in STRATEGIES.items()
         if (row := found.get((tp, liger)))
     ]
-    picture(bars, CARDS[80] * GIB, PICTURE, f"Llama 70B on {gpus} GPUs, {batch} × {SEQUENCE:,} tokens per group of tp GPUs")
+    picture(
+        bars, CARDS[80] * GIB, PICTURE, f"Llama 70B on {gpus} GPUs, {batch} × {SEQUENCE:,} tokens per group of tp GPUs"
+    )
 
 
 def checks() -> list[dict[str, Any]]:
     """Every committed training row with a time, beside its estimate. `--checkpoint auto` has no step that is like the others."""
-    done: dict[str, dict[str, Any]] = {row["key"]: row for row in json.loads(CHECKS.read_text())} if CHECKS.exists() else {}
+    done: dict[str, dict[str, Any]] = (
+        {row["key"]: row for row in json.loads(CHECKS.read_text())} if CHECKS.exists() else {}
+    )
     for path in sorted(ROOT.glob("benchmarks/results/*/train.json")):
         for row in json.loads(path.read_text()):
             key = f"{path.parent.name} {json.dumps([row[f.name] for f in fields(Setup) if f.name in row])}"
@@ -100,7 +118,11 @@ def checks() -> list[dict[str, Any]]:
                 continue
             setup = Setup(**{f.name: row[f.name] for f in fields(Setup) if f.name in row})
             error = estimate(setup, RATES, row["trainable_parameters"]).seconds / row["step_seconds"] - 1
-            plain = row["optimizer"] == "adamw" and row["offload"] == row["adapter"] == "none" and row["liger"] in STRATEGIES
+            plain = (
+                row["optimizer"] == "adamw"
+                and row["offload"] == row["adapter"] == "none"
+                and row["liger"] in STRATEGIES
+            )
             done[key] = {
                 "key": key,
                 "model": row["model"],
@@ -114,17 +136,25 @@ def checks() -> list[dict[str, Any]]:
     return list(done.values())
 
 
-def page(rows: list[dict[str, Any]], best: dict[tuple[int, int, str], dict[str, Any]], checked: list[dict[str, Any]]) -> str:
+def page(
+    rows: list[dict[str, Any]], best: dict[tuple[int, int, str], dict[str, Any]], checked: list[dict[str, Any]]
+) -> str:
     first = {(row["gpus"], row["tp"], row["liger"]): row for row in rows if row["batch"] == 1}
     memory = [[str(gpus), *(_both(first, gpus, tp, _peak) for tp in TENSOR)] for gpus in GPUS]
     batches = [[str(gpus), *(_both(best, gpus, tp, lambda row: str(row["batch"])) for tp in TENSOR)] for gpus in GPUS]
-    speeds = [[str(gpus), *(_both(best, gpus, tp, lambda row: f"{row['speed']:,.0f}") for tp in TENSOR)] for gpus in GPUS]
+    speeds = [
+        [str(gpus), *(_both(best, gpus, tp, lambda row: f"{row['speed']:,.0f}") for tp in TENSOR)] for gpus in GPUS
+    ]
     limits = [[str(gpus), *(_both(first, gpus, tp, _limit) for tp in TENSOR)] for gpus in GPUS]
     head = ["GPUs", *(f"tp {tp}" for tp in TENSOR)]
     fastest = {(gpus, liger): max((r["speed"] for (g, _, name), r in best.items() if (g, name) == (gpus, liger)), default=None)
                for gpus in GPUS for liger in STRATEGIES}  # fmt: skip
     ratios = [
-        [str(gpus), *(_speed(fastest[gpus, liger]) for liger in STRATEGIES), _ratio(fastest[gpus, "all"], fastest[gpus, "none"])]
+        [
+            str(gpus),
+            *(_speed(fastest[gpus, liger]) for liger in STRATEGIES),
+            _ratio(fastest[gpus, "all"], fastest[gpus, "none"]),
+        ]
         for gpus in GPUS
     ]
     same = [found for gpus in GPUS for tp in TENSOR if (found := _same(gpus, tp, best)) is not None]
@@ -142,7 +172,9 @@ def page(rows: list[dict[str, Any]], best: dict[tuple[int, int, str], dict[str, 
     )  # fmt: skip
 
 
-def _both(found: dict[tuple[int, int, str], dict[str, Any]], gpus: int, tp: int, words: Callable[[dict[str, Any]], str]) -> str:
+def _both(
+    found: dict[tuple[int, int, str], dict[str, Any]], gpus: int, tp: int, words: Callable[[dict[str, Any]], str]
+) -> str:
     return " / ".join(words(row) if (row := found.get((gpus, tp, liger))) else "–" for liger in STRATEGIES)
 
 

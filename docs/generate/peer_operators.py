@@ -11,7 +11,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from peer_results import CARDS, COPY, DTYPE, EAGER, ERRORS, OURS, PASSES, PEER, PRECISION, Pair, error, failures, measured, pairs
+from peer_results import (
+    CARDS,
+    COPY,
+    DTYPE,
+    EAGER,
+    ERRORS,
+    OURS,
+    PASSES,
+    PEER,
+    PRECISION,
+    Pair,
+    error,
+    failures,
+    measured,
+    pairs,
+)
 
 from liger_bench import markdown
 from liger_core.builtin import CATALOGUE
@@ -41,7 +56,11 @@ def mistakes(found: dict[str, Any], ops: Sequence[str]) -> list[str]:
     wrong = [f"{operator} names the op {op}, which does not exist" for operator, op in named if op not in ops]
     tables = [set(found[name]) for name in ("compared", "covered", "none")]
     twice = sorted((tables[0] & tables[1]) | (tables[0] & tables[2]) | (tables[1] & tables[2]))
-    wrong += [f"variants names {operator}, which is not compared" for operator in found["variants"] if operator not in found["compared"]]
+    wrong += [
+        f"variants names {operator}, which is not compared"
+        for operator in found["variants"]
+        if operator not in found["compared"]
+    ]
     return wrong + [f"{operator} is in two tables" for operator in twice]
 
 
@@ -72,7 +91,11 @@ def page() -> str:
         _overview(description, found[first]),
         "Ops of Liger that the table does not name have no operator in liger-kernel.",
         _missing(description, found[first]),
-        *(part for card in others for part in (f"On an {card}, the ops that were measured there:", _measured(description, found[card]))),
+        *(
+            part
+            for card in others
+            for part in (f"On an {card}, the ops that were measured there:", _measured(description, found[card]))
+        ),
         "## Shapes",
         SHAPES.format(speed=SPEED, copy=COPY),
     ]
@@ -102,7 +125,9 @@ def _overview(description: dict[str, Any], found: Sequence[Pair]) -> str:
 def _measured(description: dict[str, Any], found: Sequence[Pair]) -> str:
     """The operators that were measured."""
     owned = {operator: own for operator in description["compared"] if (own := _own(description, operator, found))}
-    lines = [[f"`{operator}`", _links(description["compared"][operator]), *_summary(own)] for operator, own in owned.items()]
+    lines = [
+        [f"`{operator}`", _links(description["compared"][operator]), *_summary(own)] for operator, own in owned.items()
+    ]
     return markdown.table(("liger-kernel", "Liger", *SUMMARY), lines, right=range(2, 2 + len(SUMMARY)))
 
 
@@ -131,7 +156,9 @@ def _summary(own: Sequence[Pair]) -> list[str]:
         return [NONE] * len(SUMMARY)
     speeds = [_range([value for pair in own if (value := pair.speed(name)) is not None]) for name in PASSES]
     errors = [value for pair in own for column in ERRORS if (value := pair.error(column, pair.peer)) is not None]
-    shares = [value for pair in own for name in PASSES if (value := pair.bandwidth(name)) is not None and not pair.short(name)]
+    shares = [
+        value for pair in own for name in PASSES if (value := pair.bandwidth(name)) is not None and not pair.short(name)
+    ]
     return [str(len({pair.shape for pair in own})), *speeds, _form(max(errors, default=None)), _range(shares, unit="")]
 
 
@@ -146,7 +173,18 @@ def _shapes(found: Sequence[Pair], places: Sequence[tuple[str, ...]]) -> str:
             *(_form(pair.bandwidth(name)) + (f" ({_form(pair.of_copy(name))})" if pair.short(name) else "") for name in PASSES),
             f"[{places.index(pair.place) + 1}](#runs)",
         ])  # fmt: skip
-    head = ("op", "shape", "against", "forward", "full", "error ÷ its", "error ÷ eager", "copy, forward", "copy, full", "run")
+    head = (
+        "op",
+        "shape",
+        "against",
+        "forward",
+        "full",
+        "error ÷ its",
+        "error ÷ eager",
+        "copy, forward",
+        "copy, full",
+        "run",
+    )
     return markdown.table(head, markdown.sparse(lines), right=range(3, len(head)))
 
 
@@ -159,7 +197,9 @@ def _below(found: Sequence[Pair]) -> list[str]:
         if value < SPEED
     ]
     low = _low(found)
-    short = [(pair, name, value) for pair, name, value in _figures(found, Pair.of_copy) if value < COPY and pair.short(name)]
+    short = [
+        (pair, name, value) for pair, name, value in _figures(found, Pair.of_copy) if value < COPY and pair.short(name)
+    ]
     return [
         _list(f"Slower than {PEER}, its time ÷ Liger's:", slow),
         _list(
@@ -179,7 +219,11 @@ def _below(found: Sequence[Pair]) -> list[str]:
 
 def _low(found: Sequence[Pair]) -> list[tuple[Pair, str, float]]:
     """Shares of copy bandwidth below the bound, at shapes that are long enough for a copy to reach it."""
-    return [(pair, name, value) for pair, name, value in _figures(found, Pair.bandwidth) if value < COPY and not pair.short(name)]
+    return [
+        (pair, name, value)
+        for pair, name, value in _figures(found, Pair.bandwidth)
+        if value < COPY and not pair.short(name)
+    ]
 
 
 def _bounds(reasons: dict[str, str], found: Sequence[Pair]) -> str:
@@ -227,7 +271,9 @@ def _runs(found: Sequence[Pair], places: Sequence[tuple[str, ...]]) -> str:
 
 
 def _libraries(versions: str) -> str:
-    return ", ".join(part for part in versions.split(", ") if part.split()[0] in ("torch", "triton", "liger-kernel", "cuda"))
+    return ", ".join(
+        part for part in versions.split(", ") if part.split()[0] in ("torch", "triton", "liger-kernel", "cuda")
+    )
 
 
 def _links(ops: Iterable[str]) -> str:

@@ -36,7 +36,10 @@ def measured(card: str, folder: Path = RESULTS) -> list[Row]:
     """The rows of ops in this dtype on a card, without series over a size."""
     rows: list[Row] = []
     for path in sorted({path.parent for path in folder.glob("*/results.*")}):
-        rows += [_typed(row) | {"folder": path.name} for row in read_json(path / "results.json") or _read_csv(path / "results.csv")]
+        rows += [
+            _typed(row) | {"folder": path.name}
+            for row in read_json(path / "results.json") or _read_csv(path / "results.csv")
+        ]
     rows = [row for row in rows if row["machine"].startswith(card) and row["dtype"] == DTYPE]
     return [row for row in rows if not row["axis"] and row["pass"] != "dispatch"]
 
@@ -48,7 +51,17 @@ def _read_csv(path: Path) -> list[Row]:
 
 def _typed(row: Row) -> Row:
     """Figures as numbers; empty ones as None, and columns that older files lack, too."""
-    figures = ("median_ms", "low_ms", "high_ms", "graph_ms", "limit_ms", "copy_ms", "share", "error_eager_ratio", *ERRORS)
+    figures = (
+        "median_ms",
+        "low_ms",
+        "high_ms",
+        "graph_ms",
+        "limit_ms",
+        "copy_ms",
+        "share",
+        "error_eager_ratio",
+        *ERRORS,
+    )
     return {**row, **{name: float(row[name]) if row.get(name) else None for name in figures}}
 
 
@@ -68,18 +81,30 @@ def pairs(rows: Iterable[Row], ops: Iterable[str]) -> list[Pair]:
     for (op, shape, *run), found in sorted(runs(rows).items(), key=lambda item: item[0][-1]):
         for variant in found:
             if OURS in found and variant.startswith(PEER):
-                newest[op, shape, variant] = Pair(op, shape, variant, tuple(run), found[OURS], found[variant], found.get(EAGER, {}))
+                newest[op, shape, variant] = Pair(
+                    op, shape, variant, tuple(run), found[OURS], found[variant], found.get(EAGER, {})
+                )
     order = list(ops)
     known = [pair for pair in newest.values() if pair.op in order]
     return sorted(
-        known, key=lambda pair: (order.index(pair.op), [int(n) for n in re.findall(r"\d+", pair.shape)], pair.shape, pair.variant)
+        known,
+        key=lambda pair: (
+            order.index(pair.op),
+            [int(n) for n in re.findall(r"\d+", pair.shape)],
+            pair.shape,
+            pair.variant,
+        ),
     )
 
 
 def failures(rows: Iterable[Row], found: Sequence[Pair]) -> list[tuple[str, str]]:
     """Shapes at which the peer has no figures in the newest run of the op, and why."""
     newest = {pair.op: max(other.run[-1] for other in found if other.op == pair.op) for pair in found}
-    failed = [row for row in rows if row["implementation"].startswith(PEER) and row["reason"] and newest.get(row["op"], "~") <= row["date"]]
+    failed = [
+        row
+        for row in rows
+        if row["implementation"].startswith(PEER) and row["reason"] and newest.get(row["op"], "~") <= row["date"]
+    ]
     return [(f"{row['op']}, {row['workload']}, {row['implementation']}", row["reason"]) for row in failed]
 
 
@@ -106,7 +131,10 @@ class Pair:
 
     def within_spread(self, name: str) -> bool:
         """Whether each median is within the quantiles of the other time."""
-        mine, theirs = ([self._figure(rows, name, f"{part}_ms") for part in ("low", "median", "high")] for rows in (self.ours, self.peer))
+        mine, theirs = (
+            [self._figure(rows, name, f"{part}_ms") for part in ("low", "median", "high")]
+            for rows in (self.ours, self.peer)
+        )
         if None in mine or None in theirs:
             return False
         return mine[0] <= theirs[1] <= mine[2] and theirs[0] <= mine[1] <= theirs[2]

@@ -46,7 +46,12 @@ ANYWHERE: dict[str, tuple[str, ...]] = {
         "_apply",
         "_orig_mod",
     ),
-    "Attributes of Tensor that the type stubs of PyTorch declare": ("_version", "_base", "_is_view", "_post_accumulate_grad_hooks"),
+    "Attributes of Tensor that the type stubs of PyTorch declare": (
+        "_version",
+        "_base",
+        "_is_view",
+        "_post_accumulate_grad_hooks",
+    ),
     "PyTorch's documentation asks users to call them": (
         "torch.utils._pytree",
         "torch.utils._python_dispatch",
@@ -119,7 +124,10 @@ def bindings(module: ModuleType, names: Iterable[str]) -> dict[str, set[str]]:
             found[target] = own
             reads[target] = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)} - {target}
     for _ in found:
-        found = {target: own.union(*(found[read] for read in reads[target] if read in found)) for target, own in found.items()}
+        found = {
+            target: own.union(*(found[read] for read in reads[target] if read in found))
+            for target, own in found.items()
+        }
     return found
 
 
@@ -163,7 +171,12 @@ def page() -> str:
     record, users = recorded(), uses()
     parts = [INTRODUCTION]
     for title, (_, names) in zip(("PyTorch", "Transformers and the libraries around it"), MODULES, strict=True):
-        parts += [f"## {title}", "", "| name | used for | where | without it | versions |", "| --- | --- | --- | --- | --- |"]
+        parts += [
+            f"## {title}",
+            "",
+            "| name | used for | where | without it | versions |",
+            "| --- | --- | --- | --- | --- |",
+        ]
         parts += [_row(name, users[path], record[path]) for path, name in names.items()]
         parts.append("")
     parts += ["## Names that any file may use", "", "| names | why |", "| --- | --- |"]
@@ -172,7 +185,11 @@ def page() -> str:
 
 
 def _row(name: PrivateName, files: list[str], entry: dict[str, list[str]]) -> str:
-    title = f"`{name.path.partition(':')[2]}`, a word in `{name.path.partition(':')[0]}`" if name.is_word else f"`{name.title}`"
+    title = (
+        f"`{name.path.partition(':')[2]}`, a word in `{name.path.partition(':')[0]}`"
+        if name.is_word
+        else f"`{name.title}`"
+    )
     versions = ", ".join(entry["has"]) + (f"; not {', '.join(entry['lacks'])}" if entry["lacks"] else "")
     return f"| {title} | {name.purpose} | {', '.join(f'`{file}`' for file in files)} | {name.fallback} | {versions} |"
 

@@ -40,7 +40,9 @@ def _public(module: ModuleType) -> list[str]:
     if hasattr(module, "__all__"):
         return list(module.__all__)
     return [
-        name for name, value in vars(module).items() if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
     ]
 
 

@@ -46,10 +46,14 @@ def main() -> None:
 
 
 def _predicted(model: str, options: dict[str, str]) -> dict[str, Any]:
-    prediction = planned(Setup(str(_folder(model)) if model in MODELS else model, sequence=SEQUENCE, **options), None, False).prediction  # type: ignore[arg-type]
+    prediction = planned(
+        Setup(str(_folder(model)) if model in MODELS else model, sequence=SEQUENCE, **options), None, False
+    ).prediction  # type: ignore[arg-type]
     # An adapter has parameters of its own, and 4 bits are packed.
     billions = None if "adapter" in options else MODELS.get(model, {}).get("billions")
-    assert billions is None or abs(prediction.parameters / billions / 1e9 - 1) < 0.005, f"{model} has {prediction.parameters} parameters"
+    assert billions is None or abs(prediction.parameters / billions / 1e9 - 1) < 0.005, (
+        f"{model} has {prediction.parameters} parameters"
+    )
     return {"peak_bytes": prediction.peak_bytes, "parameters": prediction.parameters}
 
 

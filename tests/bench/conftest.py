@@ -25,7 +25,20 @@ def processes_are_forks() -> Iterator[None]:
 def tiny_demo(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A demo of six short steps on the CPU: enough for the loss to fall whatever the text."""
     folder = tmp_path_factory.mktemp("demo")
-    command = ("demo", "--steps", "6", "--batch", "2", "--sequence", "64", "--device", "cpu", "--out", str(folder), "--json")
+    command = (
+        "demo",
+        "--steps",
+        "6",
+        "--batch",
+        "2",
+        "--sequence",
+        "64",
+        "--device",
+        "cpu",
+        "--out",
+        str(folder),
+        "--json",
+    )
     # Includes what libraries print while they are imported.
     done = subprocess.run([sys.executable, "-c", START, *command], capture_output=True, text=True, timeout=300)
     return Finished(done.returncode, done.stdout, done.stderr, folder)

@@ -76,7 +76,9 @@ def test_dispatch_is_a_row_of_its_own_with_the_cost_to_the_host(quick_bench: Fin
     assert 0 < row["enqueue_ms"] < 1
 
 
-@pytest.mark.parametrize("figure", ["machine", "versions", "commit", "date", "copy_bytes_per_second", "product_flops_per_second"])
+@pytest.mark.parametrize(
+    "figure", ["machine", "versions", "commit", "date", "copy_bytes_per_second", "product_flops_per_second"]
+)
 def test_every_row_says_where_and_how_it_was_measured(quick_bench: Finished, figure: str) -> None:
     assert all(row[figure] for row in reference_rows(quick_bench))
 
@@ -130,7 +132,11 @@ def test_resuming_measures_only_what_is_missing(liger: InProcess, tmp_path: Path
     liger("bench", "swiglu", "geglu", *QUICK, "--peer", "eager", "--out", str(tmp_path), "--resume")
     added = rows_in(tmp_path)[len(before) :]
     assert [(row["op"], row["implementation"]) for row in before] == [("swiglu", "reference")]
-    assert [(row["op"], row["implementation"]) for row in added] == [("swiglu", "eager"), ("geglu", "reference"), ("geglu", "eager")]
+    assert [(row["op"], row["implementation"]) for row in added] == [
+        ("swiglu", "eager"),
+        ("geglu", "reference"),
+        ("geglu", "eager"),
+    ]
 
 
 @pytest.mark.parametrize("name", PLACE)
@@ -143,13 +149,30 @@ def test_resuming_elsewhere_measures_all_again(name: str, liger: InProcess, tmp_
 
 
 def test_resuming_needs_a_folder(liger: InProcess) -> None:
-    assert liger("bench", "swiglu", "--resume") == (2, "OptionError: bench: --resume needs --out, the folder of the run to resume")
+    assert liger("bench", "swiglu", "--resume") == (
+        2,
+        "OptionError: bench: --resume needs --out, the folder of the run to resume",
+    )
 
 
 def test_scaling_measures_the_points_of_a_series(liger: InProcess, tmp_path: Path) -> None:
-    liger("bench", "scaling", "rms_norm", "--quick", "--device", "cpu", "--seconds", "0.001", "--json", "--out", str(tmp_path))
+    liger(
+        "bench",
+        "scaling",
+        "rms_norm",
+        "--quick",
+        "--device",
+        "cpu",
+        "--seconds",
+        "0.001",
+        "--json",
+        "--out",
+        str(tmp_path),
+    )
     rows = rows_in(tmp_path)
-    assert {(row["axis"], row["axis_value"]) for row in rows} == {w.axis for w in rms_norm.workloads() if w.quick and w.axis}
+    assert {(row["axis"], row["axis_value"]) for row in rows} == {
+        w.axis for w in rms_norm.workloads() if w.quick and w.axis
+    }
     assert {row["pass"] for row in rows} == {"full"}
 
 
@@ -179,7 +202,9 @@ def test_inputs_that_do_not_fit_are_a_reason_for_every_implementation() -> None:
     def make(device: torch.device, dtype: torch.dtype) -> Any:
         raise torch.OutOfMemoryError("no 3 PiB left")
 
-    run = Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.01, {"machine": "m", "versions": "v", "commit": "c", "date": "d"})
+    run = Bench(
+        CPU, torch.float32, Limits(1e9, 1e9), 0.01, {"machine": "m", "versions": "v", "commit": "c", "date": "d"}
+    )
     (row,) = run.measured(swiglu, Workload("huge", make), [backend(swiglu, "reference")], lambda _: None)
     assert (row.reason, row.failed) == ("out of memory for the inputs: no 3 PiB left", False)
 

@@ -83,19 +83,36 @@ def test_demo_says_nothing_alarming(tiny_demo: Finished) -> None:
 
 
 def test_each_step_says_its_loss_and_speed() -> None:
-    settings = Settings("tiny", torch.device("cpu"), torch.float32, steps=2, batch=4, sequence=32, learning_rate=1e-3, checkpointing=False)
+    settings = Settings(
+        "tiny",
+        torch.device("cpu"),
+        torch.float32,
+        steps=2,
+        batch=4,
+        sequence=32,
+        learning_rate=1e-3,
+        checkpointing=False,
+    )
     data = Sequences(library_text(4, 32, limit=300_000).sequences)
     for pieces in (1, 2):
         said: list[str] = []
         losses = train(build(settings), data, settings, said.append, pieces=pieces)
-        assert [re.sub(r"[\d,]+ tokens", "N tokens", state) for state in said] == [f"loss {loss:.4f}, N tokens/s" for loss in losses]
+        assert [re.sub(r"[\d,]+ tokens", "N tokens", state) for state in said] == [
+            f"loss {loss:.4f}, N tokens/s" for loss in losses
+        ]
 
 
 @pytest.mark.parametrize(
     ("plain", "liger", "clear"),
-    [([1.0, 1.1, 1.2], [1.0, 1.0, 1.0], True), ([1.9, 17.0, 4.0], [1.0, 1.0, 1.0], False), ([1.0] * 3, [1.0, 1.5, 2.0], False)],
+    [
+        ([1.0, 1.1, 1.2], [1.0, 1.0, 1.0], True),
+        ([1.9, 17.0, 4.0], [1.0, 1.0, 1.0], False),
+        ([1.0] * 3, [1.0, 1.5, 2.0], False),
+    ],
 )
-def test_a_speed_is_clear_if_steps_took_about_as_long_as_each_other(plain: list[float], liger: list[float], clear: bool) -> None:
+def test_a_speed_is_clear_if_steps_took_about_as_long_as_each_other(
+    plain: list[float], liger: list[float], clear: bool
+) -> None:
     assert speed_is_clear([plain, liger]) is clear
 
 
@@ -142,7 +159,10 @@ def test_result_file_holds_what_was_printed(tiny_demo: Finished) -> None:
         (
             "--model",
             "7b",
-            "demo: --model must be one of tiny, small, llama-3.2-1b, llama-3-8b, qwen2-7b, gemma-7b, mistral-7b, phi-3-mini, got '7b'",
+            (
+                "demo: --model must be one of tiny, small, llama-3.2-1b, llama-3-8b, qwen2-7b, gemma-7b, mistral-7b, "
+                "phi-3-mini, got '7b'"
+            ),
         ),
         ("--device", "tpu", "demo: --device must be auto, cpu or cuda, got 'tpu'"),
         ("--dtype", "int8", "demo: --dtype must be one of float32, bfloat16, float16, got 'int8'"),

@@ -23,7 +23,9 @@ from liger_bench.process import DONE, FAILED, Answer
 from liger_bench.ranks import answers_of
 from liger_bench.row import row_from
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+pytestmark = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="torch was built without torch.distributed"
+)
 
 WHERE = {"machine": "m", "versions": "v", "commit": "c", "date": "d"}
 JOB = Job("tiny", 1, 16, "ddp", PLAIN, 2, "cpu", "float32", 3, 1e-3)
@@ -155,9 +157,16 @@ def measured_row(implementation: str, losses: list[float], dtype: str, before: l
 
 @pytest.mark.parametrize(
     ("dtype", "difference", "bound", "agrees"),
-    [("bfloat16", 0.29, 0.3, True), ("bfloat16", 0.31, 0.3, False), ("float32", 9e-4, 1e-3, True), ("float32", 2e-3, 1e-3, False)],
+    [
+        ("bfloat16", 0.29, 0.3, True),
+        ("bfloat16", 0.31, 0.3, False),
+        ("float32", 9e-4, 1e-3, True),
+        ("float32", 2e-3, 1e-3, False),
+    ],
 )
-def test_liger_may_differ_by_thrice_what_reordered_sums_do(dtype: str, difference: float, bound: float, agrees: bool) -> None:
+def test_liger_may_differ_by_thrice_what_reordered_sums_do(
+    dtype: str, difference: float, bound: float, agrees: bool
+) -> None:
     plain = measured_row(PLAIN, [3.0, 2.0, 1.0], dtype, [])
     reordered = measured_row(REORDERED, [3.0, 2.1, 1.0], dtype, [plain])
     liger = measured_row(LIGER, [3.0, 2.0, 1.0 + difference], dtype, [plain, reordered])
@@ -168,7 +177,9 @@ def test_liger_may_differ_by_thrice_what_reordered_sums_do(dtype: str, differenc
 
 
 def test_a_loss_that_is_not_a_number_is_a_failure_that_json_can_represent() -> None:
-    row = measured_row(LIGER, [3.0, float("nan"), 1.0], "float32", [measured_row(PLAIN, [3.0, 2.0, 1.0], "float32", [])])
+    row = measured_row(
+        LIGER, [3.0, float("nan"), 1.0], "float32", [measured_row(PLAIN, [3.0, 2.0, 1.0], "float32", [])]
+    )
     assert (row.failed, row.agrees, row.reason) == (True, False, "a loss is not finite")
     assert json.loads(json.dumps(row.columns(), allow_nan=False))["losses"] is None
 
@@ -176,10 +187,16 @@ def test_a_loss_that_is_not_a_number_is_a_failure_that_json_can_represent() -> N
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--strategy", "zer3"), "--strategy must be one of fsdp2, ddp, zero0, zero1, zero2, zero3, got 'zer3'. Did you mean 'zero3'?"),
+        (
+            ("--strategy", "zer3"),
+            "--strategy must be one of fsdp2, ddp, zero0, zero1, zero2, zero3, got 'zer3'. Did you mean 'zero3'?",
+        ),
         (
             ("--model", "7b"),
-            "bench distributed: --model must be one of tiny, small, llama-3.2-1b, llama-3-8b, qwen2-7b, gemma-7b, mistral-7b, phi-3-mini, got '7b'",
+            (
+                "bench distributed: --model must be one of tiny, small, llama-3.2-1b, llama-3-8b, qwen2-7b, gemma-7b, "
+                "mistral-7b, phi-3-mini, got '7b'"
+            ),
         ),
         (("--dtype", "float16"), "bench distributed: --dtype must be float32 or bfloat16, got 'float16'"),
         (("--resume",), "bench distributed: --resume needs --out, the folder of the run to resume"),

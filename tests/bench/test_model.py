@@ -39,7 +39,14 @@ FIGURES = (
 )
 
 
-def job(implementation: str = "hf", batch: int = 2, sequence: int = 16, dtype: str = "float32", steps: int = 1, kernels: int = 0) -> Job:
+def job(
+    implementation: str = "hf",
+    batch: int = 2,
+    sequence: int = 16,
+    dtype: str = "float32",
+    steps: int = 1,
+    kernels: int = 0,
+) -> Job:
     return Job("tiny", batch, sequence, implementation, "cpu", dtype, None, steps, 0.0, kernels)
 
 
@@ -58,8 +65,24 @@ except SystemExit:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """Two implementations of a tiny model, and then three: the first two have been measured by then."""
     folder = tmp_path_factory.mktemp("model")
-    command = ("bench", "model", "--device", "cpu", "--shape", "2x16", "--steps", "4", "--seconds", "0", "--together", "2", "--json")
-    done = run_liger(*command, "--out", str(folder), "--implementation", "hf", "--implementation", "liger", start=RESUMED)
+    command = (
+        "bench",
+        "model",
+        "--device",
+        "cpu",
+        "--shape",
+        "2x16",
+        "--steps",
+        "4",
+        "--seconds",
+        "0",
+        "--together",
+        "2",
+        "--json",
+    )
+    done = run_liger(
+        *command, "--out", str(folder), "--implementation", "hf", "--implementation", "liger", start=RESUMED
+    )
     first, _, second = done.stdout.partition("BETWEEN")
     (folder / "first.json").write_text(first)
     return Finished(done.returncode, second, done.stderr, folder)
@@ -125,10 +148,14 @@ def test_a_resumed_run_measures_only_what_is_new(finished: Finished) -> None:
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 1 GiB. Of it"), "Tried to allocate 2 GiB. GPU 0 has 1 GiB"),
+        (
+            RuntimeError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 1 GiB. Of it"),
+            "Tried to allocate 2 GiB. GPU 0 has 1 GiB",
+        ),
         (
             RuntimeError(
-                "CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 9 GiB of which 7 GiB is free. It uses 2 GiB. 3.00 GiB allowed; Of"
+                "CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 9 GiB of which 7 GiB is free. It uses 2 GiB. "
+                "3.00 GiB allowed; Of"
             ),
             "Tried to allocate 2 GiB. 3.00 GiB allowed",
         ),
@@ -295,10 +322,19 @@ def test_every_implementation_of_the_peers_says_how_to_install_it(monkeypatch: p
         ),
         (
             ("--model", "7b"),
-            "bench model: --model must be one of tiny, small, llama-3.2-1b, llama-3-8b, qwen2-7b, gemma-7b, mistral-7b, phi-3-mini, got '7b'",
+            (
+                "bench model: --model must be one of tiny, small, llama-3.2-1b, llama-3-8b, qwen2-7b, gemma-7b, "
+                "mistral-7b, phi-3-mini, got '7b'"
+            ),
         ),
-        (("--shape", "8,1024"), "bench model: --shape must be batch x sequence like 8x1024, with at least two tokens, got '8,1024'"),
-        (("--memory-limit", "24 apples"), "bench model: --memory-limit must be a size like 24GiB or 512MB, got '24 apples'"),
+        (
+            ("--shape", "8,1024"),
+            "bench model: --shape must be batch x sequence like 8x1024, with at least two tokens, got '8,1024'",
+        ),
+        (
+            ("--memory-limit", "24 apples"),
+            "bench model: --memory-limit must be a size like 24GiB or 512MB, got '24 apples'",
+        ),
         (("--resume",), "bench model: --resume needs --out, the folder of the run to resume"),
         (("--memory-limit", "24GiB"), "bench model: --memory-limit needs a GPU, got --device cpu"),
     ],
@@ -317,17 +353,23 @@ def test_a_results_file_of_another_kind_is_left_alone(liger: InProcess, tmp_path
     assert (tmp_path / "model.json").read_text() == "{"
 
 
-@pytest.mark.parametrize(("size", "count"), [("24GiB", 24 << 30), ("1.5 kb", 1500), ("1e9b", 10**9), ("7 B", 7), ("2g", 2 * 10**9)])
+@pytest.mark.parametrize(
+    ("size", "count"), [("24GiB", 24 << 30), ("1.5 kb", 1500), ("1e9b", 10**9), ("7 B", 7), ("2g", 2 * 10**9)]
+)
 def test_a_size_is_read(size: str, count: int) -> None:
     assert bytes_of("op: --size", size) == count
 
 
 def test_a_size_without_a_unit_is_an_error_that_suggests_one() -> None:
-    with pytest.raises(OptionError, match=r"op: --size must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB\?"):
+    with pytest.raises(
+        OptionError, match=r"op: --size must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB\?"
+    ):
         bytes_of("op: --size", "24")
 
 
-@pytest.mark.parametrize("size", ["", "0", "0 GiB", "GiB", "-1", "-1GiB", "1 PiB", "1..5GiB", "nan", "infGiB", "1e99GiB", "9e18B"])
+@pytest.mark.parametrize(
+    "size", ["", "0", "0 GiB", "GiB", "-1", "-1GiB", "1 PiB", "1..5GiB", "nan", "infGiB", "1e99GiB", "9e18B"]
+)
 def test_no_size_is_refused(size: str) -> None:
     with pytest.raises(OptionError, match="op: --size must be a size like"):
         bytes_of("op: --size", size)

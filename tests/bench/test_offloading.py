@@ -101,14 +101,17 @@ def test_nothing_else_keeps_the_inputs_of_layers(device: torch.device) -> None:
     loss.backward()
 
 
-def test_the_input_before_comes_back_while_a_layer_is_recomputed(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_the_input_before_comes_back_while_a_layer_is_recomputed(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
     model, copies, here = model_on(device, "offload"), Copies(monkeypatch), []
     layers = checkpointing.layers(model)
     for layer in layers:
         # Of its first module: since Transformers 5.23, hooks of the layer itself run outside the checkpoint, once.
         layer.input_layernorm.register_forward_pre_hook(lambda *_: here.append(copies.on_the_device()))
     step(model)
-    # In the forward pass that of the layer itself; in the backward pass, where its own is already handed over, that of the layer before.
+    # In the forward pass that of the layer itself; in the backward pass, where its own is already handed over, that of
+    # the layer before.
     assert here == 2 * [1, 1, 1, 1, 1, 1, 1, 0]
 
 
@@ -170,5 +173,7 @@ def test_a_model_without_such_layers_is_refused() -> None:
         def modules(self) -> list[nn.Module]:
             return []
 
-    with pytest.raises(OptionError, match="--checkpoint offload needs layers that Transformers checkpoints, and Plain has none"):
+    with pytest.raises(
+        OptionError, match="--checkpoint offload needs layers that Transformers checkpoints, and Plain has none"
+    ):
         checkpointing.enable(Plain(), "offload")

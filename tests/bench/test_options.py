@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every numeric or path option of every command of liger-bench and liger-train, with nonsensical values; generated from the commands."""
+"""Every numeric or path option of every command of liger-bench and liger-train, with nonsensical values; generated from
+the commands."""
 
 from __future__ import annotations
 
@@ -92,7 +93,11 @@ def options() -> Iterator[Option]:
                 info = parameter.annotation.__metadata__[0]
                 option = info.metavar if isinstance(info, typer.models.ArgumentInfo) else None
                 option = option or next(iter(info.param_decls or ()), f"--{name.replace('_', '-')}")
-                yield Option(f"{prefix}{command.name or command.callback.__name__}", option, kinds(get_args(parameter.annotation)[0]))
+                yield Option(
+                    f"{prefix}{command.name or command.callback.__name__}",
+                    option,
+                    kinds(get_args(parameter.annotation)[0]),
+                )
 
 
 OPTIONS = list(options())
@@ -112,9 +117,20 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.nn.Module, "__init__", refuse)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results").mkdir()
-    trained = {"model": "tiny", "liger": "all", "checkpoint": "none", **dict.fromkeys(("machine", "versions", "commit", "date"), "")}
+    trained = {
+        "model": "tiny",
+        "liger": "all",
+        "checkpoint": "none",
+        **dict.fromkeys(("machine", "versions", "commit", "date"), ""),
+    }
     (tmp_path / "results" / "train.json").write_text(json.dumps([trained]))
-    empty = dict.fromkeys(COLUMNS, None) | {"date": "2026-11-22", "machine": "", "device": "cpu", "versions": "", "commit": ""}
+    empty = dict.fromkeys(COLUMNS, None) | {
+        "date": "2026-11-22",
+        "machine": "",
+        "device": "cpu",
+        "versions": "",
+        "commit": "",
+    }
     (tmp_path / "results" / "model.json").write_text(json.dumps([empty]))
 
 

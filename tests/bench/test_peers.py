@@ -54,7 +54,9 @@ def quick_case(op: Op[..., Any]) -> Case:
     return case
 
 
-def measured(case: Case, implementations: list[Implementation], show: Callable[[str], object] = lambda _: None) -> list[Row]:
+def measured(
+    case: Case, implementations: list[Implementation], show: Callable[[str], object] = lambda _: None
+) -> list[Row]:
     return Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.0, WHERE, rounds=2).rows(case, implementations, show)
 
 
@@ -96,7 +98,9 @@ def stand_in_for_liger_kernel() -> SimpleNamespace:
         assert float(log_q.detach().exp().sum(-1)[0]) == pytest.approx(1.0)
         return eager._divergence(kind, log_q, log_p, beta, 1.0, "mean", None)
 
-    def fused_linear_jsd(x: Tensor, w: Tensor, t: Tensor, u: Tensor, shift_labels: None, jsd_beta: float, temperature: float) -> Tensor:
+    def fused_linear_jsd(
+        x: Tensor, w: Tensor, t: Tensor, u: Tensor, shift_labels: None, jsd_beta: float, temperature: float
+    ) -> Tensor:
         return jsd(*((a @ b.t() / temperature).log_softmax(-1) for a, b in ((x, w), (t, u))), beta=jsd_beta)
 
     def fused_linear_kl_div(x: Tensor, w: Tensor, p: Tensor, reduction: str, temperature: float) -> Tensor:
@@ -116,7 +120,8 @@ def stand_in_for_liger_kernel() -> SimpleNamespace:
 
 
 class ScaledCrossEntropy:
-    """Its per-token loss as its documentation describes it: the negative log-probability at a temperature, 0 where ignored."""
+    """Its per-token loss as its documentation describes it: the negative log-probability at a temperature, 0 where
+    ignored."""
 
     @staticmethod
     def apply(
@@ -135,7 +140,10 @@ class ScaledCrossEntropy:
 
 
 DIVERGENCES = [(op, {}) for op in (kl_div, jsd, total_variation)]
-DIVERGENCES += [(jsd, {"beta": 0.3, "temperature": 2.0}), (linear_divergence, {"kind": "jsd", "beta": 0.3, "temperature": 2.0})]
+DIVERGENCES += [
+    (jsd, {"beta": 0.3, "temperature": 2.0}),
+    (linear_divergence, {"kind": "jsd", "beta": 0.3, "temperature": 2.0}),
+]
 DIVERGENCES += [(linear_divergence, {"kind": kind}) for kind in ("forward_kl", "reverse_kl", "jsd")]
 
 
@@ -145,7 +153,9 @@ def test_liger_kernel_is_asked_for_the_divergence_of_the_op(op: Op[..., Any], op
     case = quick_case(op)
     case.arguments.update(options)
     case.set_exact()
-    errors = case.errors(Run(case, peer(op, Peer("liger-kernel", liger_kernel._divergences(stand_in_for_liger_kernel())))).full())
+    errors = case.errors(
+        Run(case, peer(op, Peer("liger-kernel", liger_kernel._divergences(stand_in_for_liger_kernel())))).full()
+    )
     assert errors is not None
     assert errors.worst_output < 1e-5
     assert errors.worst_gradient < 1e-5
@@ -157,24 +167,34 @@ def test_liger_kernel_is_asked_for_the_divergence_from_the_probabilities_of_the_
     case = quick_case(linear_divergence)
     case.arguments.update(kind="forward_kl", temperature=temperature)
     case.set_exact()
-    errors = case.errors(Run(case, peer(linear_divergence, Peer("soft", liger_kernel._soft_labels(stand_in_for_liger_kernel())))).full())
+    errors = case.errors(
+        Run(case, peer(linear_divergence, Peer("soft", liger_kernel._soft_labels(stand_in_for_liger_kernel())))).full()
+    )
     assert errors is not None
     assert errors.worst_output < 1e-5
     assert errors.worst_gradient < 1e-5
 
 
 def log_prob_of_liger_kernel(function: Any, monkeypatch: pytest.MonkeyPatch) -> Peer:
-    monkeypatch.setitem(sys.modules, "liger_kernel.ops", SimpleNamespace(LigerFusedLinearScaledCrossEntropyFunction=function))
+    monkeypatch.setitem(
+        sys.modules, "liger_kernel.ops", SimpleNamespace(LigerFusedLinearScaledCrossEntropyFunction=function)
+    )
     return Peer("liger-kernel", liger_kernel._calls(SimpleNamespace(), print))
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.5}, {"return_entropy": True, "ignore_index": 3, "temperature": 2.0}], ids=str)
-def test_liger_kernel_is_asked_for_the_log_probabilities_of_the_op(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.5}, {"return_entropy": True, "ignore_index": 3, "temperature": 2.0}], ids=str
+)
+def test_liger_kernel_is_asked_for_the_log_probabilities_of_the_op(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = make_case(linear_log_prob, head_workload(16, 8, 64, mode="options", **options), CPU, torch.float32)
     case.arguments["target"][:4] = options.get("ignore_index", -100)
     case.set_exact()
-    errors = case.errors(Run(case, peer(linear_log_prob, log_prob_of_liger_kernel(ScaledCrossEntropy, monkeypatch))).full())
+    errors = case.errors(
+        Run(case, peer(linear_log_prob, log_prob_of_liger_kernel(ScaledCrossEntropy, monkeypatch))).full()
+    )
     assert errors is not None
     assert errors.worst_output < 1e-5
     assert errors.worst_gradient < 1e-5
@@ -190,7 +210,9 @@ class ScaledCrossEntropyInChunks:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("options", [{}, {"return_entropy": True, "ignore_index": 3, "temperature": 2.0}], ids=str)
-def test_liger_kernel_is_asked_for_log_probabilities_in_chunks(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liger_kernel_is_asked_for_log_probabilities_in_chunks(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = SimpleNamespace(_FusedLinearPPOFallbackFunction=ScaledCrossEntropyInChunks)
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_scaled_cross_entropy", module)
     case = make_case(linear_log_prob, head_workload(16, 8, 64, mode="options", **options), CPU, torch.float32)
@@ -205,21 +227,29 @@ def test_liger_kernel_is_asked_for_log_probabilities_in_chunks(options: dict[str
 @pytest.mark.parametrize(("value", "name"), [("0", "liger-kernel untuned"), ("1", "liger-kernel")])
 def test_experts_without_their_autotuner_are_a_variant(value: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGER_FUSED_MOE_AUTOTUNE", value)
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", SimpleNamespace(liger_fused_linear_cross_entropy=print))
+    monkeypatch.setitem(
+        sys.modules, "liger_kernel.transformers.functional", SimpleNamespace(liger_fused_linear_cross_entropy=print)
+    )
     assert [variant.name for variant in liger_kernel.peers() if "experts" in variant.calls] == [name]
 
 
-def test_a_kernel_of_liger_kernel_that_cannot_be_imported_is_the_reason_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_of_liger_kernel_that_cannot_be_imported_is_the_reason_and_no_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Missing:
         @staticmethod
         def apply(*arguments: object, **options: object) -> Tensor:
             raise ImportError("no module named cutlass")
 
-    (row,) = measured(quick_case(linear_log_prob), [peer(linear_log_prob, log_prob_of_liger_kernel(Missing, monkeypatch))])
+    (row,) = measured(
+        quick_case(linear_log_prob), [peer(linear_log_prob, log_prob_of_liger_kernel(Missing, monkeypatch))]
+    )
     assert (row.reason, row.failed) == ("its kernel for this device cannot be imported: no module named cutlass", False)
 
 
-def test_liger_kernel_has_one_target_a_token_and_no_other_divergence_from_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_liger_kernel_has_one_target_a_token_and_no_other_divergence_from_probabilities(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     several = make_case(linear_log_prob, head_workload(16, 8, 64, mode="64_targets", targets=64), CPU, torch.float32)
     (row,) = measured(several, [peer(linear_log_prob, log_prob_of_liger_kernel(ScaledCrossEntropy, monkeypatch))])
     assert (row.reason, row.failed) == ("it has one target per token only", False)
@@ -248,7 +278,9 @@ def test_trl_is_asked_for_what_the_op_computes(op: Op[..., Any], options: dict[s
     assert errors.worst_gradient < 1e-5
 
 
-@pytest.mark.parametrize(("op", "options"), [(kl_div, {"reverse": True}), (linear_divergence, {"kind": "total_variation"})])
+@pytest.mark.parametrize(
+    ("op", "options"), [(kl_div, {"reverse": True}), (linear_divergence, {"kind": "total_variation"})]
+)
 def test_liger_kernel_lacks_some_divergences(op: Op[..., Any], options: dict[str, Any]) -> None:
     case = quick_case(op)
     case.arguments.update(options)
@@ -292,7 +324,10 @@ def test_a_peer_that_declares_what_it_overwrites_gets_copies_of_its_own() -> Non
     before = case.fingerprints()
     rows = measured(case, [overwriting(("logits",)), backend(cross_entropy, "reference")])
     assert case.fingerprints() == before
-    assert {(row.implementation, row.overwrites, row.reason) for row in rows} == {("careless", "logits", ""), ("reference", "", "")}
+    assert {(row.implementation, row.overwrites, row.reason) for row in rows} == {
+        ("careless", "logits", ""),
+        ("reference", "", ""),
+    }
     assert all(row.error_gradients is not None and row.error_gradients < 1e-6 for row in rows)
 
 
@@ -361,7 +396,9 @@ def test_running_out_of_memory_in_one_pass_leaves_the_others() -> None:
 
     rows = measured(quick_case(cross_entropy), [peer(cross_entropy, Peer("greedy", {"cross_entropy": greedy}))])
     assert [row.pass_ for row in rows if not row.reason] == ["forward", "backward", "full"]
-    assert [(row.pass_, row.reason, row.failed) for row in rows if row.reason] == [("evaluation", "out of memory: no 3 PiB left", False)]
+    assert [(row.pass_, row.reason, row.failed) for row in rows if row.reason] == [
+        ("evaluation", "out of memory: no 3 PiB left", False)
+    ]
 
 
 def test_frozen_arguments_of_a_workload_get_no_gradient() -> None:

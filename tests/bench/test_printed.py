@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands print fits a terminal of 100 columns, with every name in full; shown with results that were measured on GPUs."""
+"""What commands print fits a terminal of 100 columns, with every name in full; shown with results that were measured on
+GPUs."""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ def fits(text: str, names: Iterable[str] = ()) -> bool:
 
 
 def test_liger_bench(printed: Read) -> None:
-    rows = [OpRow(**{field.name: row.get(field.name.rstrip("_")) for field in fields(OpRow)}) for row in longest(stored_ops())]
+    rows = [
+        OpRow(**{field.name: row.get(field.name.rstrip("_")) for field in fields(OpRow)})
+        for row in longest(stored_ops())
+    ]
     print_rows(rows, {})
     assert fits(printed(), {name for row in rows for name in (row.op, row.workload, row.implementation, row.pass_)})
 
@@ -61,7 +65,10 @@ def stored_ops() -> list[dict[str, Any]]:
 
 def longest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of each column the row with the longest word, so that they all meet in one table."""
-    return [max(rows, key=lambda row, name=name: len(f"{row[name]}")) for name in ("op", "workload", "implementation", "pass", "median_ms")]
+    return [
+        max(rows, key=lambda row, name=name: len(f"{row[name]}"))
+        for name in ("op", "workload", "implementation", "pass", "median_ms")
+    ]
 
 
 def test_liger_bench_model(printed: Read) -> None:
@@ -95,7 +102,9 @@ def test_liger_train_sweep(printed: Read) -> None:
     assert fits(printed(), {row.liger for row in rows if row.model == "llama-3-8b"})
 
 
-@pytest.mark.parametrize(("command", "names"), [("doctor", {"reference", "triton"}), ("ops", {"linear_cross_entropy", "add_rms_norm"})])
+@pytest.mark.parametrize(
+    ("command", "names"), [("doctor", {"reference", "triton"}), ("ops", {"linear_cross_entropy", "add_rms_norm"})]
+)
 def test_liger(command: str, names: set[str], printed: Read, monkeypatch: pytest.MonkeyPatch) -> None:
     from liger_core.commands import main
 
@@ -105,7 +114,9 @@ def test_liger(command: str, names: set[str], printed: Read, monkeypatch: pytest
     assert fits(printed(), names)
 
 
-def test_the_help_of_liger_bench_says_where_the_options_of_its_default_command_are(printed: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_help_of_liger_bench_says_where_the_options_of_its_default_command_are(
+    printed: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from liger_core.commands import main
 
     for command in (["bench", "--help"], ["bench", "ops", "--help"]):

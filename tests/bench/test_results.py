@@ -54,7 +54,9 @@ def test_rows_are_appended_in_the_order_of_the_columns_in_the_file(table: Path) 
     assert lines(table) == LINES
 
 
-@pytest.mark.parametrize("kind", [distributed.Row, model.Row, sharded.Row, step.Row, train.Row], ids=lambda kind: kind.__module__)
+@pytest.mark.parametrize(
+    "kind", [distributed.Row, model.Row, sharded.Row, step.Row, train.Row], ids=lambda kind: kind.__module__
+)
 def test_a_row_ends_with_where_and_when_it_was_measured(kind: type[Recorded]) -> None:
     assert kind.header()[-4:] == ["machine", "versions", "commit", "date"]
     assert sorted(kind.header()) == sorted(field.name for field in fields(kind))
@@ -62,8 +64,16 @@ def test_a_row_ends_with_where_and_when_it_was_measured(kind: type[Recorded]) ->
 
 def test_a_row_without_figures_says_why_and_what_was_asked_for() -> None:
     job = step.Job("lora", "liger", True, "cpu", "float32")
-    row = row_from(step.Row, job, dict.fromkeys(("machine", "versions", "commit", "date"), "here"), {"reason": "no PEFT"})
-    assert (row.case, row.implementation, row.reason, row.failed, row.date) == ("lora", "liger", "no PEFT", False, "here")
+    row = row_from(
+        step.Row, job, dict.fromkeys(("machine", "versions", "commit", "date"), "here"), {"reason": "no PEFT"}
+    )
+    assert (row.case, row.implementation, row.reason, row.failed, row.date) == (
+        "lora",
+        "liger",
+        "no PEFT",
+        False,
+        "here",
+    )
     assert row.step_seconds is None
     assert list(row.columns()) == step.COLUMNS
 
@@ -100,7 +110,9 @@ def test_a_line_that_lacks_cells_is_moved_away_with_a_message(table: Path, capsy
     check_csv(table, HEADER)
     assert lines(table) == LINES[:1]
     assert (table.parent / "rows.csv.torn").read_text() == "row 1,\n"
-    printed = f"{table}: the last line was cut off; it was moved to {table}.torn, and the rows before it are unchanged\n"
+    printed = (
+        f"{table}: the last line was cut off; it was moved to {table}.torn, and the rows before it are unchanged\n"
+    )
     assert capsys.readouterr().err == printed
 
 
@@ -184,9 +196,14 @@ def test_two_processes_append_to_one_file_and_no_row_is_lost(tmp_path: Path) -> 
     assert len(lines(tmp_path / "rows.csv")) == 80
 
 
-def test_a_file_that_another_process_keeps_locked_raises_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_another_process_keeps_locked_raises_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(results, "PATIENCE", 0.05)
-    with FileLock(tmp_path / LOCK), pytest.raises(OptionError, match="must not be locked by another process for longer than 0 s; wait or"):
+    with (
+        FileLock(tmp_path / LOCK),
+        pytest.raises(OptionError, match="must not be locked by another process for longer than 0 s; wait or"),
+    ):
         append_json(ROWS, tmp_path / "rows.json")
 
 

@@ -13,7 +13,14 @@ from liger_bench.sharded.command import sharded
 from liger_bench.sharded.job import Job, together
 from liger_core.errors import OptionError
 
-SMALL: dict[str, Any] = {"rows": 12, "width": 8, "classes": [37], "ops": ["linear_cross_entropy"], "repetitions": 2, "device": "cpu"}
+SMALL: dict[str, Any] = {
+    "rows": 12,
+    "width": 8,
+    "classes": [37],
+    "ops": ["linear_cross_entropy"],
+    "repetitions": 2,
+    "device": "cpu",
+}
 
 
 @pytest.mark.slow
@@ -37,7 +44,10 @@ def test_every_implementation_gives_the_same_loss_and_a_second_run_measures_noth
 
 def test_time_is_that_of_the_slowest_rank_and_memory_of_the_one_that_holds_the_most() -> None:
     job = Job("linear_cross_entropy", 1, 1, 1, "liger", 2, "cpu", "float32")
-    ranks = [{"seconds": [1.0, 3.0, 2.0], "peak_bytes": 5, "loss": 7.0}, {"seconds": [2.0, 1.0, 4.0], "peak_bytes": 6, "loss": 7.0}]
+    ranks = [
+        {"seconds": [1.0, 3.0, 2.0], "peak_bytes": 5, "loss": 7.0},
+        {"seconds": [2.0, 1.0, 4.0], "peak_bytes": 6, "loss": 7.0},
+    ]
     found = together(job, ranks, alone=6.0)
     assert (found["seconds"], found["efficiency"], found["peak_bytes"]) == (3.0, 1.0, 6)
 

@@ -75,7 +75,10 @@ def test_implementations_of_a_case_have_the_same_loss_and_limit(case: str, capsy
 
 def test_what_a_case_is_about_is_there() -> None:
     pytest.importorskip("peft")
-    replaced = {name: training.Step(Job(name, LIGER, True, "cpu", "float32")).replaced for name in ("lora", "experts", "qk_norm")}
+    replaced = {
+        name: training.Step(Job(name, LIGER, True, "cpu", "float32")).replaced
+        for name in ("lora", "experts", "qk_norm")
+    }
     assert "lora_linear 14" in replaced["lora"]
     assert "experts 2" in replaced["experts"]
     assert "qk_norm_rope 2" in replaced["qk_norm"]
@@ -125,10 +128,14 @@ def test_a_token_passes_through_its_own_experts_alone() -> None:
         model = AutoModelForCausalLM.from_config(made.config(False), dtype=torch.bfloat16)
     one = 2048 * (32 + 4 + 4 + 32) * 128 + 2048 * 128 + 8 * 3 * 2048 * 768
     attention = 2 * 4096 * 128 * 32 * 6
-    assert arithmetic(model, made, 1, 4096).operations == pytest.approx(2 * 3 * (6 * one + 2048 * 151936) + 3.5 * attention)
+    assert arithmetic(model, made, 1, 4096).operations == pytest.approx(
+        2 * 3 * (6 * one + 2048 * 151936) + 3.5 * attention
+    )
 
 
-def test_a_second_run_measures_nothing_again(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_run_measures_nothing_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = rows_of(capsys, cases=["long"], implementations=[HF], out=tmp_path)
     monkeypatch.setattr(run, "Process", None)
     assert rows_of(capsys, cases=["long"], implementations=[HF], out=tmp_path, resume=True) == first
@@ -139,15 +146,35 @@ def test_implementations_alternate_and_one_that_failed_is_not_tried_again(monkey
 
     def answered(turn: Turn, patience: float, folder: Path) -> tuple[Any, str]:
         order.append(turn.job.implementation)
-        figures = dict.fromkeys(run.LIMITS, 1.0) | {"taken": [2.0, 4.0], "peak_bytes": len(order), "loss": 0.5, "replaced": ""}
-        return ((DONE, figures) if turn.job.implementation == HF else (FAILED, {"reason": "out of memory", "out_of_memory": True})), "log"
+        figures = dict.fromkeys(run.LIMITS, 1.0) | {
+            "taken": [2.0, 4.0],
+            "peak_bytes": len(order),
+            "loss": 0.5,
+            "replaced": "",
+        }
+        return (
+            (DONE, figures)
+            if turn.job.implementation == HF
+            else (FAILED, {"reason": "out of memory", "out_of_memory": True})
+        ), "log"
 
     monkeypatch.setattr(run, "_answer", answered)
     jobs = [Job("long", name, True, "cpu", "float32") for name in (HF, LIGER)]
     plain, ours = (result.row for result in run.measured(jobs, WHERE, Timing(1, 0.0, 3, 1.0)))
     assert order == [HF, LIGER, HF, HF]
-    assert (plain.step_seconds, plain.steps, plain.rounds, plain.peak_bytes, plain.share) == (3.0, 6, 3, 4, pytest.approx(1 / 3))
-    assert (ours.out_of_memory, ours.failed, ours.reason, ours.tokens_per_second) == (True, False, "out of memory", None)
+    assert (plain.step_seconds, plain.steps, plain.rounds, plain.peak_bytes, plain.share) == (
+        3.0,
+        6,
+        3,
+        4,
+        pytest.approx(1 / 3),
+    )
+    assert (ours.out_of_memory, ours.failed, ours.reason, ours.tokens_per_second) == (
+        True,
+        False,
+        "out of memory",
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,8 +192,21 @@ def test_what_cannot_be_measured_is_refused(options: dict[str, Any], sentence: s
 
 
 def measured_row(implementation: str, **figures: Any) -> Row:
-    known = {"batch": 16, "sequence": 2048, "tokens_per_second": 8000.0, "step_seconds": 4.096, "low_seconds": 4.0, "high_seconds": 4.2}
-    known |= {"limit_seconds": 2.048, "limit_without_recompute_seconds": 1.5, "share": 0.5, "peak_bytes": 28 << 30, "loss": 12.5}
+    known = {
+        "batch": 16,
+        "sequence": 2048,
+        "tokens_per_second": 8000.0,
+        "step_seconds": 4.096,
+        "low_seconds": 4.0,
+        "high_seconds": 4.2,
+    }
+    known |= {
+        "limit_seconds": 2.048,
+        "limit_without_recompute_seconds": 1.5,
+        "share": 0.5,
+        "peak_bytes": 28 << 30,
+        "loss": 12.5,
+    }
     known |= {"product_flops_per_second": 7e14, "copy_bytes_per_second": 4.2e12}
     return row_from(Row, Job("lora", implementation, False, "cuda", "bfloat16"), WHERE, known | figures)
 
@@ -174,7 +214,9 @@ def measured_row(implementation: str, **figures: Any) -> Row:
 def test_the_report_has_a_table_and_a_picture(tmp_path: Path) -> None:
     rows = [measured_row(HF).columns(), measured_row(LIGER, tokens_per_second=12000.0, share=0.75).columns()]
     rows.append(
-        replace(measured_row("liger-kernel"), tokens_per_second=None, share=None, out_of_memory=True, reason="out of memory").columns()
+        replace(
+            measured_row("liger-kernel"), tokens_per_second=None, share=None, out_of_memory=True, reason="out of memory"
+        ).columns()
     )
     (tmp_path / "step.json").write_text(json.dumps(rows))
     text = text_of(tmp_path)

@@ -29,7 +29,9 @@ def test_a_slow_call_is_still_repeated_five_times() -> None:
     assert time_call(lambda: time.sleep(0.01), CPU, 0.0).repetitions == 5
 
 
-@pytest.mark.parametrize(("size", "operations", "seconds"), [(200, 10, 2.0), (100, 30, 3.0)], ids=["memory_bound", "compute_bound"])
+@pytest.mark.parametrize(
+    ("size", "operations", "seconds"), [(200, 10, 2.0), (100, 30, 3.0)], ids=["memory_bound", "compute_bound"]
+)
 def test_least_time_is_that_of_the_tighter_limit(size: int, operations: int, seconds: float) -> None:
     least = Limits(bandwidth=100.0, rate=10.0).least_seconds(Work(size, 2 * size, operations, 2 * operations))
     assert least == {"forward": seconds, "evaluation": seconds, "full": 2 * seconds}
@@ -81,7 +83,9 @@ def test_calls_that_were_timed_waiting_for_the_host_do_not_hide_that_it_was_behi
 
 
 @pytest.mark.parametrize(
-    ("host", "device"), [(50e-6, 90e-6), (20e-3, 19e-3)], ids=["a_host_that_is_ahead", "a_host_that_waits_for_a_long_call"]
+    ("host", "device"),
+    [(50e-6, 90e-6), (20e-3, 19e-3)],
+    ids=["a_host_that_is_ahead", "a_host_that_waits_for_a_long_call"],
 )
 def test_no_call_finds_a_device_that_rested_longer_than_it_must(host: float, device: float) -> None:
     assert flushes_ahead([host] * AHEAD, [device] * AHEAD, 60e-6) == LEAD

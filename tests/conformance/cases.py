@@ -62,7 +62,8 @@ class Case:
 
 
 def implementations(device: torch.device, only: str | None) -> Iterator[tuple[Op[..., Any], str, Callable[..., Any]]]:
-    """(op, backend, implementation) for the named backend, else for every one that runs on the device and that `auto` may select."""
+    """(op, backend, implementation) for the named backend, else for every one that runs on the device and that `auto`
+    may select."""
     found = registry()
     for name, table in found.implementations.items():
         backend = found.backends[name]
@@ -73,8 +74,13 @@ def implementations(device: torch.device, only: str | None) -> Iterator[tuple[Op
 
 
 @cache
-def drawn(op: Op[..., Any], device: torch.device, dtype: torch.dtype, seed: int) -> dict[str, tuple[Sample, list[Tensor]]]:
-    """Name → sample, and the state of the random numbers behind it. Drawn once: one sample needs all those before it."""
+def drawn(
+    op: Op[..., Any], device: torch.device, dtype: torch.dtype, seed: int
+) -> dict[str, tuple[Sample, list[Tensor]]]:
+    """Name → sample, and the state of the random numbers behind it.
+
+    Drawn once: one sample needs all those before it.
+    """
     torch.manual_seed(seed)
     return {sample.name: (sample, random_state(device)) for sample in op.samples(device, dtype)}
 
@@ -100,7 +106,9 @@ def copy_of(sample: Sample) -> Sample:
         own = storages.setdefault(storage.data_ptr(), storage.clone())
         return value.new_empty(0).set_(own, value.storage_offset(), value.shape, value.stride())
 
-    return replace(sample, args=tuple(map(copied, sample.args)), kwargs={n: copied(v) for n, v in sample.kwargs.items()})
+    return replace(
+        sample, args=tuple(map(copied, sample.args)), kwargs={n: copied(v) for n, v in sample.kwargs.items()}
+    )
 
 
 def samples(op: Op[..., Any], device: torch.device, dtype: torch.dtype = torch.float32) -> list[Sample]:
@@ -120,7 +128,8 @@ def size(op: Op[..., Any], device: torch.device, name: str) -> int:
 
 
 def takes_minutes(case: Case) -> bool:
-    """Whether a large sample meets kernels that an interpreter runs: on the CPU, all implementations but the definition."""
+    """Whether a large sample meets kernels that an interpreter runs: on the CPU, all implementations but the
+    definition."""
     if case.device.type != "cpu" or registry().implementations[case.backend][case.op.name] is case.op.reference:
         return False
     return size(case.op, case.device, case.name) > LARGE
@@ -134,18 +143,24 @@ def form_names(op: Op[..., Any], device: torch.device) -> tuple[str, ...]:
 
 @cache
 def pattern_names(op: Op[..., Any], device: torch.device) -> tuple[str, ...]:
-    """The first sample of every form of call if numbers make no difference, as they make none to what a call saves for the backward pass."""
+    """The first sample of every form of call if numbers make no difference, as they make none to what a call saves for
+    the backward pass."""
     return _first_of_each(
-        op, device, lambda value: "Tensor" if isinstance(value, Tensor) else value if isinstance(value, str | bool) else None
+        op,
+        device,
+        lambda value: "Tensor" if isinstance(value, Tensor) else value if isinstance(value, str | bool) else None,
     )
 
 
 def _first_of_each(op: Op[..., Any], device: torch.device, seen_as: Callable[[Any], Any]) -> tuple[str, ...]:
-    """The samples that differ from those before in what `seen_as` makes of their arguments, or in what is frozen; None makes no difference."""
+    """The samples that differ from those before in what `seen_as` makes of their arguments, or in what is frozen; None
+    makes no difference."""
     found: dict[str, str] = {}
     for sample in samples(op, device):
         seen = {name: seen_as(value) for name, value in arguments_of(op, sample).items()}
-        found.setdefault(f"{[pair for pair in seen.items() if pair[1] is not None]} {sorted(sample.frozen)}", sample.name)
+        found.setdefault(
+            f"{[pair for pair in seen.items() if pair[1] is not None]} {sorted(sample.frozen)}", sample.name
+        )
     return tuple(found.values())
 
 
@@ -210,7 +225,8 @@ def layout_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case,
 
 
 def variation_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case, str]]:
-    """Other strides and magnitudes of the inputs, one sample per form; with a common offset, every input of an op's first sample.
+    """Other strides and magnitudes of the inputs, one sample per form; with a common offset, every input of an op's
+    first sample.
 
     Strides in bfloat16 too, for which some kernels are made alone.
     """
@@ -264,7 +280,9 @@ def arguments_of(op: Op[..., Any], sample: Sample) -> dict[str, Any]:
 
 def differentiable(arguments: Mapping[str, Any], sample: Sample) -> list[str]:
     """The arguments that get a gradient."""
-    return [n for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point() and n not in sample.frozen]
+    return [
+        n for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point() and n not in sample.frozen
+    ]
 
 
 def with_gradients(arguments: Mapping[str, Any], names: list[str]) -> dict[str, Any]:

@@ -61,7 +61,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for fixture, pairs in PAIRS.items():
         if fixture in metafunc.fixturenames:
             chosen = list(pairs(device, only))
-            marked_pairs = [pytest.param(pair, marks=TAKES_MINUTES) if takes_minutes(pair[0]) else pair for pair in chosen]
+            marked_pairs = [
+                pytest.param(pair, marks=TAKES_MINUTES) if takes_minutes(pair[0]) else pair for pair in chosen
+            ]
             metafunc.parametrize(fixture, marked_pairs, ids=[f"{case.id}-{name}" for case, name in chosen])
     if "implementation" in metafunc.fixturenames:
         triples = list(implementations(device, only))
@@ -70,7 +72,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         wrong = [(op, backend, m.name) for op, backend, _ in implementations(device, only) for m in op.misuses(device)]
         metafunc.parametrize("misuse", wrong, ids=[f"{backend}-{op.name}-{name}" for op, backend, name in wrong])
     if "sharded_op" in metafunc.fixturenames:
-        metafunc.parametrize("sharded_op", [op.name for op in registry().ops.values() if "vocab" in op.signature.parameters])
+        metafunc.parametrize(
+            "sharded_op", [op.name for op in registry().ops.values() if "vocab" in op.signature.parameters]
+        )
     if "op" in metafunc.fixturenames:
         ops = list(registry().ops.values())
         metafunc.parametrize("op", ops, ids=[op.name for op in ops])
@@ -96,7 +100,8 @@ def _kernels(kernels_when_compiled: None) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _programs() -> None:
-    """Past a number of programs torch.compile runs a function uncompiled, which gives other bits; those of other modules do not count."""
+    """Past a number of programs torch.compile runs a function uncompiled, which gives other bits; those of other
+    modules do not count."""
     # Importing the compiler takes seconds.
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
@@ -110,7 +115,8 @@ def case(request: pytest.FixtureRequest, record_property: Callable[[str, Any], N
 
 @pytest.fixture
 def guarded_memory() -> Iterator[GuardedMemory]:
-    """New memory holds NaN (integers: a sentinel) between guard bytes: unwritten elements and out-of-bounds writes show."""
+    """New memory holds NaN (integers: a sentinel) between guard bytes: unwritten elements and out-of-bounds writes
+    show."""
     with GuardedMemory().installed() as memory:
         yield memory
     memory.check("the call")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """New memory for tests: NaN inside, and guard bytes on both sides.
 
-An element that is never written stays NaN. A store past the end of a tensor, as by a missing mask, changes a guard instead of the heap,
-and the next check names the kernel and the tensor; a load from there reads NaN.
+An element that is never written stays NaN. A store past the end of a tensor, as by a missing mask, changes a guard
+instead of the heap, and the next check names the kernel and the tensor; a load from there reads NaN.
 """
 
 from __future__ import annotations
@@ -100,13 +100,19 @@ class GuardedMemory:
                     return tensor.zero_()
                 if tensor.dtype == torch.bool:
                     return tensor
-                return tensor.fill_(float("nan") if tensor.is_floating_point() else SENTINEL % torch.iinfo(tensor.dtype).max)
+                return tensor.fill_(
+                    float("nan") if tensor.is_floating_point() else SENTINEL % torch.iinfo(tensor.dtype).max
+                )
 
         return made
 
     def _guarded(self, plain: Tensor) -> Tensor:
         """A tensor like this one; not a view, so that autograd takes it for one of its own."""
-        span = 1 + sum((size - 1) * stride for size, stride in zip(plain.shape, plain.stride(), strict=True)) if plain.numel() else 0
+        span = (
+            1 + sum((size - 1) * stride for size, stride in zip(plain.shape, plain.stride(), strict=True))
+            if plain.numel()
+            else 0
+        )
         buffer = FULL((2 * GUARD + span * plain.element_size(),), PATTERN, dtype=torch.uint8, device=plain.device)
         storage = buffer.untyped_storage()
         self.held[storage.data_ptr()] = Guarded(buffer, f"{tuple(plain.shape)} made by {_maker()}")

@@ -22,14 +22,18 @@ from liger_core.matmul import plain_matmuls
 
 # A scalar loss gets this instead of a random cotangent; it is not 1, which a missing factor would pass.
 SCALAR_COTANGENT = -1.7
-# On the definition's error, and in how many ways its results are rounded where inputs or upstream gradients were changed.
+# On the definition's error, and in how many ways its results are rounded where inputs or upstream gradients were
+# changed.
 LEEWAY, TRIES = 4.0, 4
-# Units of round-off of a random upstream gradient's gradient that may be left of one that an upstream gradient makes zero.
+# Units of round-off of a random upstream gradient's gradient that may be left of one that an upstream gradient makes
+# zero.
 LEFT = 64
 Call = Callable[[Mapping[str, Any]], Any]
-# How torch says itself that it does not differentiate a gradient: compiled functions, once_differentiable, formulas that it lacks.
+# How torch says itself that it does not differentiate a gradient: compiled functions, once_differentiable, formulas
+# that it lacks.
 REFUSAL = re.compile(
-    "does not currently support double backward|differentiate twice|derivative for .* is not implemented|no autograd formula"
+    "does not currently support double backward|differentiate twice|derivative for .* is not implemented|no autograd "
+    "formula"
 )
 
 
@@ -59,7 +63,8 @@ def run(
     cotangents: Mapping[str, Tensor] | None = None,
     draw: Callable[[Tensor], Tensor] = cotangent_for,
 ) -> Result:
-    """Call with gradients for the named arguments; given cotangents are used in each output's dtype, new ones are drawn otherwise."""
+    """Call with gradients for the named arguments; given cotangents are used in each output's dtype, new ones are drawn
+    otherwise."""
     given = with_gradients(arguments, names)
     outputs = leaves(call(given))
     active = {n: t for n, t in outputs.items() if t.requires_grad}
@@ -71,7 +76,12 @@ def run(
     gradients: tuple[Tensor | None, ...] = (None,) * len(inputs)
     if inputs and weights:
         gradients = torch.autograd.grad([active[n] for n in weights], inputs, list(weights.values()), allow_unused=True)
-    return Result({n: t.detach() for n, t in outputs.items()}, dict(zip(names, gradients, strict=True)), weights, frozenset(active))
+    return Result(
+        {n: t.detach() for n, t in outputs.items()},
+        dict(zip(names, gradients, strict=True)),
+        weights,
+        frozenset(active),
+    )
 
 
 class Trial:
@@ -80,10 +90,11 @@ class Trial:
     layout  the strides of the upstream gradients that the case gets; the definition gets the same values densely
     change  applied to the sample's arguments first
 
-    A gradient that the upstream gradient makes zero, or a result of extreme inputs, consists of round-off, of which two equally exact
-    formulas have different amounts; so a layout or a change gets LEEWAY. Where one rounding decides, as between probabilities whose logits are
-    in the thousands or in a sum that nearly cancels, the definition may also be lucky; what it would not have met with other roundings is then
-    no fault. Nor is what is left of zero, up to LEFT units of round-off.
+    A gradient that the upstream gradient makes zero, or a result of extreme inputs, consists of round-off, of which two
+    equally exact formulas have different amounts; so a layout or a change gets LEEWAY. Where one rounding decides, as
+    between probabilities whose logits are in the thousands or in a sum that nearly cancels, the definition may also be
+    lucky; what it would not have met with other roundings is then no fault. Nor is what is left of zero, up to LEFT
+    units of round-off.
     """
 
     def __init__(self, case: Case, layout: Layout | None = None, change: Change | None = None) -> None:
@@ -118,7 +129,10 @@ class Trial:
         cotangents: Mapping[str, Tensor] | None = None,
         draw: Callable[[Tensor], Tensor] = cotangent_for,
     ) -> Result:
-        """The definition's answers. It multiplies in the dtype of the arguments, since plain PyTorch is the yardstick."""
+        """The definition's answers.
+
+        It multiplies in the dtype of the arguments, since plain PyTorch is the yardstick.
+        """
         with plain_matmuls():
             return run(self.define, arguments, names, cotangents, draw)
 
@@ -137,7 +151,11 @@ class Trial:
         return not floating <= set(got.gradients)
 
     def complaints(
-        self, got: Result, reference: Result | None = None, exact: Result | None = None, dtype: torch.dtype | None = None
+        self,
+        got: Result,
+        reference: Result | None = None,
+        exact: Result | None = None,
+        dtype: torch.dtype | None = None,
     ) -> list[str]:
         """Violations of the criterion, and overwritten inputs; an empty list is a pass."""
         exact, dtype = exact or self.exact, dtype or self.case.dtype
@@ -181,7 +199,11 @@ class Trial:
 
 
 def output_complaints(
-    got: dict[str, Tensor], reference: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype, leeway: float = 1.0
+    got: dict[str, Tensor],
+    reference: dict[str, Tensor],
+    exact: dict[str, Tensor],
+    dtype: torch.dtype,
+    leeway: float = 1.0,
 ) -> list[str]:
     """Violations of the criterion among the outputs."""
     if list(got) != list(reference):
@@ -212,7 +234,11 @@ class KernelCall(NamedTuple):
             for (name, t), need in zip(results, needs, strict=True)
             if t is not None and not need
         ]
-        return found + ([f"{self.kernel.name}: one gradient must be asked for, got needs={self.needs}"] if sum(self.needs) > 1 else [])
+        return found + (
+            [f"{self.kernel.name}: one gradient must be asked for, got needs={self.needs}"]
+            if sum(self.needs) > 1
+            else []
+        )
 
 
 def differences(first: Result, second: Result) -> list[str]:
@@ -236,7 +262,10 @@ def different_bits(first: Mapping[str, Tensor | None], second: Mapping[str, Tens
 def penalty(
     call: Call, arguments: Mapping[str, Any], names: list[str], total: Callable[[Tensor], Tensor] = torch.square
 ) -> dict[str, Tensor] | None:
-    """Gradients of a loss and of the summed squares of its gradients, or None where that is refused. The loss sums `total` of each output."""
+    """Gradients of a loss and of the summed squares of its gradients, or None where that is refused.
+
+    The loss sums `total` of each output.
+    """
     given = with_gradients(arguments, names)
     loss = sum(total(t).sum() for t in leaves(call(given)).values() if t.requires_grad)
     inputs = [given[n] for n in names]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one of several ranks does for tests/conformance/test_shards.py: the samples of an op, on its shard of the vocabulary."""
+"""What one of several ranks does for tests/conformance/test_shards.py: the samples of an op, on its shard of the
+vocabulary."""
 
 from __future__ import annotations
 
@@ -49,7 +50,11 @@ class Sharded:
 def _rows(whole: Tensor, start: int, count: int) -> Tensor:
     part = whole[min(start, whole.shape[0]) : start + count]
     # Nobody may read what is padding.
-    return torch.cat((part, part.new_full((count - part.shape[0], *whole.shape[1:]), torch.nan))) if part.shape[0] < count else part
+    return (
+        torch.cat((part, part.new_full((count - part.shape[0], *whole.shape[1:]), torch.nan)))
+        if part.shape[0] < count
+        else part
+    )
 
 
 def summed(result: Result) -> Result:
@@ -68,7 +73,9 @@ def cases_of(op: str, backend: str, device: torch.device, dtypes: list[torch.dty
     for found, name, _ in implementations(device, backend):
         if found.name == op and name == backend:
             for dtype in dtypes:
-                yield from (Case(found, backend, dtype, sample, device) for sample in sample_names(found, device, dtype))
+                yield from (
+                    Case(found, backend, dtype, sample, device) for sample in sample_names(found, device, dtype)
+                )
 
 
 def judge_samples(rank: int, device: str, check: Callable[..., list[str]], *args: Any) -> None:
@@ -101,5 +108,8 @@ def accuracy(device: torch.device, op: str, backend: str, dtypes: list[torch.dty
         with plain_matmuls():
             trial.reference = run(whole, trial.arguments, trial.names, trial.cotangents)
         got = summed(run(Sharded(case, sharding), trial.arguments, trial.names, trial.cotangents))
-        found += [f"{case.id} on {sharding} shards: {complaint} – this sample is for: {trial.why}" for complaint in trial.complaints(got)]
+        found += [
+            f"{case.id} on {sharding} shards: {complaint} – this sample is for: {trial.why}"
+            for complaint in trial.complaints(got)
+        ]
     return found

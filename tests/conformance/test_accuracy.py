@@ -68,7 +68,9 @@ def test_a_second_backward_gives_the_same_gradients(form_case: Case) -> None:
     weights = trial.cotangents
     inputs = [given[n] for n in trial.names]
     first, second = (
-        torch.autograd.grad([outputs[n] for n in weights], inputs, list(weights.values()), retain_graph=True, allow_unused=True)
+        torch.autograd.grad(
+            [outputs[n] for n in weights], inputs, list(weights.values()), retain_graph=True, allow_unused=True
+        )
         for _ in range(2)
     )
     changed = different_bits(dict(zip(trial.names, first, strict=True)), dict(zip(trial.names, second, strict=True)))
@@ -84,7 +86,9 @@ def test_freezing_an_input_leaves_the_other_gradients(frozen_case: tuple[Case, s
     trial.expect(trial.complaints(trial.run(others), reference))
 
 
-def test_no_work_is_done_for_gradients_that_are_not_requested(lone_case: tuple[Case, str], kernel_calls: list[KernelCall]) -> None:
+def test_no_work_is_done_for_gradients_that_are_not_requested(
+    lone_case: tuple[Case, str], kernel_calls: list[KernelCall]
+) -> None:
     case, asked = lone_case
     trial = Trial(case)
     kernel_calls.clear()
@@ -122,10 +126,14 @@ def test_autocast_keeps_the_criterion_of_its_precision(form_case: Case) -> None:
     with torch.autocast(form_case.device.type, dtype=torch.bfloat16):
         got = trial.run()
         with plain_matmuls():
-            reference = run(replace(form_case, backend="reference").call, trial.arguments, trial.names, trial.cotangents)
+            reference = run(
+                replace(form_case, backend="reference").call, trial.arguments, trial.names, trial.cotangents
+            )
     trial.expect(trial.complaints(got, reference, dtype=torch.bfloat16))
     dtypes = {n: (g.dtype, trial.arguments[n].dtype) for n, g in got.gradients.items() if g is not None}
-    trial.expect([f"gradient of {n}: dtype {want} expected, got {dtype}" for n, (dtype, want) in dtypes.items() if dtype != want])
+    trial.expect(
+        [f"gradient of {n}: dtype {want} expected, got {dtype}" for n, (dtype, want) in dtypes.items() if dtype != want]
+    )
 
 
 def test_autocast_takes_every_tensor_in_its_own_dtype_beside_float32(mixed_case: tuple[Case, str]) -> None:
@@ -145,7 +153,12 @@ def test_checkpointing_gives_the_same_bits(pattern_case: Case) -> None:
 
     trial = Trial(pattern_case)
     with use(pattern_case.backend, only=[pattern_case.op]):
-        got = run(lambda given: checkpoint(pattern_case.op, **given, use_reentrant=False), trial.arguments, trial.names, trial.cotangents)
+        got = run(
+            lambda given: checkpoint(pattern_case.op, **given, use_reentrant=False),
+            trial.arguments,
+            trial.names,
+            trial.cotangents,
+        )
     trial.expect(differences(got, trial.run()))
 
 

@@ -44,8 +44,16 @@ class _Accumulating(TorchDispatchMode):
         self.found = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.overloadpacket in (torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_):
-            self.found += bool(dict(zip(("self", "indices", "values", "accumulate"), args, strict=False), **kwargs or {}).get("accumulate"))
+        if function.overloadpacket in (
+            torch.ops.aten.index_put,
+            torch.ops.aten.index_put_,
+            torch.ops.aten._index_put_impl_,
+        ):
+            self.found += bool(
+                dict(zip(("self", "indices", "values", "accumulate"), args, strict=False), **kwargs or {}).get(
+                    "accumulate"
+                )
+            )
         return function(*args, **kwargs or {})
 
 
@@ -59,7 +67,9 @@ def test_gradients_are_added_in_the_same_order_in_every_run(exact_case: Case) ->
     assert mode.found == 0
 
 
-def test_an_implementation_has_the_signature_of_its_reference(implementation: tuple[Op[..., Any], str, Callable[..., Any]]) -> None:
+def test_an_implementation_has_the_signature_of_its_reference(
+    implementation: tuple[Op[..., Any], str, Callable[..., Any]],
+) -> None:
     op, _, function = implementation
     assert shape_of(function) == shape_of(op.reference)
 
@@ -99,25 +109,31 @@ def test_samples_have_names_of_their_own_and_say_why(op: Op[..., Any], device: t
 def test_misuses_have_names_of_their_own(op: Op[..., Any], device: torch.device) -> None:
     names = [misuse.name for misuse in op.misuses(device)]
     assert names, f"{op.name}: misuses() must yield at least one wrong call"
-    assert not repeated(names), f"{op.name}: every misuse must have a name of its own; these occur twice: {repeated(names)}"
+    assert not repeated(names), (
+        f"{op.name}: every misuse must have a name of its own; these occur twice: {repeated(names)}"
+    )
 
 
 def test_every_dtype_has_the_same_samples(op: Op[..., Any], device: torch.device) -> None:
     expected = [sample.name for sample in op.samples(device, torch.float32)]
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         got = [sample.name for sample in op.samples(device, dtype)]
-        assert got == expected, f"{op.name}: samples() must yield the same names for every dtype; {dtype} differs from torch.float32"
+        assert got == expected, (
+            f"{op.name}: samples() must yield the same names for every dtype; {dtype} differs from torch.float32"
+        )
 
 
 def test_every_option_has_a_sample_that_sets_it(op: Op[..., Any], device: torch.device) -> None:
     given = {n for sample in op.samples(device, torch.float32) for n in arguments_of(op, sample)}
-    # What an option does to its inputs beyond the outputs cannot be compared with copies of them; tests/ops has those. A sharded vocabulary
-    # needs several processes: test_shards.py.
+    # What an option does to its inputs beyond the outputs cannot be compared with copies of them; tests/ops has those.
+    # A sharded vocabulary needs several processes: test_shards.py.
     unset = sorted(set(op.signature.parameters) - given - {*OVERWRITING, "vocab"})
     assert not unset, f"{op.name}: at least one sample must set every parameter; none sets {unset}"
 
 
-def test_the_docstring_names_every_tensor_with_its_shape_and_every_error(op: Op[..., Any], device: torch.device) -> None:
+def test_the_docstring_names_every_tensor_with_its_shape_and_every_error(
+    op: Op[..., Any], device: torch.device
+) -> None:
     text = op.__doc__ or ""
     tensors = [n for n, p in op.signature.parameters.items() if p.annotation in ("Tensor", "Tensor | None")]
     bare = [n for n in tensors if not re.search(rf"^ *(\w+, )*{n}(, \w+)* +\(.*\)", text, re.MULTILINE)]
@@ -126,7 +142,9 @@ def test_the_docstring_names_every_tensor_with_its_shape_and_every_error(op: Op[
     assert re.search(r"^ *returns +\S", text, re.MULTILINE), f"{op.name}: the docstring must have a line `returns  …`"
     errors = {misuse.error.__name__ for misuse in op.misuses(device)} - {"DeviceError"}
     unnamed = [name for name in sorted(errors) if name not in text]
-    assert not unnamed, f"{op.name}: the docstring must name every error that a misuse raises; it does not name {unnamed}"
+    assert not unnamed, (
+        f"{op.name}: the docstring must name every error that a misuse raises; it does not name {unnamed}"
+    )
 
 
 def test_work_and_workloads_describe_every_op(op: Op[..., Any]) -> None:
@@ -137,8 +155,12 @@ def test_work_and_workloads_describe_every_op(op: Op[..., Any]) -> None:
     assert quick is not None, f"{op.name}: at least one workload must be quick, for a laptop's CPU"
     args, kwargs = quick.make(torch.device("cpu"), torch.float32)
     work = op.work(*args, **kwargs)
-    assert 0 < work.forward_bytes <= work.full_bytes, f"{op.name}: work() must give 0 < forward_bytes ≤ full_bytes, got {work}"
-    assert 0 <= work.forward_flops <= work.full_flops, f"{op.name}: work() must give 0 ≤ forward_flops ≤ full_flops, got {work}"
+    assert 0 < work.forward_bytes <= work.full_bytes, (
+        f"{op.name}: work() must give 0 < forward_bytes ≤ full_bytes, got {work}"
+    )
+    assert 0 <= work.forward_flops <= work.full_flops, (
+        f"{op.name}: work() must give 0 ≤ forward_flops ≤ full_flops, got {work}"
+    )
 
 
 def repeated(names: Iterable[str]) -> list[str]:

@@ -54,7 +54,9 @@ class Tried(Case):
         return self.implementation(**arguments)
 
 
-def tried(implementation: Callable[..., Any], device: torch.device, reference: Callable[[Tensor], Tensor] = bounded) -> Tried:
+def tried(
+    implementation: Callable[..., Any], device: torch.device, reference: Callable[[Tensor], Tensor] = bounded
+) -> Tried:
     return Tried(op_of(reference), "tried", torch.float32, "plain", device, implementation)
 
 
@@ -96,7 +98,9 @@ def test_an_input_that_is_overwritten_is_named(device: torch.device) -> None:
 
 def test_a_failing_case_prints_what_its_sample_is_for(device: torch.device) -> None:
     trial = Trial(tried(canceling, device))
-    with pytest.raises(AssertionError, match=r"^output: wrong; gradient of x: None – this sample is for: moderate values$"):
+    with pytest.raises(
+        AssertionError, match=r"^output: wrong; gradient of x: None – this sample is for: moderate values$"
+    ):
         trial.expect(["output: wrong", "gradient of x: None"])
 
 
@@ -111,7 +115,9 @@ def test_a_layout_is_not_dense_and_changes_no_values_that_it_may_keep(name: str)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_upstream_gradient_has_the_layout_in_the_implementation_and_is_dense_in_the_definition(name: str, device: torch.device) -> None:
+def test_the_upstream_gradient_has_the_layout_in_the_implementation_and_is_dense_in_the_definition(
+    name: str, device: torch.device
+) -> None:
     seen: list[tuple[int, ...]] = []
 
     def watched(x: Tensor) -> Tensor:
@@ -145,7 +151,9 @@ def filling(name: str, beyond: int) -> Kernel:
 def test_a_store_past_the_end_names_the_kernel_and_the_tensor(guarded_memory: GuardedMemory) -> None:
     x = torch.randn(3, 5)
     filling("masked", 0)(x)
-    with pytest.raises(AssertionError, match=r"^liger_test::unmasked wrote outside its tensors: y \(3, 5\): 12 bytes after it$"):
+    with pytest.raises(
+        AssertionError, match=r"^liger_test::unmasked wrote outside its tensors: y \(3, 5\): 12 bytes after it$"
+    ):
         filling("unmasked", 3)(x)
     guarded_memory.check("the next one")
 

@@ -48,7 +48,8 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 def form_of(value: Any) -> Any:
-    """What sets calls of a custom op apart: which tensors are given, their dtypes and the options, but neither sizes nor numbers."""
+    """What sets calls of a custom op apart: which tensors are given, their dtypes and the options, but neither sizes
+    nor numbers."""
     if isinstance(value, Tensor):
         return value.dtype, value.numel() == 0
     if isinstance(value, list | tuple):
@@ -56,7 +57,9 @@ def form_of(value: Any) -> Any:
     return value if isinstance(value, str | bool | torch.dtype) else type(value)
 
 
-def test_every_custom_op_that_a_sample_reaches_passes_opcheck(implementation: tuple[Op[..., Any], str, Any], device: torch.device) -> None:
+def test_every_custom_op_that_a_sample_reaches_passes_opcheck(
+    implementation: tuple[Op[..., Any], str, Any], device: torch.device
+) -> None:
     """One call of every form, from all samples of the op together."""
     op, backend, _ = implementation
     checked, failed = set[Any](), list[str]()
@@ -106,7 +109,12 @@ def test_an_exported_call_gives_gradients_to_what_was_frozen_when_it_was_exporte
     options = {name: value for name, value in trial.arguments.items() if name not in frozen}
     with use(pattern_case.backend, only=[pattern_case.op]):
         exported = torch.export.export(Called(pattern_case.op, options), (), frozen).module()
-        got = run(lambda given: exported(**{name: given[name] for name in frozen}), trial.arguments, trial.names, trial.cotangents)
+        got = run(
+            lambda given: exported(**{name: given[name] for name in frozen}),
+            trial.arguments,
+            trial.names,
+            trial.cotangents,
+        )
     trial.expect(trial.complaints(got))
 
 
@@ -115,7 +123,9 @@ class Partition:
 
     def __init__(self) -> None:
         self.graphs: list[fx.Graph] = []
-        self.backend = aot_autograd(fw_compiler=self.keep, bw_compiler=self.keep, partition_fn=min_cut_rematerialization_partition)
+        self.backend = aot_autograd(
+            fw_compiler=self.keep, bw_compiler=self.keep, partition_fn=min_cut_rematerialization_partition
+        )
 
     def keep(self, module: fx.GraphModule, inputs: Any) -> Any:
         self.graphs.append(module.graph)
@@ -127,7 +137,9 @@ class Partition:
             return []
         forward, backward = self.graphs
         read = {node.name for node in backward.nodes if node.op == "placeholder"}
-        return [node for node in forward.output_node().all_input_nodes if node.op == "call_function" and node.name in read]
+        return [
+            node for node in forward.output_node().all_input_nodes if node.op == "call_function" and node.name in read
+        ]
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -135,13 +147,22 @@ def test_a_checkpointed_call_saves_no_result_when_compiled(pattern_case: Case) -
     trial, partition = Trial(pattern_case), Partition()
     with use(pattern_case.backend, only=[pattern_case.op]):
         compiled = torch.compile(
-            lambda given: checkpoint(lambda: pattern_case.op(**given), use_reentrant=False), fullgraph=True, backend=partition.backend
+            lambda given: checkpoint(lambda: pattern_case.op(**given), use_reentrant=False),
+            fullgraph=True,
+            backend=partition.backend,
         )
         got = run(compiled, trial.arguments, trial.names, trial.cotangents)
     assert [str(node.target) for node in partition.saved()] == []
     # The graphs call the kernels themselves: one that has to ask autograd first costs the host twice as much.
-    called = {node.target.name() for graph in partition.graphs for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
-    assert [name for name in called if torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd") and "liger" in name] == []
+    called = {
+        node.target.name()
+        for graph in partition.graphs
+        for node in graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+    }
+    assert [
+        name for name in called if torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd") and "liger" in name
+    ] == []
     trial.expect(trial.complaints(got))
 
 
@@ -155,7 +176,9 @@ def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(form_case: Case) -
         fakes = {n: mode.from_tensor(v) if isinstance(v, Tensor) else v for n, v in trial.arguments.items()}
         outputs = leaves(form_case.call(with_gradients(fakes, trial.names)))
     real = leaves(form_case.call(trial.arguments))
-    assert {n: (t.shape, t.dtype, t.device) for n, t in outputs.items()} == {n: (t.shape, t.dtype, t.device) for n, t in real.items()}
+    assert {n: (t.shape, t.dtype, t.device) for n, t in outputs.items()} == {
+        n: (t.shape, t.dtype, t.device) for n, t in real.items()
+    }
 
 
 def copying(name: str) -> tuple[Kernel, Kernel]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.func and forward-mode AD: every op gives the right derivative or says that it has none; nothing is dropped in silence."""
+"""torch.func and forward-mode AD: every op gives the right derivative or says that it has none; nothing is dropped in
+silence."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ def _derivative(trial: Trial, call: Callable[..., Any]) -> list[Tensor | None]:
     """The tangents of all outputs along one random direction."""
     torch.manual_seed(1)
     with forward_ad.dual_level():
-        given = {n: forward_ad.make_dual(v.detach(), torch.randn_like(v)) if n in trial.names else v for n, v in trial.arguments.items()}
+        given = {
+            n: forward_ad.make_dual(v.detach(), torch.randn_like(v)) if n in trial.names else v
+            for n, v in trial.arguments.items()
+        }
         return [forward_ad.unpack_dual(t).tangent for t in leaves(call(given)).values()]
 
 
@@ -48,7 +52,9 @@ def test_forward_mode_ad_is_right_or_refused(form_case: Case) -> None:
         return
     want = _derivative(trial, trial.define)
     dropped = [i for i, (one, other) in enumerate(zip(got, want, strict=True)) if one is None and other is not None]
-    assert not dropped, f"outputs {dropped} lost their tangents: leave calls in a level of forward-mode AD to the reference, or raise"
+    assert not dropped, (
+        f"outputs {dropped} lost their tangents: leave calls in a level of forward-mode AD to the reference, or raise"
+    )
     assert [t is None for t in got] == [t is None for t in want]
     for one, other in zip(got, want, strict=True):
         if one is not None:
@@ -106,7 +112,9 @@ def test_a_batch_of_upstream_gradients_is_right_or_refused(form_case: Case) -> N
     upstream = [torch.stack([torch.randn_like(t) for _ in range(2)]) for t in results]
 
     def gradients(grads: list[Tensor], batched: bool) -> Any:
-        found = torch.autograd.grad(results, inputs, grads, retain_graph=True, is_grads_batched=batched, allow_unused=True)
+        found = torch.autograd.grad(
+            results, inputs, grads, retain_graph=True, is_grads_batched=batched, allow_unused=True
+        )
         return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
 
     try:

@@ -37,7 +37,10 @@ def transposed(dense: Tensor, output: int) -> Tensor:
 
 
 def beside(dense: Tensor) -> Any:
-    """What stands beside a slice, and must not be read: NaN, or a number where the matmuls of this CPU do read it and multiply it by 0."""
+    """What stands beside a slice, and must not be read:
+
+    NaN, or a number where the matmuls of this CPU do read it and multiply it by 0.
+    """
     if not dense.is_floating_point():
         return dense.dtype != torch.bool and -7_777
     return 7_777.0 if dense.device.type == "cpu" and _reads_past_rows(dense.dtype) else torch.nan
@@ -53,7 +56,8 @@ def _reads_past_rows(dtype: torch.dtype) -> bool:
 def sliced(dense: Tensor, output: int) -> Tensor:
     """The same values as columns of a wider tensor, or as every other element of a longer one.
 
-    Outputs get row strides of their own, so that none can be read with another's. The first value is not aligned to 16 bytes.
+    Outputs get row strides of their own, so that none can be read with another's. The first value is not aligned to 16
+    bytes.
     """
     other = beside(dense)
     if dense.dim() == 1:
@@ -64,7 +68,10 @@ def sliced(dense: Tensor, output: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """Strides of an upstream gradient: `make(dense, number of the output)`, for outputs of at least so many dimensions."""
+    """Strides of an upstream gradient:
+
+    `make(dense, number of the output)`, for outputs of at least so many dimensions.
+    """
 
     make: Callable[[Tensor, int], Tensor]
     dimensions: int
@@ -104,7 +111,10 @@ def laid(layout: str) -> Change:
     """Give every input these strides, targets and masks too; its values stay."""
 
     def change(arguments: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-        return {n: LAYOUTS[layout](v.detach(), i) if isinstance(v, Tensor) and v.dim() else v for i, (n, v) in enumerate(arguments.items())}
+        return {
+            n: LAYOUTS[layout](v.detach(), i) if isinstance(v, Tensor) and v.dim() else v
+            for i, (n, v) in enumerate(arguments.items())
+        }
 
     return change
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face hub of tiny random models in a cache folder, so that pages can name the models that people use and run offline."""
+"""A Hugging Face hub of tiny random models in a cache folder, so that pages can name the models that people use and run
+offline."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen/Qwen3-0.6B": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": ROPE}),
     "Qwen/Qwen3-30B-A3B": (
         "qwen3_moe",
-        {"head_dim": 8, "tie_word_embeddings": False, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        {
+            "head_dim": 8,
+            "tie_word_embeddings": False,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        },
     ),
     "Qwen/Qwen3-8B": ("qwen3", {"head_dim": 8, "tie_word_embeddings": False, "rope_parameters": ROPE}),
     "meta-llama/Llama-3.2-1B": ("llama", {"tie_word_embeddings": True}),
@@ -64,10 +71,16 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     inner.train_from_iterator([__doc__ or ""], trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="<|endoftext|>", bos_token="<|endoftext|>", eos_token="<|im_end|>", chat_template=CHAT
+        tokenizer_object=inner,
+        pad_token="<|endoftext|>",
+        bos_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        chat_template=CHAT,
     )
 
 

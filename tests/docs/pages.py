@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the code of a documentation page, in order, as a reader would.
 
-Sybil parses a page. A `python` block runs in the namespace of its page, a `bash` block in a shell, and a block of any language with a
-`title="file"` becomes that file in the folder where they run. Comments in the page, which no reader sees, say the rest:
+Sybil parses a page. A `python` block runs in the namespace of its page, a `bash` block in a shell, and a block of any
+language with a `title="file"` becomes that file in the folder where they run. Comments in the page, which no reader
+sees, say the rest:
 
     <!-- setup: tiny_llama, batch -->     names from tests/docs/setups.py come into the namespace
     <!-- needs: trl, datasets -->         skips the page where one of these packages is missing
@@ -124,7 +125,11 @@ def evaluate(example: Example, run: Run) -> None:
     elif why := _why_not(block, run):
         run.left.append(why)
     else:
-        action = (lambda: _bash(block, run)) if block.language == "bash" else (lambda: _python(example, example.region.lexemes["source"]))
+        action = (
+            (lambda: _bash(block, run))
+            if block.language == "bash"
+            else (lambda: _python(example, example.region.lexemes["source"]))
+        )
         _expecting(block, action) if "raises" in block.marks else action()
         run.ran.append(block)
 
@@ -175,7 +180,9 @@ def _bash(block: Block, run: Run) -> None:
                 _here(words)
         return
     command = ["bash", "-euo", "pipefail", "-c", block.source]
-    done = subprocess.run(command, cwd=run.folder, env={**os.environ, **environment}, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(
+        command, cwd=run.folder, env={**os.environ, **environment}, capture_output=True, text=True, timeout=SECONDS
+    )
     assert done.returncode == 0, f"{block.source}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
@@ -213,7 +220,9 @@ def _comments(document: Document) -> Iterable[Region]:
 def _fences(document: Document) -> Iterable[Region]:
     for region in RawFencedCodeBlockLexer(FENCE)(document):
         title = re.search(r'title="([^"]*)"', region.lexemes["attributes"])
-        headings = HEADING.findall(re.sub(r"^```.*?^```", "", document.text[: region.start], flags=re.DOTALL | re.MULTILINE))
+        headings = HEADING.findall(
+            re.sub(r"^```.*?^```", "", document.text[: region.start], flags=re.DOTALL | re.MULTILINE)
+        )
         region.parsed = Block(
             region.lexemes["language"],
             title[1] if title else "",

@@ -40,7 +40,8 @@ def tensors(run: Run, namespace: dict[str, Any]) -> None:
 
 
 def float32_on_the_cpu(run: Run, namespace: dict[str, Any]) -> None:
-    """TRL trains in bfloat16 by default, which Transformers refuses on the CPU; and losses are compared more closely in float32."""
+    """TRL trains in bfloat16 by default, which Transformers refuses on the CPU; and losses are compared more closely in
+    float32."""
     if run.device != "cpu":
         return
     ready = TrainingArguments.__post_init__
@@ -53,7 +54,10 @@ def float32_on_the_cpu(run: Run, namespace: dict[str, Any]) -> None:
 
 
 def quick_compiler(run: Run, namespace: dict[str, Any]) -> None:
-    """On the CPU, graphs are traced and run eagerly: Inductor would compile C++ for a minute. Graph breaks are counted from here."""
+    """On the CPU, graphs are traced and run eagerly: Inductor would compile C++ for a minute.
+
+    Graph breaks are counted from here.
+    """
     torch._dynamo.utils.counters.clear()
     if run.device == "cpu":
         run.monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -65,5 +69,6 @@ def deepspeed_on_the_cpu(run: Run, namespace: dict[str, Any]) -> None:
 
 
 SETUPS = {
-    function.__name__: function for function in (model, batch, book, tensors, float32_on_the_cpu, quick_compiler, deepspeed_on_the_cpu)
+    function.__name__: function
+    for function in (model, batch, book, tensors, float32_on_the_cpu, quick_compiler, deepspeed_on_the_cpu)
 }

@@ -47,7 +47,9 @@ LIGER = ("liger-core", "liger-triton", "liger-hf")
 WITH_LIGER = {
     re.split(r"[^\w-]", line)[0].replace("-", "_")
     for package in LIGER
-    for line in tomllib.loads((pages.ROOT / "packages" / package / "pyproject.toml").read_text())["project"]["dependencies"]
+    for line in tomllib.loads((pages.ROOT / "packages" / package / "pyproject.toml").read_text())["project"][
+        "dependencies"
+    ]
 }
 WITH_CODE = [path for path in pages.pages() if any(block.runs for block in pages.blocks(path))]
 
@@ -82,18 +84,26 @@ def imported(path: Path) -> set[str]:
     nodes = [node for block in blocks for node in ast.walk(ast.parse(block.source))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-    return {name.split(".")[0] for name in names} - sys.stdlib_module_names - {block.title.removesuffix(".py") for block in blocks}
+    return (
+        {name.split(".")[0] for name in names}
+        - sys.stdlib_module_names
+        - {block.title.removesuffix(".py") for block in blocks}
+    )
 
 
 @pytest.mark.parametrize("path", WITH_CODE, ids=name)
 def test_a_page_shows_how_to_install_what_it_needs_besides_liger(path: Path) -> None:
     text = path.read_text()
-    needed = {each for names in re.findall(r"^<!-- needs: (.*) -->$", text, re.MULTILINE) for each in names.split(", ")} | imported(path)
+    needed = {
+        each for names in re.findall(r"^<!-- needs: (.*) -->$", text, re.MULTILINE) for each in names.split(", ")
+    } | imported(path)
     needed = {each for each in needed - WITH_LIGER if not each.startswith("liger")}
     installed = {word for words in re.findall(r"pip install ([\w -]+)", shown(path)) for word in words.split()}
     assert needed - installed == set()
 
 
-@pytest.mark.parametrize("path", [path for path in WITH_CODE if "setup: float32_on_the_cpu" in path.read_text()], ids=name)
+@pytest.mark.parametrize(
+    "path", [path for path in WITH_CODE if "setup: float32_on_the_cpu" in path.read_text()], ids=name
+)
 def test_a_page_with_a_trainer_of_trl_says_what_to_pass_without_a_gpu(path: Path) -> None:
     assert "`use_cpu=True, bf16=False`" in shown(path)

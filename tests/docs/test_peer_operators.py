@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/benchmarks.md and peer-operators.md: their figures are those of committed results, and their operators and ops those that there are."""
+"""docs/benchmarks.md and peer-operators.md: their figures are those of committed results, and their operators and ops
+those that there are."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ from liger_core.builtin import CATALOGUE
 ROOT = Path(__file__).parents[2]
 OPS = [op.name for op in CATALOGUE]
 ROW = dict.fromkeys(HEADER, "") | {
-    "op": "rms_norm", "workload": "64x128", "pass": "full", "device": "cuda", "dtype": "bfloat16", "median_ms": 2.0, "low_ms": 1.9,
+    "op": "rms_norm", "workload": "64x128", "pass": "full", "device": "cuda", "dtype": "bfloat16", "median_ms": 2.0,
+    "low_ms": 1.9,
     "high_ms": 2.1, "limit_ms": 1.8, "copy_ms": 1.9, "share": 0.9, "error_outputs": 0.002, "error_gradients": 0.004,
-    "error_eager_ratio": 0.5, "machine": "NVIDIA H200; 4 threads", "versions": "torch 2.11.0, liger-kernel 0.8.5", "commit": "c",
+    "error_eager_ratio": 0.5, "machine": "NVIDIA H200; 4 threads", "versions": "torch 2.11.0, liger-kernel 0.8.5",
+    "commit": "c",
 }  # fmt: skip
 FIRST, SECOND = "2026-11-21T10:00:00+00:00", "2026-11-22T10:00:00+00:00"
 
@@ -81,9 +84,19 @@ def newest(generators: SimpleNamespace, folder: Path, *rows: dict[str, Any]) -> 
     return list(generators.benchmarks.newest(generators.results.measured("NVIDIA H200", folder)))
 
 
-def test_the_page_of_all_ops_has_the_newest_run_with_each_kind_of_other(generators: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_page_of_all_ops_has_the_newest_run_with_each_kind_of_other(
+    generators: SimpleNamespace, tmp_path: Path
+) -> None:
     eager = theirs(FIRST, median_ms=8.0) | {"implementation": "eager"}
-    ratios = newest(generators, tmp_path, ours(FIRST), eager, theirs(FIRST, median_ms=6.0), ours(SECOND), theirs(SECOND, median_ms=3.0))
+    ratios = newest(
+        generators,
+        tmp_path,
+        ours(FIRST),
+        eager,
+        theirs(FIRST, median_ms=6.0),
+        ours(SECOND),
+        theirs(SECOND, median_ms=3.0),
+    )
     line = generators.benchmarks.line("rms_norm", ratios)
     assert [line[1], line[4]] == ["4.00 ×", "1.50 × (liger-kernel)"]
     assert [FIRST[:10] in line[3], SECOND[:10] in line[6]] == [True, True]
@@ -100,7 +113,9 @@ def test_the_page_of_all_ops_has_the_newest_run_with_each_kind_of_other(generato
     ],
     ids=["slower", "by_less_than_3_percent", "within_the_spread", "faster"],
 )
-def test_what_is_slower_is_listed(generators: SimpleNamespace, tmp_path: Path, columns: dict[str, float], listed: bool) -> None:
+def test_what_is_slower_is_listed(
+    generators: SimpleNamespace, tmp_path: Path, columns: dict[str, float], listed: bool
+) -> None:
     ratios = newest(generators, tmp_path, ours(FIRST), theirs(FIRST, low_ms=1.5, **columns))
     assert [row[0] for row in generators.benchmarks.slower_ops(ratios)] == ["rms_norm 64x128, full"] * listed
 
@@ -109,7 +124,9 @@ def test_the_description_has_no_mistakes(generators: SimpleNamespace, descriptio
     assert generators.page.mistakes(description, OPS) == []
 
 
-def test_an_operator_of_an_op_that_does_not_exist_is_a_mistake(generators: SimpleNamespace, description: dict[str, Any]) -> None:
+def test_an_operator_of_an_op_that_does_not_exist_is_a_mistake(
+    generators: SimpleNamespace, description: dict[str, Any]
+) -> None:
     description["compared"]["liger_rms_norm"] = ["rms_norm", "rms_nrom"]
     assert generators.page.mistakes(description, OPS) == ["liger_rms_norm names the op rms_nrom, which does not exist"]
 
@@ -123,12 +140,16 @@ def test_an_operator_in_two_tables_is_a_mistake(generators: SimpleNamespace, des
     assert generators.page.mistakes(description, OPS) == ["liger_softmax is in two tables"]
 
 
-def test_a_variant_of_an_operator_that_is_not_compared_is_a_mistake(generators: SimpleNamespace, description: dict[str, Any]) -> None:
+def test_a_variant_of_an_operator_that_is_not_compared_is_a_mistake(
+    generators: SimpleNamespace, description: dict[str, Any]
+) -> None:
     description["variants"]["liger_mhc_apply"] = "liger-kernel apply"
     assert generators.page.mistakes(description, OPS) == ["variants names liger_mhc_apply, which is not compared"]
 
 
-def test_the_figures_of_a_variant_belong_to_its_operator(generators: SimpleNamespace, tmp_path: Path, description: dict[str, Any]) -> None:
+def test_the_figures_of_a_variant_belong_to_its_operator(
+    generators: SimpleNamespace, tmp_path: Path, description: dict[str, Any]
+) -> None:
     description["compared"] = {"plain": ["rms_norm"], "other": ["rms_norm"]}
     description["variants"] = {"other": "liger-kernel other"}
     both = found(
@@ -148,7 +169,9 @@ def test_the_figures_of_a_variant_belong_to_its_operator(generators: SimpleNames
     assert "liger bench rms_norm " in generators.page._missing(description, both[:1])
 
 
-def test_compared_are_the_ops_that_liger_bench_calls_liger_kernel_for(description: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compared_are_the_ops_that_liger_bench_calls_liger_kernel_for(
+    description: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = SimpleNamespace(liger_fused_linear_cross_entropy=print)
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", package)
     peers = liger_kernel.peers()
@@ -165,14 +188,30 @@ def test_every_function_of_liger_kernel_is_described(description: dict[str, Any]
     assert spec.submodule_search_locations is not None
     tree = ast.parse((Path(spec.submodule_search_locations[0]) / module).read_text())
     public = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    public |= {target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets if isinstance(target, ast.Name)}
-    named = {name.split(".")[-1] for table in ("compared", "covered", "none") for key in description[table] for name in key.split(", ")}
+    public |= {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    named = {
+        name.split(".")[-1]
+        for table in ("compared", "covered", "none")
+        for key in description[table]
+        for name in key.split(", ")
+    }
     assert {name for name in public if name.startswith("liger_")} - named == set()
 
 
 def test_a_figure_is_of_the_newest_run_that_has_both(generators: SimpleNamespace, tmp_path: Path) -> None:
     (pair,) = found(
-        generators, tmp_path, ours(FIRST), theirs(FIRST, median_ms=4.0), ours(SECOND, median_ms=1.0), theirs(SECOND, median_ms=3.0)
+        generators,
+        tmp_path,
+        ours(FIRST),
+        theirs(FIRST, median_ms=4.0),
+        ours(SECOND, median_ms=1.0),
+        theirs(SECOND, median_ms=3.0),
     )
     assert (pair.speed("full"), pair.run[-1]) == (3.0, SECOND)
 
@@ -184,15 +223,32 @@ def test_figures_of_two_runs_are_never_compared(generators: SimpleNamespace, tmp
 
 
 @pytest.mark.parametrize(
-    "columns", [{"machine": "NVIDIA H100; 4 threads"}, {"dtype": "float16"}, {"axis": "N"}, {"median_ms": "", "reason": "out of memory"}]
+    "columns",
+    [
+        {"machine": "NVIDIA H100; 4 threads"},
+        {"dtype": "float16"},
+        {"axis": "N"},
+        {"median_ms": "", "reason": "out of memory"},
+    ],
 )
-def test_other_cards_dtypes_and_series_are_left_out(generators: SimpleNamespace, tmp_path: Path, columns: dict[str, str]) -> None:
+def test_other_cards_dtypes_and_series_are_left_out(
+    generators: SimpleNamespace, tmp_path: Path, columns: dict[str, str]
+) -> None:
     assert found(generators, tmp_path, ours(FIRST, **columns), theirs(FIRST, **columns)) == []
 
 
-def test_every_card_has_figures_of_its_own(generators: SimpleNamespace, tmp_path: Path, description: dict[str, Any]) -> None:
+def test_every_card_has_figures_of_its_own(
+    generators: SimpleNamespace, tmp_path: Path, description: dict[str, Any]
+) -> None:
     other = {"machine": "NVIDIA H100; 4 threads"}
-    found(generators, tmp_path, ours(FIRST), theirs(FIRST, median_ms=6.0), ours(SECOND, **other), theirs(SECOND, median_ms=4.0, **other))
+    found(
+        generators,
+        tmp_path,
+        ours(FIRST),
+        theirs(FIRST, median_ms=6.0),
+        ours(SECOND, **other),
+        theirs(SECOND, median_ms=4.0, **other),
+    )
     speeds = {}
     for card in generators.results.CARDS:
         (pair,) = generators.results.pairs(generators.results.measured(card, tmp_path), ["rms_norm"])
@@ -240,6 +296,8 @@ def test_a_short_shape_is_compared_with_a_copy_of_as_many_bytes(generators: Simp
 
 
 def test_errors_in_the_last_digit_of_float32_are_equal(generators: SimpleNamespace, tmp_path: Path) -> None:
-    (pair,) = found(generators, tmp_path, ours(FIRST, error_outputs=1e-7), theirs(FIRST, error_outputs=1e-9, error_gradients=0))
+    (pair,) = found(
+        generators, tmp_path, ours(FIRST, error_outputs=1e-7), theirs(FIRST, error_outputs=1e-9, error_gradients=0)
+    )
     assert pair.error("error_outputs", pair.peer) == 1.0
     assert pair.error("error_gradients", pair.peer) is None

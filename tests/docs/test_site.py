@@ -73,7 +73,9 @@ def test_a_link_between_pages_of_the_repository_leads_to_their_pages_on_the_site
 def test_every_link_of_a_page_leads_somewhere_in_the_repository(page: Path) -> None:
     text = re.sub(r"<!--.*?-->|^ *```.*?^ *```$|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     targets = re.findall(r"\]\(<?([^()\s<>#]+)", text)
-    assert [target for target in targets if not re.match(r"[a-z]+:", target) and not (page.parent / target).exists()] == []
+    assert [
+        target for target in targets if not re.match(r"[a-z]+:", target) and not (page.parent / target).exists()
+    ] == []
 
 
 def test_the_tables_of_versions_are_those_of_the_metadata() -> None:
@@ -96,7 +98,9 @@ def parse(command: Any, name: str, arguments: list[str], parent: Any = None) -> 
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if COMMAND.search(page.read_text())], ids=lambda page: page.relative_to(ROOT).as_posix()
+    "page",
+    [page for page in PAGES if COMMAND.search(page.read_text())],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
 def test_every_command_on_a_page_has_options_that_exist(page: Path) -> None:
     """Those that are not run, too: they are parsed, and nothing more."""
@@ -109,7 +113,8 @@ def test_every_command_on_a_page_has_options_that_exist(page: Path) -> None:
 
 
 def test_every_error_of_troubleshooting_has_the_words_of_the_code() -> None:
-    """An example below a heading raises it in test_examples.py; for all of them, the code has the words between the values."""
+    """An example below a heading raises it in test_examples.py; for all of them, the code has the words between the
+    values."""
     sources = "".join(path.read_text() for path in sorted(ROOT.glob("packages/*/src/**/*.py")))
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     headings = re.findall(r"^### `(\w+Error): (.*)`$", page, re.MULTILINE)

@@ -73,7 +73,11 @@ def _norm(draw: Draw, limits: Limits, *, summed: bool) -> Example:
         arguments["residual"] = floats(draw, shape, dtype)
         if draw(weighted((9, (False,)), (1, (True,)))):
             shared = {"residual": "x"}
-    arguments |= {"weight": _vector(draw, limits, shape[-1]), "eps": draw(EPS), "cast": draw(st.sampled_from(("input", "float32")))}
+    arguments |= {
+        "weight": _vector(draw, limits, shape[-1]),
+        "eps": draw(EPS),
+        "cast": draw(st.sampled_from(("input", "float32"))),
+    }
     if arguments["weight"] is not None:
         arguments["weight_offset"] = draw(st.sampled_from((0.0, 1.0, -1.0, 0.5)))
     names = ("x", "weight") if shared or not summed else ("x", "residual", "weight")
@@ -90,7 +94,11 @@ def layer_norm(draw: Draw, limits: Limits) -> Example:
 def add_layer_norm(draw: Draw, limits: Limits) -> Example:
     normed = layer_norm(draw, limits)
     x = normed.arguments["x"]
-    arguments = {"x": x, "residual": floats(draw, x.shape, x.dtype), **{n: v for n, v in normed.arguments.items() if n != "x"}}
+    arguments = {
+        "x": x,
+        "residual": floats(draw, x.shape, x.dtype),
+        **{n: v for n, v in normed.arguments.items() if n != "x"},
+    }
     shared = {"residual": "x"} if draw(weighted((9, (False,)), (1, (True,)))) else {}
     return example(draw, arguments, ("x", *(() if shared else ("residual",)), "weight", "bias"), shared=shared)
 
@@ -100,7 +108,9 @@ def dyt(draw: Draw, limits: Limits) -> Example:
     alpha = moderate(draw, draw(st.sampled_from(((), (1,)))), draw(st.sampled_from(limits.dtypes)))
     weight, bias = _vector(draw, limits, shape[-1]), _vector(draw, limits, shape[-1])
     return example(
-        draw, {"x": floats(draw, shape, dtype), "alpha": alpha, "weight": weight, "bias": bias}, ("x", "alpha", "weight", "bias")
+        draw,
+        {"x": floats(draw, shape, dtype), "alpha": alpha, "weight": weight, "bias": bias},
+        ("x", "alpha", "weight", "bias"),
     )
 
 
@@ -111,8 +121,17 @@ def gated_rms_norm(draw: Draw, limits: Limits) -> Example:
         # Each group has a program.
         shape = (*shape[:-1], min(shape[-1] // size, limits.rows) * size)
     gate = floats(draw, shape, draw(st.sampled_from((dtype, *limits.dtypes))))
-    arguments = {"x": floats(draw, shape, dtype), "gate": gate, "weight": _vector(draw, limits, shape[-1]), "eps": draw(EPS)}
-    arguments |= {"activation": draw(st.sampled_from(("silu", "sigmoid"))), "gate_first": draw(st.booleans()), "group_size": size}
+    arguments = {
+        "x": floats(draw, shape, dtype),
+        "gate": gate,
+        "weight": _vector(draw, limits, shape[-1]),
+        "eps": draw(EPS),
+    }
+    arguments |= {
+        "activation": draw(st.sampled_from(("silu", "sigmoid"))),
+        "gate_first": draw(st.booleans()),
+        "group_size": size,
+    }
     if arguments["weight"] is not None:
         arguments["weight_offset"] = draw(st.sampled_from((0.0, 1.0, 0.5)))
     return example(draw, arguments, ("x", "gate", "weight"))
@@ -130,7 +149,11 @@ def _modulated(draw: Draw, limits: Limits, *, weighted: bool) -> Example:
     dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
     shape = shape if len(shape) > 1 else (1, *shape)
     of_samples, modulation = (*shape[:-2], shape[-1]), draw(st.sampled_from((dtype, *limits.dtypes)))
-    arguments: dict[str, Any] = {"x": floats(draw, shape, dtype), "scale": floats(draw, of_samples, modulation), "eps": draw(EPS)}
+    arguments: dict[str, Any] = {
+        "x": floats(draw, shape, dtype),
+        "scale": floats(draw, of_samples, modulation),
+        "eps": draw(EPS),
+    }
     arguments["shift"] = floats(draw, of_samples, modulation) if draw(st.booleans()) else None
     if weighted:
         arguments["weight"] = _vector(draw, limits, shape[-1])
@@ -144,7 +167,12 @@ def group_norm(draw: Draw, limits: Limits) -> Example:
     samples = draw(st.sampled_from((0, 1, 2, 7, max(3, limits.rows // 8))))
     space = draw(weighted((3, ((5,), (4, 4), (3, 7))), (1, ((), (1,), (40, 40)))))
     weight, bias = _vector(draw, limits, channels), _vector(draw, limits, channels)
-    arguments = {"x": floats(draw, (samples, channels, *space), dtype), "num_groups": groups, "weight": weight, "bias": bias}
+    arguments = {
+        "x": floats(draw, (samples, channels, *space), dtype),
+        "num_groups": groups,
+        "weight": weight,
+        "bias": bias,
+    }
     return example(draw, {**arguments, "eps": draw(EPS)}, ("x", "weight", "bias"))
 
 
@@ -187,7 +215,9 @@ def sinkhorn(draw: Draw, limits: Limits) -> Example:
     # Entries far below eps are what rounding makes of them.
     x = moderate(draw, shape, dtype, draw(st.sampled_from((0.01, 1.0, 3.0))))
     return example(
-        draw, {"x": x, "iterations": draw(st.sampled_from((20, 1, 2, 5))), "eps": draw(st.sampled_from((1e-6, 1e-3, 0.1)))}, ("x",)
+        draw,
+        {"x": x, "iterations": draw(st.sampled_from((20, 1, 2, 5))), "eps": draw(st.sampled_from((1e-6, 1e-3, 0.1)))},
+        ("x",),
     )
 
 
@@ -206,7 +236,10 @@ def attention_residual(draw: Draw, limits: Limits) -> Example:
 def poly_norm(draw: Draw, limits: Limits) -> Example:
     dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
     # The cube of a large value leaves the range of float32.
-    arguments: dict[str, Any] = {"x": moderate(draw, shape, dtype), "weight": moderate(draw, (3,), draw(st.sampled_from(limits.dtypes)))}
+    arguments: dict[str, Any] = {
+        "x": moderate(draw, shape, dtype),
+        "weight": moderate(draw, (3,), draw(st.sampled_from(limits.dtypes))),
+    }
     arguments["eps"] = draw(EPS)
     if draw(st.booleans()):
         arguments["bias"] = moderate(draw, draw(st.sampled_from(((), (1,)))), draw(st.sampled_from(limits.dtypes)))
@@ -215,7 +248,11 @@ def poly_norm(draw: Draw, limits: Limits) -> Example:
 
 def sparsemax(draw: Draw, limits: Limits) -> Example:
     dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, 16 * limits.rows)
-    return example(draw, {"x": moderate(draw, (*shape[:-1], max(1, shape[-1])), dtype, draw(st.sampled_from((0.01, 1.0, 10.0))))}, ("x",))
+    return example(
+        draw,
+        {"x": moderate(draw, (*shape[:-1], max(1, shape[-1])), dtype, draw(st.sampled_from((0.01, 1.0, 10.0))))},
+        ("x",),
+    )
 
 
 def softmax(draw: Draw, limits: Limits) -> Example:
@@ -226,7 +263,10 @@ def softmax(draw: Draw, limits: Limits) -> Example:
 def swiglu(draw: Draw, limits: Limits) -> Example:
     options: dict[str, Any] = {}
     if draw(st.booleans()):
-        options |= {"limit": draw(st.sampled_from((None, 0.3, 7.0))), "alpha": draw(st.sampled_from((1.0, 1.702, -0.5)))}
+        options |= {
+            "limit": draw(st.sampled_from((None, 0.3, 7.0))),
+            "alpha": draw(st.sampled_from((1.0, 1.702, -0.5))),
+        }
         options |= {"shift": draw(st.sampled_from((0.0, 1.0))), "gate_scale": draw(st.sampled_from((1.0, 0.37, -2.0)))}
         options |= {"scale": draw(st.sampled_from((1.0, 0.22, -3)))}
     return _gated(draw, limits, **options)
@@ -281,7 +321,13 @@ def experts(draw: Draw, limits: Limits) -> Example:
         "gate_up": moderate(draw, (count, outer, hidden), dtype, hidden**-0.5),
         "down": moderate(draw, (count, hidden, inner), dtype, inner**-0.5),
         # Outside the experts on either side, or none.
-        "index": Labels(shape, count, draw(st.sampled_from((-1, count))), draw(weighted((3, (0,)), (1, (1, 2, 3)))), seed=draw(SEEDS)),
+        "index": Labels(
+            shape,
+            count,
+            draw(st.sampled_from((-1, count))),
+            draw(weighted((3, (0,)), (1, (1, 2, 3)))),
+            seed=draw(SEEDS),
+        ),
         "weight": moderate(draw, shape, draw(st.sampled_from((dtype, "float32")))),
         "gate_up_bias": moderate(draw, (count, outer), dtype) if biased else None,
         "down_bias": moderate(draw, (count, hidden), dtype) if biased else None,
@@ -296,7 +342,18 @@ def experts(draw: Draw, limits: Limits) -> Example:
             rank = draw(st.sampled_from((1, 3, 8)))
             arguments[f"{name}_a"] = moderate(draw, (count, rank, columns), dtype, 0.3 * columns**-0.5)
             arguments[f"{name}_b"] = moderate(draw, (count, rows, rank), dtype, 0.3)
-    floating = "x", "gate_up", "down", "weight", "gate_up_bias", "down_bias", "gate_up_a", "gate_up_b", "down_a", "down_b"
+    floating = (
+        "x",
+        "gate_up",
+        "down",
+        "weight",
+        "gate_up_bias",
+        "down_bias",
+        "gate_up_a",
+        "gate_up_b",
+        "down_a",
+        "down_b",
+    )
     return example(draw, arguments, floating)
 
 
@@ -306,10 +363,14 @@ def rope(draw: Draw, limits: Limits) -> Example:
     width = 2 * half + draw(weighted((2, (0,)), (1, (1, 2, 5, 64))))
     batch = size(draw, 4)
     tokens = size(draw, max(1, min(limits.rows, limits.elements // max(1, batch * width))), SMALL)
-    heads, key_heads = (size(draw, max(1, min(17, limits.elements // max(1, batch * tokens * width)))) for _ in range(2))
+    heads, key_heads = (
+        size(draw, max(1, min(17, limits.elements // max(1, batch * tokens * width)))) for _ in range(2)
+    )
     inplace = draw(weighted((3, (False,)), (1, (True,))))
     strides = writable if inplace else layouts
-    table = {1: (tokens, 2 * half), 2: (1, tokens, 2 * half), 3: (batch, tokens, 2 * half)}[draw(st.sampled_from((1, 2, 3)))]
+    table = {1: (tokens, 2 * half), 2: (1, tokens, 2 * half), 3: (batch, tokens, 2 * half)}[
+        draw(st.sampled_from((1, 2, 3)))
+    ]
     table_dtype = draw(st.sampled_from((dtype, *limits.dtypes)))
     arguments = {
         "q": floats(draw, (batch, heads, tokens, width), dtype, strides),
@@ -319,14 +380,20 @@ def rope(draw: Draw, limits: Limits) -> Example:
         "interleaved": draw(st.booleans()),
         "inplace": inplace,
     }
-    return example(draw, arguments, ("q", "k", *(("cos", "sin") if not inplace and draw(weighted((5, (False,)), (1, (True,)))) else ())))
+    return example(
+        draw,
+        arguments,
+        ("q", "k", *(("cos", "sin") if not inplace and draw(weighted((5, (False,)), (1, (True,)))) else ())),
+    )
 
 
 def qk_norm_rope(draw: Draw, limits: Limits) -> Example:
     turned = rope(draw, limits)
     arguments: dict[str, Any] = {name: turned.arguments[name] for name in ("q", "k", "cos", "sin", "interleaved")}
     width = arguments["q"].shape[-1]
-    arguments |= {f"{name}_weight": moderate(draw, (width,), draw(st.sampled_from(limits.dtypes))) for name in ("q", "k")}
+    arguments |= {
+        f"{name}_weight": moderate(draw, (width,), draw(st.sampled_from(limits.dtypes))) for name in ("q", "k")
+    }
     arguments |= {
         "eps": draw(EPS),
         "cast": draw(st.sampled_from(("input", "float32"))),
@@ -353,7 +420,9 @@ def linear_cross_entropy(draw: Draw, limits: Limits) -> Example:
     options, arguments["target"] = _loss_options(draw, limits, shape, classes)
     if draw(weighted((3, (False,)), (1, (True,)))):
         factor = st.sampled_from((1.0, 1.0, 1e-4, 1e3))
-        options["token_weight"] = Floats(shape, draw(st.sampled_from(limits.dtypes)), draw(layouts), draw(values), draw(factor), seed=1)
+        options["token_weight"] = Floats(
+            shape, draw(st.sampled_from(limits.dtypes)), draw(layouts), draw(values), draw(factor), seed=1
+        )
     return example(draw, arguments | options, ("hidden", "weight", "bias"))
 
 
@@ -367,7 +436,8 @@ def lora_linear(draw: Draw, limits: Limits) -> Example:
     arguments: dict[str, Any] = {
         "x": floats(draw, (*shape, inner), dtype),
         "weight": None,
-        # The product of three large factors is in range or not by the order of its sums, and products of two cancel by it.
+        # The product of three large factors is in range or not by the order of its sums, and products of two cancel by
+        # it.
         "a": moderate(draw, (rank, inner), own, scale=draw(factor)),
         "b": moderate(draw, (outer, rank), own, scale=draw(factor)),
         "scale": draw(weighted((3, (1.0, 2.0)), (1, (0.0, -0.5, 16.0)))),
@@ -418,7 +488,9 @@ def linear_log_prob(draw: Draw, limits: Limits) -> Example:
         "softcap": _softcap(draw),
     }
     if draw(weighted((3, (False,)), (1, (True,)))):
-        arguments["temperature"] = Floats(shape, draw(st.sampled_from(limits.dtypes)), draw(layouts), "normal", 0.1, 1.0, seed=3)
+        arguments["temperature"] = Floats(
+            shape, draw(st.sampled_from(limits.dtypes)), draw(layouts), "normal", 0.1, 1.0, seed=3
+        )
     if arguments["hidden"].dtype != "float64" and draw(weighted((3, (False,)), (1, (True,)))):
         arguments["logits_dtype"] = torch.float32
     result = draw(st.sampled_from(("log_prob", "return_entropy", "return_statistics")))
@@ -457,7 +529,9 @@ def linear_divergence(draw: Draw, limits: Limits) -> Example:
 
 
 def kl_div(draw: Draw, limits: Limits) -> Example:
-    return _divergence(draw, limits, reverse=draw(st.booleans()), skew=draw(weighted((2, (0.0,)), (1, (0.1, 0.5, 0.9)))))
+    return _divergence(
+        draw, limits, reverse=draw(st.booleans()), skew=draw(weighted((2, (0.0,)), (1, (0.1, 0.5, 0.9))))
+    )
 
 
 def jsd(draw: Draw, limits: Limits) -> Example:
@@ -485,7 +559,10 @@ def _reduction(draw: Draw) -> dict[str, Any]:
     """How a divergence is reduced."""
     reduction = draw(st.sampled_from(("mean", "sum", "none")))
     number = draw(st.sampled_from((37.0, 3, 1e-3, 1e6, Scalar(37.0, "float32"), Scalar(12, "int64"))))
-    return {"reduction": reduction, "normalizer": number if reduction == "mean" and draw(weighted((2, (False,)), (1, (True,)))) else None}
+    return {
+        "reduction": reduction,
+        "normalizer": number if reduction == "mean" and draw(weighted((2, (False,)), (1, (True,)))) else None,
+    }
 
 
 def _head(draw: Draw, limits: Limits) -> tuple[dict[str, Any], tuple[int, ...], int]:
@@ -504,13 +581,17 @@ def _head(draw: Draw, limits: Limits) -> tuple[dict[str, Any], tuple[int, ...], 
     if draw(st.booleans()):
         arguments["bias"] = floats(draw, (classes,), dtype)
     if draw(weighted((3, (False,)), (1, (True,)))):
-        arguments["accumulate_dtype"] = torch.float64 if dtype == "float64" else draw(st.sampled_from((torch.float32, torch.float64)))
+        arguments["accumulate_dtype"] = (
+            torch.float64 if dtype == "float64" else draw(st.sampled_from((torch.float32, torch.float64)))
+        )
     held = draw(st.sampled_from(("default", "chunk", "budget")))
     if held == "chunk":
         arguments["chunk"] = draw(st.sampled_from((1, 2, 3, 4, 7, 8, 64, rows + 1, "report")))
     elif held == "budget":
         row = classes * getattr(torch, dtype).itemsize
-        arguments["budget"] = row * draw(st.sampled_from((1, 2, 5, 1000))) + draw(st.sampled_from((0, 4 * classes * width)))
+        arguments["budget"] = row * draw(st.sampled_from((1, 2, 5, 1000))) + draw(
+            st.sampled_from((0, 4 * classes * width))
+        )
     if draw(weighted((5, (False,)), (1, (True,)))):
         arguments["main_grad"] = Floats((classes, width), "float32", values="zeros")
     return arguments, shape, classes
@@ -530,9 +611,20 @@ def _loss_options(draw: Draw, limits: Limits, shape: tuple[int, ...], classes: i
         kind = draw(st.sampled_from(("ones", "normal", "zeros")))
         # Positive weights only: otherwise a mean could divide by almost zero.
         offset = {"normal": 4.0}.get(kind, 0.0)
-        options["class_weight"] = Floats((classes,), draw(st.sampled_from(limits.dtypes)), draw(layouts), kind, 0.5, offset, 2)
+        options["class_weight"] = Floats(
+            (classes,), draw(st.sampled_from(limits.dtypes)), draw(layouts), kind, 0.5, offset, 2
+        )
     if options["reduction"] == "mean" and draw(weighted((2, (False,)), (1, (True,)))):
-        numbers = (37.0, 3, 1e-3, 1e6, Scalar(37.0, "float32"), Scalar(12, "int64"), Scalar(5.5, "float64"), Scalar(100.0, "bfloat16"))
+        numbers = (
+            37.0,
+            3,
+            1e-3,
+            1e6,
+            Scalar(37.0, "float32"),
+            Scalar(12, "int64"),
+            Scalar(5.5, "float64"),
+            Scalar(100.0, "bfloat16"),
+        )
         options["normalizer"] = draw(st.sampled_from(numbers))
     return options, _target(draw, shape, classes, options["ignore_index"])
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Descriptions of arguments that hypothesis draws: plain values, so that a failing example prints as Python that builds it again."""
+"""Descriptions of arguments that hypothesis draws: plain values, so that a failing example prints as Python that builds
+it again."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ SEEDS = st.integers(0, 9999)
 class Floats:
     """A floating tensor: values · scale + offset, cut to the range of its dtype.
 
-    values  "normal"; "zeros"; "ones"; "steps", integers from -3 to 3, which tie; "outlier", one element in the thousands;
-            "impossible", of which every third column is -inf
+    values  "normal"; "zeros"; "ones"; "steps", integers from -3 to 3, which tie; "outlier", one element in the
+            thousands; "impossible", of which every third column is -inf
     """
 
     shape: tuple[int, ...]
@@ -81,7 +82,11 @@ class Labels:
         generator = torch.Generator().manual_seed(self.seed)
         target = torch.randint(-(-self.classes // self.possible), self.shape, generator=generator) * self.possible
         if self.distinct:
-            target = torch.rand(*self.shape[:-1], self.classes, generator=generator).argsort(-1)[..., : self.shape[-1]].contiguous()
+            target = (
+                torch.rand(*self.shape[:-1], self.classes, generator=generator)
+                .argsort(-1)[..., : self.shape[-1]]
+                .contiguous()
+            )
         if self.ignored and target.numel():
             target.view(-1)[:: self.ignored] = self.ignore_index
         return arranged(target.to(device), self.layout)
@@ -169,7 +174,9 @@ offsets = weighted((8, (0.0,)), (1, (10.0, -10.0, 1e3, -1e3, 1e5, -1e5)))
 values = weighted((8, ("normal",)), (1, ("zeros", "ones", "steps", "outlier")))
 
 
-def floats(draw: Draw, shape: tuple[int, ...], dtype: str, layout: st.SearchStrategy[str] = layouts, scale: float = 1.0) -> Floats:
+def floats(
+    draw: Draw, shape: tuple[int, ...], dtype: str, layout: st.SearchStrategy[str] = layouts, scale: float = 1.0
+) -> Floats:
     """A tensor of any layout and magnitude."""
     return Floats(shape, dtype, draw(layout), draw(values), scale * draw(scales), draw(offsets), draw(SEEDS))
 
@@ -206,4 +213,12 @@ def example(draw: Draw, arguments: Mapping[str, Any], names: Sequence[str], **mo
     upstream = draw(st.lists(weighted((4, ("dense",)), (1, (*LAYOUTS, "none"))), min_size=1, max_size=2))
     factor = draw(weighted((6, (1.0,)), (1, (-3.0, 1e-4, 1e4, 0.0))))
     asked = subset(draw, [n for n in names if arguments.get(n) is not None])
-    return Example(dict(arguments), asked, tuple(upstream), factor, draw(weighted((3, (False,)), (1, (True,)))), seed=draw(SEEDS), **more)
+    return Example(
+        dict(arguments),
+        asked,
+        tuple(upstream),
+        factor,
+        draw(weighted((3, (False,)), (1, (True,)))),
+        seed=draw(SEEDS),
+        **more,
+    )

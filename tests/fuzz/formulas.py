@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formulas of the ops, written apart from their references: in float64 they are exact, in a lower dtype what plain PyTorch gives.
+"""The formulas of the ops, written apart from their references: in float64 they are exact, in a lower dtype what plain
+PyTorch gives.
 
 Gradients come from autograd. Roundings that a definition names are written out; in float64 they change nothing.
 """
@@ -22,7 +23,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: str = "input") -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: str = "input"
+) -> Tensor:
     row = x.to(wide(x.dtype))
     width = max(1, x.shape[-1])
     normed = row / (row.pow(2).sum(-1, keepdim=True) / width + eps).sqrt()
@@ -34,7 +37,13 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weig
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: str = "input"
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    cast: str = "input",
 ) -> tuple[Tensor, Tensor]:
     summed = (x.to(wide(x.dtype)) + residual.to(wide(x.dtype))).to(x.dtype)
     return rms_norm(summed, weight, eps, weight_offset=weight_offset, cast=cast), summed
@@ -57,7 +66,8 @@ def add_layer_norm(
 
 
 def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, activation: str = "silu",
+    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0,
+    activation: str = "silu",
     gate_first: bool = False, group_size: int | None = None,
 ) -> Tensor:  # fmt: skip
     row, by = x.to(wide(x.dtype)), gate.to(wide(x.dtype))
@@ -70,7 +80,9 @@ def gated_rms_norm(
     return (y if gate_first else y * by).to(x.dtype)
 
 
-def modulated_rms_norm(x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+def modulated_rms_norm(
+    x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6
+) -> Tensor:
     return _modulated(rms_norm(x.to(wide(x.dtype)), weight, eps, cast="float32"), scale, shift).to(x.dtype)
 
 
@@ -109,7 +121,8 @@ def attention_residual(layers: Tensor, query: Tensor, weight: Tensor | None = No
     value = layers.to(wide(layers.dtype))
     keys = rms_norm(value, weight, eps, cast="float32")
     score = torch.einsum("k...d,d->k...", keys, query.to(value.dtype))
-    # About the layer with the highest score: where its attention is nearly 1, even float64 loses the gradients of the others' scores.
+    # About the layer with the highest score: where its attention is nearly 1, even float64 loses the gradients of the
+    # others' scores.
     nearest = value.take_along_dim(score.argmax(0, keepdim=True).unsqueeze(-1), 0)
     return (nearest[0] + torch.einsum("k...,k...d->...d", score.softmax(0), value - nearest)).to(layers.dtype)
 
@@ -138,10 +151,14 @@ def sparsemax(x: Tensor) -> Tensor:
     return (row - threshold).where(inside, row * 0).to(x.dtype)
 
 
-def group_norm(x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def group_norm(
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
     per_channel = (-1, *(1,) * (x.dim() - 2))
     if x.numel() == 0:
-        return x * (1.0 if weight is None else weight.reshape(per_channel)) + (0.0 if bias is None else bias.reshape(per_channel))
+        return x * (1.0 if weight is None else weight.reshape(per_channel)) + (
+            0.0 if bias is None else bias.reshape(per_channel)
+        )
     size = x[0].numel() // num_groups
     y = layer_norm(x.to(wide(x.dtype)).reshape(-1, size), eps=eps).reshape(x.shape)
     y = y if weight is None else y * weight.to(y.dtype).reshape(per_channel)
@@ -156,12 +173,14 @@ def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | N
 
 
 def softmax(x: Tensor) -> Tensor:
-    # PyTorch's own, whose gradient is that of the rounded probabilities, as the definition says: where one is almost 1, little is left of it.
+    # PyTorch's own, whose gradient is that of the rounded probabilities, as the definition says: where one is almost 1,
+    # little is left of it.
     return x.softmax(-1)
 
 
 def swiglu(
-    gate: Tensor, up: Tensor | None = None, *, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0, gate_scale: float = 1.0,
+    gate: Tensor, up: Tensor | None = None, *, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0,
+    gate_scale: float = 1.0,
     scale: float = 1.0, overwrite: bool = False,
 ) -> Tensor:  # fmt: skip
     gate, up = _halves(gate, up)
@@ -177,7 +196,11 @@ def swiglu(
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", overwrite: bool = False) -> Tensor:
     gate, up = _halves(gate, up)
     row = gate.to(wide(gate.dtype))
-    inner = torch.erf(row / math.sqrt(2)) if approximate == "none" else torch.tanh(math.sqrt(2 / math.pi) * (row + 0.044715 * row**3))
+    inner = (
+        torch.erf(row / math.sqrt(2))
+        if approximate == "none"
+        else torch.tanh(math.sqrt(2 / math.pi) * (row + 0.044715 * row**3))
+    )
     return (row / 2 * (1 + inner)).to(gate.dtype) * up
 
 
@@ -203,7 +226,9 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return gate[..., :half], gate[..., half:]
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> tuple[Tensor, Tensor]:
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False
+) -> tuple[Tensor, Tensor]:
     rotary = cos.shape[-1]
     column = torch.arange(rotary // 2, device=q.device)
     first, second = (2 * column, 2 * column + 1) if interleaved else (column, column + rotary // 2)
@@ -225,7 +250,9 @@ def qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6, *,
     weight_offset: float = 0.0, cast: str = "input", interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    normed = (rms_norm(x, weight, eps, weight_offset=weight_offset, cast=cast) for x, weight in ((q, q_weight), (k, k_weight)))
+    normed = (
+        rms_norm(x, weight, eps, weight_offset=weight_offset, cast=cast) for x, weight in ((q, q_weight), (k, k_weight))
+    )
     return rope(*normed, cos, sin, interleaved=interleaved)
 
 
@@ -242,7 +269,12 @@ def cross_entropy(
     normalizer: Tensor | float | None = None,
     return_metrics: bool = False,
 ) -> Any:
-    options = {"class_weight": weight, "label_smoothing": label_smoothing, "z_loss": z_loss, "ignore_index": ignore_index}
+    options = {
+        "class_weight": weight,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "ignore_index": ignore_index,
+    }
     z = _capped(logits.reshape(-1, logits.shape[-1]), 1.0, softcap)
     return _loss(z, target, reduction=reduction, normalizer=normalizer, return_metrics=return_metrics, **options)
 
@@ -269,13 +301,27 @@ def linear_cross_entropy(
     main_grad: Tensor | None = None,
     return_metrics: bool = False,
 ) -> Any:
-    options = {"class_weight": class_weight, "label_smoothing": label_smoothing, "z_loss": z_loss, "ignore_index": ignore_index}
+    options = {
+        "class_weight": class_weight,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "ignore_index": ignore_index,
+    }
     z = _capped(_logits(hidden, weight, bias), logit_scale, softcap)
-    return _loss(z, target, reduction=reduction, normalizer=normalizer, token_weight=token_weight, return_metrics=return_metrics, **options)
+    return _loss(
+        z,
+        target,
+        reduction=reduction,
+        normalizer=normalizer,
+        token_weight=token_weight,
+        return_metrics=return_metrics,
+        **options,
+    )
 
 
 def lora_linear(
-    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, *, bias: Tensor | None = None, base: Tensor | None = None,
+    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, *, bias: Tensor | None = None,
+    base: Tensor | None = None,
     column_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     own = base
@@ -390,7 +436,11 @@ def linear_divergence(
     z = _capped(_logits(hidden, weight, bias), logit_scale, softcap)
     other = _capped(_logits(teacher_hidden, teacher_weight, teacher_bias), teacher_logit_scale, teacher_softcap)
     loss = _divergence(z / temperature, other / temperature, kind, beta)
-    counted = torch.ones(z.shape[0], dtype=torch.bool, device=z.device) if target is None else target.reshape(-1) != ignore_index
+    counted = (
+        torch.ones(z.shape[0], dtype=torch.bool, device=z.device)
+        if target is None
+        else target.reshape(-1) != ignore_index
+    )
     if hard_weight and target is not None:
         loss = (1 - hard_weight) * loss - hard_weight * _chosen(_softmax(z)[0], target.reshape(-1), counted)
     return _reduced(torch.where(counted, loss, 0.0).reshape(hidden.shape[:-1]), reduction, normalizer, counted.sum())
@@ -436,7 +486,13 @@ def total_variation(
 
 
 def _of_logits(
-    student: Tensor, teacher: Tensor, kind: str, beta: float, temperature: float, reduction: str, normalizer: Tensor | float | None
+    student: Tensor,
+    teacher: Tensor,
+    kind: str,
+    beta: float,
+    temperature: float,
+    reduction: str,
+    normalizer: Tensor | float | None,
 ) -> Tensor:
     dtype = wide(student.dtype)
     loss = _divergence(student.to(dtype) / temperature, teacher.to(dtype) / temperature, kind, beta)
@@ -449,7 +505,9 @@ def _divergence(z: Tensor, other: Tensor, kind: str, beta: float) -> Tensor:
 
     def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
         possible = log_a != -torch.inf
-        return torch.where(possible, log_a.exp() * (torch.where(possible, log_a, 0.0) - torch.where(possible, log_b, 0.0)), 0.0).sum(-1)
+        return torch.where(
+            possible, log_a.exp() * (torch.where(possible, log_a, 0.0) - torch.where(possible, log_b, 0.0)), 0.0
+        ).sum(-1)
 
     if kind == "forward_kl":
         return kl(log_p, log_q)
@@ -546,8 +604,10 @@ def _loss(
 
 def experts(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None, *, activation: str = "silu", limit: float | None = None, alpha: float = 1.0, shift: float = 0.0,
-    interleaved: bool = False, gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None, down_a: Tensor | None = None,
+    down_bias: Tensor | None = None, *, activation: str = "silu", limit: float | None = None, alpha: float = 1.0,
+    shift: float = 0.0,
+    interleaved: bool = False, gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
     down_b: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Expert by expert and slot by slot, on all tokens; those that are routed elsewhere are zeros."""
@@ -572,11 +632,16 @@ def experts(
     return y.to(x.dtype)
 
 
-def _expert_gate(joined: Tensor, inner: int, activation: str, limit: float | None, alpha: float, shift: float, interleaved: bool) -> Tensor:
+def _expert_gate(
+    joined: Tensor, inner: int, activation: str, limit: float | None, alpha: float, shift: float, interleaved: bool
+) -> Tensor:
     columns = torch.arange(inner, device=joined.device)
     gate, up = joined, None
     if joined.shape[1] > inner:
-        gate, up = joined[:, 2 * columns if interleaved else columns], joined[:, 2 * columns + 1 if interleaved else inner + columns]
+        gate, up = (
+            joined[:, 2 * columns if interleaved else columns],
+            joined[:, 2 * columns + 1 if interleaved else inner + columns],
+        )
     if limit is not None:
         gate = torch.where(gate > limit, limit, gate)
         up = None if up is None else torch.where(up.abs() > limit, torch.sign(up) * limit, up)
@@ -586,7 +651,9 @@ def _expert_gate(joined: Tensor, inner: int, activation: str, limit: float | Non
         active = torch.where(gate > 0, gate * gate, 0.0)
     else:
         inside = (
-            torch.erf(gate / math.sqrt(2)) if activation == "gelu" else torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
+            torch.erf(gate / math.sqrt(2))
+            if activation == "gelu"
+            else torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
         )
         active = gate / 2 * (1 + inside)
     return active if up is None else active * (up + shift)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a drawn call and judges it by the project's criterion, with the formula in float64 as the truth.
 
-The yardstick is the formula in the dtype of the call, which is plain PyTorch; its error counts LEEWAY times. Whatever fails by it meets
-TRIES more, each with other roundings (see rounding.py), and fails if it is worse than all of them. A truth that is infinite must be met.
-Where plain PyTorch overflows although the truth is finite, anything goes; where it is off by more than LOST, any finite value does,
-and in float16, whose range such a round-off leaves, infinity. linear_cross_entropy sums gradients before they meet the upstream gradient
-and the normalizer, and linear_log_prob and linear_divergence do so in float16, as their docstrings say: gradients whose sums are out of
-range are not judged. Where round-off decides the result, because logits tie but for it, only the loss is judged. Where plain PyTorch
-comes within a factor of 2 of overflow, another order of its sums and products may overflow.
+The yardstick is the formula in the dtype of the call, which is plain PyTorch; its error counts LEEWAY times. Whatever
+fails by it meets TRIES more, each with other roundings (see rounding.py), and fails if it is worse than all of them. A
+truth that is infinite must be met. Where plain PyTorch overflows although the truth is finite, anything goes; where it
+is off by more than LOST, any finite value does, and in float16, whose range such a round-off leaves, infinity.
+linear_cross_entropy sums gradients before they meet the upstream gradient and the normalizer, and linear_log_prob and
+linear_divergence do so in float16, as their docstrings say: gradients whose sums are out of range are not judged. Where
+round-off decides the result, because logits tie but for it, only the loss is judged. Where plain PyTorch comes within a
+factor of 2 of overflow, another order of its sums and products may overflow.
 """
 
 from __future__ import annotations
@@ -30,10 +31,12 @@ from liger_core.accuracy import error, judge
 from liger_core.matmul import plain_matmuls
 
 LEEWAY, TRIES = 3.0, 8
-# In float64 the truth has the same round-off as what it judges, which no random rounding shows where all terms are rounded alike.
+# In float64 the truth has the same round-off as what it judges, which no random rounding shows where all terms are
+# rounded alike.
 LEEWAY_IN_FLOAT64 = 100.0
 LOST = 0.3
-# Logits, or elements of other inputs, from which a call is judged where it ran: a CPU takes seconds for its matmuls in half precision.
+# Logits, or elements of other inputs, from which a call is judged where it ran: a CPU takes seconds for its matmuls in
+# half precision.
 LARGE = 2**17
 Tensors = dict[str, Tensor]
 Gradients = dict[str, Tensor | None]
@@ -44,8 +47,8 @@ class Declined(Exception):
 
 
 def complaints(op: Op[..., Any], backend: str, example: Example, device: torch.device) -> list[str]:
-    """The faults of this call on `device`, where large ones are judged too; the others on the CPU, since many processes may share a
-    GPU and each formula is many small calls.
+    """The faults of this call on `device`, where large ones are judged too; the others on the CPU, since many processes
+    may share a GPU and each formula is many small calls.
 
     Raises Declined if the backend declines it.
     """
@@ -59,7 +62,11 @@ def complaints(op: Op[..., Any], backend: str, example: Example, device: torch.d
         given = with_gradients(given, asked)
         with plain_matmuls():
             outputs = leaves(formula(**given))
-            drawn = _cotangents(example, outputs) if cotangents is None else {n: c.to(outputs[n].dtype) for n, c in cotangents.items()}
+            drawn = (
+                _cotangents(example, outputs)
+                if cotangents is None
+                else {n: c.to(outputs[n].dtype) for n, c in cotangents.items()}
+            )
             return _detached(outputs), _gradients(outputs, {n: given[n] for n in asked}, drawn), drawn
 
     plain = answers(arguments, None)
@@ -75,10 +82,14 @@ def complaints(op: Op[..., Any], backend: str, example: Example, device: torch.d
     found += _odd_predictions(op, arguments, outputs, exact)
 
     summed = None
-    if op.name == "linear_cross_entropy" or (op.name in ("linear_log_prob", "linear_divergence") and first == torch.float16):
+    if op.name == "linear_cross_entropy" or (
+        op.name in ("linear_log_prob", "linear_divergence") and first == torch.float16
+    ):
         # What is summed before the upstream gradient is known: that of an upstream gradient whose largest element is 1.
         largest = max((float(c.abs().max()) for c in cotangents.values() if c.numel()), default=0.0)
-        units = {n: c / largest if largest and math.isfinite(largest) else torch.ones_like(c) for n, c in cotangents.items()}
+        units = {
+            n: c / largest if largest and math.isfinite(largest) else torch.ones_like(c) for n, c in cotangents.items()
+        }
         summed = answers(in_float64(arguments), units)[1]
 
     def judged(yardstick: tuple[Tensors, Gradients, Tensors], near_overflow: bool) -> dict[str, str]:
@@ -116,7 +127,8 @@ def _size(example: Example) -> int:
 
 
 def _has_near_ties(op: Op[..., Any], arguments: dict[str, Any]) -> bool:
-    """Whether round-off decides the result: which of two logits, or of two probabilities, is larger, or whether a softcap is saturated."""
+    """Whether round-off decides the result: which of two logits, or of two probabilities, is larger, or whether a
+    softcap is saturated."""
     given = in_float64(arguments)
     if op.name == "total_variation":
         return _differ_by_round_off(given["student"], given["teacher"], given["temperature"], 1.0)
@@ -128,7 +140,9 @@ def _has_near_ties(op: Op[..., Any], arguments: dict[str, Any]) -> bool:
         heads.append((theirs | {"bias": given.get("teacher_bias")}, arguments["teacher_hidden"].dtype))
         student, teacher = (formulas.rows(op.name, head) for head, _ in heads)
         magnitude = 1.0 + float(student.abs().max() + teacher.abs().max())
-        if given["kind"] == "total_variation" and _differ_by_round_off(student, teacher, given["temperature"], magnitude):
+        if given["kind"] == "total_variation" and _differ_by_round_off(
+            student, teacher, given["temperature"], magnitude
+        ):
             return True
     return any(_hangs_on_round_off(op, head, dtype) for head, dtype in heads)
 
@@ -139,8 +153,8 @@ def _differ_by_round_off(student: Tensor, teacher: Tensor, temperature: float, m
 
 
 def _hangs_on_round_off(op: Op[..., Any], head: Mapping[str, Any], dtype: torch.dtype) -> bool:
-    """Whether two neighboring logits of a row differ by less than their round-off, by which one has all of the probability;
-    and whether a logit is 0 but for its round-off, by which its softcap is saturated."""
+    """Whether two neighboring logits of a row differ by less than their round-off, by which one has all of the
+    probability; and whether a logit is 0 but for its round-off, by which its softcap is saturated."""
     softcap, coldest = head["softcap"], float(torch.as_tensor(head.get("temperature", 1.0)).min())
     uncapped = formulas.rows(op.name, {**head, "softcap": None}) / (coldest if softcap is None else 1.0)
     terms = head["hidden"].reshape(-1, head["hidden"].shape[-1]).abs() @ head["weight"].abs().t()
@@ -203,10 +217,14 @@ def _call(
         gradients = _gradients(returned, inputs, laid)
     written = {"q", "k"} if inplace else {"gate", "up"} if arguments.get("overwrite") else set()
     unwritten = {n: v for n, v in before.items() if n not in written | {"main_grad"}}
-    found += [f"{name} was overwritten" for name in different_bits(unwritten, {n: given[n].detach() for n in unwritten})]
+    found += [
+        f"{name} was overwritten" for name in different_bits(unwritten, {n: given[n].detach() for n in unwritten})
+    ]
     if inplace:
         results = dict(zip(("q", "k"), outputs.values(), strict=True))
-        found += [f"{name} must hold the result" for name in different_bits(results, {n: given[n].detach() for n in results})]
+        found += [
+            f"{name} must hold the result" for name in different_bits(results, {n: given[n].detach() for n in results})
+        ]
     if arguments.get("main_grad") is not None and "weight" in asked:
         found += ["gradient of weight: None expected beside main_grad"] if gradients["weight"] is not None else []
         gradients["weight"] = given["main_grad"] / (3 if example.twice else 1)
@@ -220,7 +238,8 @@ def _layouts(example: Example, outputs: Tensors) -> dict[str, str]:
 
 def _cotangents(example: Example, outputs: Tensors) -> Tensors:
     """A dense upstream gradient for every output that gets one, with the values that its layout allows."""
-    # Another seed than that of any argument: an upstream gradient parallel to its input would leave nothing but round-off.
+    # Another seed than that of any argument: an upstream gradient parallel to its input would leave nothing but
+    # round-off.
     generator = torch.Generator().manual_seed(10_000 + example.seed)
     drawn = {}
     for name, layout in _layouts(example, outputs).items():
@@ -236,7 +255,9 @@ def _gradients(outputs: Tensors, inputs: Tensors, cotangents: Tensors, *, keep: 
     if not used or not inputs:
         return dict.fromkeys(inputs)
     weights = [cotangents[n] for n in used]
-    found = torch.autograd.grad([outputs[n] for n in used], list(inputs.values()), weights, allow_unused=True, retain_graph=keep)
+    found = torch.autograd.grad(
+        [outputs[n] for n in used], list(inputs.values()), weights, allow_unused=True, retain_graph=keep
+    )
     return dict(zip(inputs, found, strict=True))
 
 
@@ -245,8 +266,11 @@ def _detached(tensors: Tensors) -> Tensors:
 
 
 def _odd_predictions(op: Op[..., Any], arguments: dict[str, Any], outputs: Tensors, exact: Tensors) -> list[str]:
-    """What is wrong with arg-max classes and the accuracy. One of several equal logits, to within their rounding, is as good as another;
-    the accuracy must be that of the classes that were chosen."""
+    """What is wrong with arg-max classes and the accuracy.
+
+    One of several equal logits, to within their rounding, is as good as another; the accuracy must be that of the
+    classes that were chosen.
+    """
     if "output.1.prediction" not in outputs:
         return []
     got, target = outputs["output.1.prediction"], arguments["target"]
@@ -262,7 +286,9 @@ def _odd_predictions(op: Op[..., Any], arguments: dict[str, Any], outputs: Tenso
     ulp = limits.eps * (spread + limits.smallest_normal * abs(arguments.get("logit_scale", 1.0)))
     # Logits beyond the range of the dtype are all infinite.
     coldest = float(torch.as_tensor(arguments.get("temperature", 1.0)).min()) if got.numel() else 1.0
-    infinite = largest.abs() > min(limits.max * abs(arguments.get("logit_scale", 1.0)), torch.finfo(torch.float32).max * min(1.0, coldest))
+    infinite = largest.abs() > min(
+        limits.max * abs(arguments.get("logit_scale", 1.0)), torch.finfo(torch.float32).max * min(1.0, coldest)
+    )
     near = infinite | (chosen >= largest - 8 * ulp * rows.shape[1] ** 0.5)
     wrong = int((torch.where(counted.reshape(-1), ~near, got.reshape(-1) != -1)).sum())
     exact["output.1.prediction"] = got
@@ -274,7 +300,8 @@ def _odd_predictions(op: Op[..., Any], arguments: dict[str, Any], outputs: Tenso
 
 
 def _verdict(value: Tensor, plain: Tensor, exact: Tensor, first: torch.dtype, near_overflow: bool) -> str | None:
-    """The faults of one output or gradient, given the results of plain PyTorch and float64; `first` is the dtype of the first input.
+    """The faults of one output or gradient, given the results of plain PyTorch and float64; `first` is the dtype of the
+    first input.
 
     near_overflow  what is not finite is not judged
     """
@@ -283,7 +310,8 @@ def _verdict(value: Tensor, plain: Tensor, exact: Tensor, first: torch.dtype, ne
         differs = (value.double() != exact) & ~(value.isnan() & exact.isnan())
         if wrong := int((~finite & differs).sum()):
             return f"{wrong} elements must be {exact[~finite].unique().tolist()}, got {value[~finite].tolist()[:4]}"
-        # A truth beyond the largest number of the dtype is infinite once it is rounded, and the largest number may be either.
+        # A truth beyond the largest number of the dtype is infinite once it is rounded, and the largest number may be
+        # either.
         judged = finite & plain.isfinite() & (exact.abs() < torch.finfo(value.dtype).max)
         judged &= value.isfinite() | (not near_overflow)
         value, plain, exact = (torch.where(judged, t, 0.0) for t in (value, plain, exact))

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random rounding: estimates the error of plain PyTorch by perturbing every arithmetic result by one rounding.
 
-A call of a few elements may be rounded all luckily, so that one run of a formula says little about what is fair. Under `Rounding` its
-results, in the forward and in the backward pass, move by up to an ulp, and sums of n terms by up to √n/2 ulp of the sum of magnitudes, as
-another order of summation would move them, term after term for instance. Inputs, and what only moves values, stay as they are: a difference of two inputs is as exact as before.
-(Parker 1997, Monte Carlo arithmetic.)
+A call of a few elements may be rounded all luckily, so that one run of a formula says little about what is fair. Under
+`Rounding` its results, in the forward and in the backward pass, move by up to an ulp, and sums of n terms by up to √n/2
+ulp of the sum of magnitudes, as another order of summation would move them, term after term for instance. Inputs, and
+what only moves values, stay as they are: a difference of two inputs is as exact as before. (Parker 1997, Monte Carlo
+arithmetic.)
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 POINTWISE = {
-    aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.reciprocal, aten.pow, aten.sqrt, aten.rsqrt, aten.exp, aten.log,
+    aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.reciprocal, aten.pow, aten.sqrt, aten.rsqrt, aten.exp,
+    aten.log,
     aten.tanh, aten.erf, aten.sigmoid, aten.tanh_backward, aten.sigmoid_backward,
 }  # fmt: skip
 SUMS = {aten.sum, aten.mean, aten.mm, aten.bmm, aten.addmm, aten.dot, aten.mv}
@@ -29,7 +31,8 @@ def sum_of_magnitudes(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 class Reach(TorchDispatchMode):
-    """Notes whether a result, or the sum of the magnitudes of what it sums, comes within a factor of 2 of overflow of its dtype."""
+    """Notes whether a result, or the sum of the magnitudes of what it sums, comes within a factor of 2 of overflow of
+    its dtype."""
 
     near_overflow = False
 
@@ -56,9 +59,15 @@ class Rounding(TorchDispatchMode):
             return result
         if func.overloadpacket in SUMS:
             terms = args[1 if func.overloadpacket is aten.addmm else 0]
-            count = terms.numel() // max(1, result.numel()) if func.overloadpacket in (aten.sum, aten.mean) else terms.shape[-1]
+            count = (
+                terms.numel() // max(1, result.numel())
+                if func.overloadpacket in (aten.sum, aten.mean)
+                else terms.shape[-1]
+            )
             return self.moved(result, sum_of_magnitudes(func, args, kwargs), max(1.0, count**0.5 / 2))
-        narrowed = func.overloadpacket is aten._to_copy and args[0].is_floating_point() and result.itemsize < args[0].itemsize
+        narrowed = (
+            func.overloadpacket is aten._to_copy and args[0].is_floating_point() and result.itemsize < args[0].itemsize
+        )
         return self.moved(result, result) if narrowed or func.overloadpacket in POINTWISE else result
 
     def moved(self, result: Tensor, magnitude: Tensor, roundings: float = 1.0) -> Tensor:

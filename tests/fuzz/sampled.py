@@ -24,7 +24,9 @@ def of_samples(op: Op[..., Any]) -> Strategy:
         sample = small[draw(st.integers(0, len(small) - 1))]
         arguments = arguments_of(op, sample)
         drawn = {
-            name: floats(draw, tuple(value.shape), word(value.dtype)) if isinstance(value, Tensor) and value.is_floating_point() else value
+            name: floats(draw, tuple(value.shape), word(value.dtype))
+            if isinstance(value, Tensor) and value.is_floating_point()
+            else value
             for name, value in arguments.items()
         }
         return example(draw, drawn, differentiable(arguments, sample))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random calls of every op and backend against formulas in float64 that are written apart from the references.
 
-Without --examples the calls are the same every time and take seconds, as one of the tests; `nox -s fuzz` draws as many as requested.
+Without --examples the calls are the same every time and take seconds, as one of the tests; `nox -s fuzz` draws as many
+as requested.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ pytestmark = pytest.mark.matrix
 STRATEGIES = {op.name: vars(calls).get(op.name) or of_samples(op) for op in CATALOGUE}
 
 Implementation = tuple[Op[..., Any], str, Callable[..., Any]]
-# Calls without --examples: of PyTorch; of kernels in an interpreter, where a program takes milliseconds; of heads there, which run many of them.
+# Calls without --examples: of PyTorch; of kernels in an interpreter, where a program takes milliseconds; of heads
+# there, which run many of them.
 QUICK, FEW, FEW_OF_HEADS = 200, 20, 8
 INTERPRETED, QUICK_INTERPRETED = Limits(FLOATS, elements=4_200, rows=33), Limits(FLOATS, elements=2_100, rows=9)
 # Seconds between two lines of progress.
@@ -74,12 +76,16 @@ def test_random_calls_are_as_accurate_as_plain_pytorch(
     drawn = given(st.composite(STRATEGIES[op.name])(limits))(check)
     # The same calls every time, or a series that the seed begins; what failed before comes first.
     chosen = seed(number)(drawn)
-    again = f"--device {device.type} --backend {backend} -k {backend}-{op.name} --examples {progress.total} --seed {number}"
+    again = (
+        f"--device {device.type} --backend {backend} -k {backend}-{op.name} --examples {progress.total} --seed {number}"
+    )
     try:
         settings(
             max_examples=progress.total,
             deadline=None,
-            database=None if asked is None else DirectoryBasedExampleDatabase(pytestconfig.rootpath / ".hypothesis" / "fuzz"),
+            database=None
+            if asked is None
+            else DirectoryBasedExampleDatabase(pytestconfig.rootpath / ".hypothesis" / "fuzz"),
             suppress_health_check=list(HealthCheck),
         )(chosen)()
     except BaseException as error:
@@ -95,7 +101,10 @@ OF_RANKS = {"vocab"}
 @pytest.mark.parametrize("op", [op for op in CATALOGUE if op.name in vars(formulas)], ids=lambda op: op.name)
 def test_a_formula_has_the_parameters_of_its_op(op: Op[..., Any]) -> None:
     formula = vars(formulas)[op.name]
-    want, got = ([(p.name, p.default) for p in signature.parameters.values()] for signature in (op.signature, inspect.signature(formula)))
+    want, got = (
+        [(p.name, p.default) for p in signature.parameters.values()]
+        for signature in (op.signature, inspect.signature(formula))
+    )
     want = [(name, default) for name, default in want if name not in OF_RANKS]
     assert got == want, f"{op.name}: its formula must have the parameters and defaults of the op"
 
@@ -108,7 +117,13 @@ def test_some_ops_have_strategies_and_formulas() -> None:
 
 @pytest.mark.parametrize("op", CATALOGUE[:3], ids=lambda op: op.name)
 def test_calls_drawn_from_samples_are_judged(op: Op[..., Any]) -> None:
-    @settings(max_examples=20, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=20,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.composite(of_samples(op))(Limits(FLOATS)))
     def check(example: Example) -> None:
         assert complaints(op, "reference", example, torch.device("cpu")) == []
@@ -120,7 +135,13 @@ def test_calls_drawn_from_samples_are_judged(op: Op[..., Any]) -> None:
 def test_every_parameter_is_drawn_with_more_than_its_default(op: Op[..., Any]) -> None:
     missing = set(op.signature.parameters) - OF_RANKS
 
-    @settings(max_examples=1000, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=1000,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.composite(STRATEGIES[op.name])(Limits(FLOATS)))
     def collect(example: Example) -> None:
         missing.difference_update(n for n, v in example.arguments.items() if v != op.signature.parameters[n].default)
@@ -130,7 +151,8 @@ def test_every_parameter_is_drawn_with_more_than_its_default(op: Op[..., Any]) -
     with suppress(StopIteration):
         collect()
     assert not missing, (
-        f"{op.name}: its strategy in tests/fuzz/calls.py must draw every parameter, got no other than the default of {missing}"
+        f"{op.name}: its strategy in tests/fuzz/calls.py must draw every parameter, got no other than the default of "
+        f"{missing}"
     )
 
 

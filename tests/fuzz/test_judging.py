@@ -48,4 +48,7 @@ def test_numbers_that_float32_holds_with_few_digits_are_not_judged_and_larger_on
     wrong, exact = torch.tensor([1.1e-41, 2e-41]), torch.tensor([1e-41, 2e-41], dtype=torch.float64)
     assert _verdict(wrong, exact.float(), exact, torch.float32, near_overflow=False) is None
     for scale in (1e6, 1e41):
-        assert _verdict(scale * wrong, (scale * exact).float(), scale * exact, torch.float32, near_overflow=False) is not None
+        assert (
+            _verdict(scale * wrong, (scale * exact).float(), scale * exact, torch.float32, near_overflow=False)
+            is not None
+        )

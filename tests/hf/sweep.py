@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every causal language model type of Transformers, unpatched and patched: loss, logits, all gradients, training, evaluation, undo.
+"""Every causal language model type of Transformers, unpatched and patched: loss, logits, all gradients, training,
+evaluation, undo.
 
-`python tests/hf/sweep.py` checks each type in a process of its own, so that a crash or a hang is a row of the table and no end of
-the sweep, keeps what it has found in .sweep/results.jsonl, and writes docs/models.md. A second start resumes it.
+`python tests/hf/sweep.py` checks each type in a process of its own, so that a crash or a hang is a row of the table and
+no end of the sweep, keeps what it has found in .sweep/results.jsonl, and writes docs/models.md. A second start resumes
+it.
 """
 
 from __future__ import annotations
@@ -72,11 +74,32 @@ FAMILIES = {
     "DeepSeek V2 and V3, Kimi Linear": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_linear"),
     "Phi-3 and Phi-4, Phi MoE": ("phi3", "phimoe"),
     "GLM 4, gpt-oss, MiniMax": ("glm4", "glm4_moe", "gpt_oss", "minimax", "minimax_m2"),
-    "OLMo 1 to 3, SmolLM 3, Granite, Cohere": ("olmo", "olmo2", "olmo3", "smollm3", "granite", "granitemoe", "cohere", "cohere2"),
-    "Mamba 2, Jamba, Bamba, Nemotron, Falcon H1, LFM 2": ("mamba2", "jamba", "bamba", "nemotron", "nemotron_h", "falcon_h1", "lfm2"),
+    "OLMo 1 to 3, SmolLM 3, Granite, Cohere": (
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "smollm3",
+        "granite",
+        "granitemoe",
+        "cohere",
+        "cohere2",
+    ),
+    "Mamba 2, Jamba, Bamba, Nemotron, Falcon H1, LFM 2": (
+        "mamba2",
+        "jamba",
+        "bamba",
+        "nemotron",
+        "nemotron_h",
+        "falcon_h1",
+        "lfm2",
+    ),
     "GPT-2, GPT-NeoX (Pythia), OPT, BLOOM, Falcon, MPT": ("gpt2", "gpt_neox", "opt", "bloom", "falcon", "mpt"),
 }
-CLASSES: dict[str, Any] = {"": AutoModelForCausalLM, "vision": AutoModelForImageTextToText, "seq2seq": AutoModelForSeq2SeqLM}
+CLASSES: dict[str, Any] = {
+    "": AutoModelForCausalLM,
+    "vision": AutoModelForImageTextToText,
+    "seq2seq": AutoModelForSeq2SeqLM,
+}
 SAME, WRONG, UNBUILT = "same", "wrong", "not built"
 SECONDS = 300
 DRAWS = 3
@@ -84,7 +107,8 @@ DRAWS = 3
 
 @dataclass
 class Result:
-    """One type: what was replaced (column → modules replaced, modules left) and whether the results are those of the unpatched model.
+    """One type: what was replaced (column → modules replaced, modules left) and whether the results are those of the
+    unpatched model.
 
     raised  the exception behind the reason why a type was not compared
     """
@@ -120,17 +144,21 @@ def _checked(model_type: str) -> Result:
     for draw in range(1, DRAWS):
         if inexact or not rounded:
             break
-        # A ReLU whose input is within a rounding of 0 has either gradient, and errors of a gradient of three numbers (GLM-5 Next) differ up to
-        # tenfold by luck either way. What is less accurate is so with other weights, too.
+        # A ReLU whose input is within a rounding of 0 has either gradient, and errors of a gradient of three numbers
+        # (GLM-5 Next) differ up to tenfold by luck either way. What is less accurate is so with other weights, too.
         other = build(model_type, draw)
         _, inexact, rounded = _compared(other, _outcomes(other))
     if problems := inexact + rounded:
-        result.verdict, result.detail = WRONG, "; ".join(problems[:3]) + (f"; {len(problems) - 3} more" if len(problems) > 3 else "")
+        result.verdict, result.detail = (
+            WRONG,
+            "; ".join(problems[:3]) + (f"; {len(problems) - 3} more" if len(problems) > 3 else ""),
+        )
     return result
 
 
 def _compared(plain: Any, expected: dict[str, Tensor]) -> tuple[liger_hf.Report, list[str], list[str]]:
-    """The report of a patched copy; what it computes differently in float64, and after `undo`; and where it is less accurate in float32."""
+    """The report of a patched copy; what it computes differently in float64, and after `undo`; and where it is less
+    accurate in float32."""
     with DoublePrecision():
         exact = _outcomes(_wide(plain))
     patched = copy.deepcopy(plain)
@@ -139,23 +167,32 @@ def _compared(plain: Any, expected: dict[str, Tensor]) -> tuple[liger_hf.Report,
         with DoublePrecision():
             problems = differences(_outcomes(_wide(patched)), exact, None)
     except CheckpointError:
-        # Function modes are off in a backward pass, so a head that casts its logits itself (Dory) is recomputed in float32: no float64 to compare.
+        # Function modes are off in a backward pass, so a head that casts its logits itself (Dory) is recomputed in
+        # float32: no float64 to compare.
         problems = []
     rounded = differences(_outcomes(patched), exact, expected)
     report.undo()
-    problems += [f"after undo, {name} differs" for name, value in _outcomes(patched).items() if not torch.equal(value, expected[name])]
+    problems += [
+        f"after undo, {name} differs"
+        for name, value in _outcomes(patched).items()
+        if not torch.equal(value, expected[name])
+    ]
     return report, problems, rounded
 
 
 def differences(got: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor] | None) -> list[str]:
-    """The differences of a patched model: in float64 (without `plain`) any difference, in float32 results less accurate than `plain`.
+    """The differences of a patched model: in float64 (without `plain`) any difference, in float32 results less accurate
+    than `plain`.
 
-    The errors of a whole model are sums of many roundings, which another order of the same sums changes by a factor of two; 3 is
-    the factor that `liger demo` uses. A gradient that is zero but for round-off is measured against all the gradients.
+    The errors of a whole model are sums of many roundings, which another order of the same sums changes by a factor of
+    two; 3 is the factor that `liger demo` uses. A gradient that is zero but for round-off is measured against all the
+    gradients.
     """
     if got.keys() != exact.keys():
         return [f"{name} on one side only" for name in sorted(got.keys() ^ exact.keys())]
-    scale = max((float(v.double().square().mean().sqrt()) for name, v in exact.items() if "gradient" in name), default=0.0)
+    scale = max(
+        (float(v.double().square().mean().sqrt()) for name, v in exact.items() if "gradient" in name), default=0.0
+    )
     problems = []
     for name, value in got.items():
         true = exact[name].double()
@@ -211,7 +248,9 @@ def _outcome(model: nn.Module, mode: str) -> dict[str, Tensor]:
     model.zero_grad()
     with torch.set_grad_enabled(mode == "training"):
         # A model of two parts may not accept use_cache.
-        outputs = model(input_ids=ids, labels=labels, **({} if model.config.is_encoder_decoder else {"use_cache": False}))
+        outputs = model(
+            input_ids=ids, labels=labels, **({} if model.config.is_encoder_decoder else {"use_cache": False})
+        )
     results = {"loss": outputs.loss.detach(), "logits": outputs.logits.detach()}
     if mode == "training":
         outputs.loss.backward()
@@ -237,7 +276,10 @@ NOT_COMPARED = (
     (r"requires the (\w+) library|No module named '(\w+)'", "the package {} is not installed"),
     (r"missing \d+ required positional arguments?: '(\w+)'", "its forward requires {}, and the sweep has text only"),
     (r"one of encoder_outputs or (\w+)", "its forward requires {}, and the sweep has text only"),
-    (r"[Yy]ou (?:have to|must) specify[^`\w]*(?:either |exactly one of )?`?(\w+)", "its forward requires {}, and the sweep has text only"),
+    (
+        r"[Yy]ou (?:have to|must) specify[^`\w]*(?:either |exactly one of )?`?(\w+)",
+        "its forward requires {}, and the sweep has text only",
+    ),
     (r"Exactly 1 of (\w+)|^(Bbox) is required", "its forward requires {}, and the sweep has text only"),
     (r"input batch_size \(0\)", "its loss is that of what follows an image, and the sweep has text only"),
     (r"sub-configurations|Field 'text_encoder'", "its configuration class does not say which models its parts are"),
@@ -290,7 +332,8 @@ def main() -> int:
         result = known[model_type]
         cells = " ".join(f"{column} {done}/{done + left}" for column, (done, left) in result.columns.items())
         print(
-            f"[{number}/{len(chosen)}] {model_type}: {result.verdict} {cells} {result.raised or result.detail} ({result.seconds} s)",
+            f"[{number}/{len(chosen)}] {model_type}: {result.verdict} {cells} {result.raised or result.detail} "
+            f"({result.seconds} s)",
             flush=True,
         )
     fresh = {t: known[t] for t in chosen}
@@ -303,7 +346,11 @@ def main() -> int:
 
 def fingerprint() -> str:
     """A digest of everything that a result depends on."""
-    sources = [*sorted((ROOT / "packages").glob("liger-[ch]*/src/**/*.py")), Path(__file__), Path(__file__).with_name("tiny_configs.py")]
+    sources = [
+        *sorted((ROOT / "packages").glob("liger-[ch]*/src/**/*.py")),
+        Path(__file__),
+        Path(__file__).with_name("tiny_configs.py"),
+    ]
     text = b"".join(path.read_bytes() for path in sources) + f"{torch.__version__} {transformers.__version__}".encode()
     return hashlib.sha256(text).hexdigest()[:16]
 
@@ -378,7 +425,9 @@ def families(results: list[Result]) -> list[str]:
         for column in COLUMNS:
             counts = [(t, known[t].columns.get(column, (0, 0))) for t in types if t in known]
             done, remaining = (any(count[part] for _, count in counts) for part in (0, 1))
-            cells.append({(True, False): "✓", (True, True): "partly", (False, True): "left"}.get((done, remaining), "–"))
+            cells.append(
+                {(True, False): "✓", (True, True): "partly", (False, True): "left"}.get((done, remaining), "–")
+            )
             left += [f"{column} of {t}" for t, (_, remaining) in counts if remaining]
         rows.append(f"| {name} | {' | '.join(cells)} | {', '.join(left) or 'nothing'} |")
     return rows
@@ -389,20 +438,27 @@ def read(text: str) -> list[Result]:
     found: dict[str, Result] = {}
     for name, model, cells, verdict in re.findall(r"^\| (\S+) \| (\w+) \| (.*) \| (\w+) \|$", text, re.MULTILINE):
         counts = [[int(number) for number in re.findall(r"\d+", cell)] for cell in cells.split(" | ")]
-        columns = {column: (c[0], c[1] - c[0] if len(c) > 1 else 0) for column, c in zip(COLUMNS, counts, strict=True) if c}
+        columns = {
+            column: (c[0], c[1] - c[0] if len(c) > 1 else 0) for column, c in zip(COLUMNS, counts, strict=True) if c
+        }
         found[name] = Result(name, verdict, model, columns=columns)
     reasons, _, unbuilt = text.partition("## Why modules were left")[2].partition("## Not compared")
     for column, reason, types in re.findall(r"^\* (.+?) – (.*) \(([^()]*)\)$", reasons, re.MULTILINE):
         for name in types.split(", "):
             found[name].reasons.setdefault(column, []).append(reason)
-    found |= {name: Result(name, UNBUILT, detail=detail) for name, detail in re.findall(r"^\* (\S+): (.*)$", unbuilt, re.MULTILINE)}
+    found |= {
+        name: Result(name, UNBUILT, detail=detail)
+        for name, detail in re.findall(r"^\* (\S+): (.*)$", unbuilt, re.MULTILINE)
+    }
     return [found[name] for name in (*TYPES, *COMPOSITES) if name in found]
 
 
 def page(results: list[Result]) -> str:
     parts = [[r for r in results if (":" in r.model_type) == composite] for composite in (False, True)]
     compared = [r for r in results if r.verdict != UNBUILT]
-    reasons: Counter[tuple[str, str]] = Counter((c, reason) for r in compared for c, rs in r.reasons.items() for reason in rs)
+    reasons: Counter[tuple[str, str]] = Counter(
+        (c, reason) for r in compared for c, rs in r.reasons.items() for reason in rs
+    )
     where = {key: [r.model_type for r in compared if key[1] in r.reasons.get(key[0], ())] for key in reasons}
     heading = [
         f"| type | class | {' | '.join(COLUMNS)} | results |",
@@ -411,25 +467,53 @@ def page(results: list[Result]) -> str:
     lines = [
         "# Supported models",
         "",
-        "Liger finds modules by their structure, so a model needs no entry in a list. The best-known ones, and what is replaced in them, wherever a model has it (left: it has it, and it is not replaced; partly: in some):",
+        (
+            "Liger finds modules by their structure, so a model needs no entry in a list. The best-known ones, and "
+            "what is replaced in them, wherever a model has it (left: it has it, and it is not replaced; partly: in "
+            "some):"
+        ),
         "",
         *families(results),
         "",
-        "Vision-language models are supported in the same way, and so are encoder-decoder models: see [below](#models-of-several-parts).",
+        (
+            "Vision-language models are supported in the same way, and so are encoder-decoder models: see "
+            "[below](#models-of-several-parts)."
+        ),
         "For your own model, run `liger inspect path/or/name`, which loads no weights.",
         "",
         "## Model types",
         "",
-        f"Written by `nox -s sweep`: every causal language model type of Transformers {transformers.__version__}, as a tiny random model, unpatched and",
-        "patched: loss, logits and the gradient of every parameter, in training and in evaluation. In float64 both must agree to 1e-9; in",
-        f"float32 the patched model must be as accurate as the unpatched one, with one of {DRAWS} draws of weights; after `undo` the two must agree bit for bit.",
+        (
+            f"Written by `nox -s sweep`: every causal language model type of Transformers {transformers.__version__}, "
+            "as a tiny random model, unpatched and"
+        ),
+        (
+            "patched: loss, logits and the gradient of every parameter, in training and in evaluation. In float64 both "
+            "must agree to 1e-9; in"
+        ),
+        (
+            f"float32 the patched model must be as accurate as the unpatched one, with one of {DRAWS} draws of "
+            "weights; after `undo` the two must agree bit for bit."
+        ),
         "",
         f"**{summary(parts[0])}.**",
         "",
-        "✓ n: all n modules are replaced. n of m: the others are not, for [the reasons below](#why-modules-were-left). –: no module has the",
-        "structure that is [replaced](../packages/liger-hf/README.md#what-is-replaced). For norm, MLP (SiLU and GELU gates, squared ReLUs), experts and rope this",
-        "means that the model has none. Every model adds residuals: a – says that no forward passes such a sum straight to a norm, as where layers norm what",
-        "they add (OLMo 2, EXAONE 4), add in a function (BLOOM), have statements between the two (GPT-2), or one norm for two sums (Falcon).",
+        (
+            "✓ n: all n modules are replaced. n of m: the others are not, for [the reasons "
+            "below](#why-modules-were-left). –: no module has the"
+        ),
+        (
+            "structure that is [replaced](../packages/liger-hf/README.md#what-is-replaced). For norm, MLP (SiLU and "
+            "GELU gates, squared ReLUs), experts and rope this"
+        ),
+        (
+            "means that the model has none. Every model adds residuals: a – says that no forward passes such a sum "
+            "straight to a norm, as where layers norm what"
+        ),
+        (
+            "they add (OLMo 2, EXAONE 4), add in a function (BLOOM), have statements between the two (GPT-2), or one "
+            "norm for two sums (Falcon)."
+        ),
         "",
         *heading,
         *(line(r) for r in parts[0] if r.verdict != UNBUILT),

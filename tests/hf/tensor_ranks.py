@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one of several ranks does for tests/hf/test_tensor_parallel.py: a model under the tensor-parallel plan of Transformers.
+"""What one of several ranks does for tests/hf/test_tensor_parallel.py: a model under the tensor-parallel plan of
+Transformers.
 
 Every run is compared in float64 with the unpatched model on one process: the loss, and the gradient of every parameter.
 """
@@ -48,7 +49,12 @@ class Setup:
 def shifted(**options: Any) -> dict[str, Any]:
     """Labels that somebody has shifted already."""
     batch = tokens()
-    return {"input_ids": batch["input_ids"], "labels": batch["labels"], "shift_labels": batch["labels"].roll(-1, -1), **options}
+    return {
+        "input_ids": batch["input_ids"],
+        "labels": batch["labels"],
+        "shift_labels": batch["labels"].roll(-1, -1),
+        **options,
+    }
 
 
 def ignored(rows: int) -> dict[str, Any]:
@@ -103,7 +109,9 @@ def _whole(value: Any) -> Tensor:
 
 
 def compare(title: str, got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert got.keys() == expected.keys(), f"{title}: {sorted(got.keys() ^ expected.keys())} have a gradient in one of the two only"
+    assert got.keys() == expected.keys(), (
+        f"{title}: {sorted(got.keys() ^ expected.keys())} have a gradient in one of the two only"
+    )
     for name, value in expected.items():
         largest = float((got[name] - value).abs().max() / value.abs().max().clamp(min=1e-30))
         assert largest <= TOLERANCE, f"{title}: {name} is off by {largest:.3g} of its largest element"
@@ -170,9 +178,13 @@ def logits_that_are_read(rank: int) -> None:
 
 
 def log_probabilities(rank: int) -> None:
-    """Of a head as a module, whether its model is patched or not: no logits are gathered, and gradients are those of one process."""
+    """Of a head as a module, whether its model is patched or not: no logits are gathered, and gradients are those of
+    one process."""
     with ranks(2) as mesh, pytest.MonkeyPatch.context() as patch:
-        hidden, target = torch.randn(2, 7, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(3)), tokens()["labels"][:, 2:9]
+        hidden, target = (
+            torch.randn(2, 7, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(3)),
+            tokens()["labels"][:, 2:9],
+        )
         cotangent = torch.linspace(-1, 1, target.numel(), dtype=torch.float64).reshape(target.shape)
 
         def run(model: Any) -> dict[str, Tensor]:
@@ -188,7 +200,9 @@ def log_probabilities(rank: int) -> None:
             model = distributed(twin(base), mesh)
             if patched:
                 liger_hf.apply(model)
-            patch.setattr("liger_hf.rules.head.log_prob._in_chunks", lambda *args: pytest.fail("the head made its logits"))
+            patch.setattr(
+                "liger_hf.rules.head.log_prob._in_chunks", lambda *args: pytest.fail("the head made its logits")
+            )
             compare(f"patched={patched}", run(model), expected)
 
 
@@ -209,7 +223,9 @@ def memory_of_a_step(rank: int) -> None:
             if patched:
                 assert largest.elements <= max(rows, width) * 1500, f"{largest.elements} elements, {rows}×3000 logits"
             else:
-                assert largest.elements >= rows * 3000, "the unpatched model gathers its logits, or this test sees nothing"
+                assert largest.elements >= rows * 3000, (
+                    "the unpatched model gathers its logits, or this test sees nothing"
+                )
 
 
 def uneven(rank: int) -> None:
@@ -243,7 +259,9 @@ def accumulated_gradients_undone(rank: int) -> None:
     """Norms whose gradients the ranks add up get one hook on the module and one on the weight, which `undo` takes away."""
     with ranks(2) as mesh:
         model = distributed(make("qwen3").train(), mesh)
-        norms = [layer.self_attn.q_norm for layer in model.model.layers] + [layer.self_attn.k_norm for layer in model.model.layers]
+        norms = [layer.self_attn.q_norm for layer in model.model.layers] + [
+            layer.self_attn.k_norm for layer in model.model.layers
+        ]
 
         def hooks() -> list[tuple[int, int]]:
             return [(len(norm._forward_pre_hooks), len(norm.weight._backward_hooks or ())) for norm in norms]
@@ -252,7 +270,9 @@ def accumulated_gradients_undone(rank: int) -> None:
         report = liger_hf.apply(model)
         liger_hf.apply(model)
         model(**tokens())
-        assert f"Gradients of {len(norms)} norms over the heads of a rank stay right when they are accumulated" in str(report)
+        assert f"Gradients of {len(norms)} norms over the heads of a rank stay right when they are accumulated" in str(
+            report
+        )
         assert hooks() == [(module + 1, weight + 1) for module, weight in before]
         report.undo()
         assert hooks() == before
@@ -276,7 +296,9 @@ def loaded(rank: int, folder: str) -> None:
     with ranks(2):
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
         config = DistributedConfig(tp_size=2)
-        model = liger_hf.AutoLigerModelForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float64).train()
+        model = liger_hf.AutoLigerModelForCausalLM.from_pretrained(
+            folder, distributed_config=config, dtype=torch.float64
+        ).train()
         assert model.liger_report.replaced["linear_cross_entropy"] == 1
         with no_logits():
             got = exact(model, (tokens(),))
@@ -315,7 +337,13 @@ def sharded_twice(rank: int) -> None:
 def sequence_parallel(rank: int) -> None:
     """By torch's own plan, with hooks on modules: norms on a shard of the sequence, whose weights are DTensors."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
 
     whole, tokens_here = Replicate(), Shard(1)
     layer = {
@@ -395,7 +423,8 @@ def trainer_run(rank: int, folder: str, out: str, tp: int, patched: bool) -> Non
         if patched:
             assert liger_hf.apply(model).replaced["linear_cross_entropy"] == 1
         arguments = TrainingArguments(
-            output_dir=out, use_cpu=True, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, logging_steps=1,
+            output_dir=out, use_cpu=True, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4,
+            logging_steps=1,
             report_to=[], learning_rate=1e-2, save_strategy="no", disable_tqdm=True,
         )  # fmt: skip
         with no_logits() if patched else nullcontext():
@@ -415,13 +444,21 @@ def context_parallel(rank: int) -> None:
         return all_reduce(nn.functional.pad(local, (0, 0, rank * length, (1 - rank) * length)))
 
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **options: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         length = query.shape[2]
         keys = torch.arange(2 * length)
         seen = keys <= (rank * length + torch.arange(length))[:, None]
         whole = (everywhere(key), everywhere(value))
-        found = nn.functional.scaled_dot_product_attention(query, *whole, attn_mask=seen, scale=scaling, enable_gqa=True)
+        found = nn.functional.scaled_dot_product_attention(
+            query, *whole, attn_mask=seen, scale=scaling, enable_gqa=True
+        )
         return found.transpose(1, 2), None
 
     AttentionInterface.register("over_all_keys", attention)

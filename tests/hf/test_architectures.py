@@ -8,7 +8,18 @@ import torch
 
 import liger_hf
 from hf import tiny_models
-from hf.tiny_models import ARCHITECTURES, LAYERS, VOCABULARY, LargestResult, disagreements, exact_step, make, step, tokens, twin
+from hf.tiny_models import (
+    ARCHITECTURES,
+    LAYERS,
+    VOCABULARY,
+    LargestResult,
+    disagreements,
+    exact_step,
+    make,
+    step,
+    tokens,
+    twin,
+)
 
 GATE = {"gemma2": "geglu"}
 NORMS = {"qwen3": 4 * LAYERS + 1, "gemma2": 4 * LAYERS + 1}
@@ -45,7 +56,9 @@ def test_losses_over_all_accumulated_tokens_agree(architecture: str) -> None:
 
 
 def test_the_precision_of_a_model_does_not_decide_what_is_replaced(architecture: str) -> None:
-    replaced = [liger_hf.apply(make(architecture, dtype)).replaced for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    replaced = [
+        liger_hf.apply(make(architecture, dtype)).replaced for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ]
     assert replaced == replaced[:1] * 3
 
 
@@ -63,7 +76,8 @@ def test_logits_in_evaluation_are_those_of_the_unpatched_model(architecture: str
 
 
 def test_a_training_step_makes_no_tensor_of_all_the_logits(architecture: str) -> None:
-    # More rows than the hidden sizes, so that no gradient of a weight is as large; a chunk of the loss is a part of the rows.
+    # More rows than the hidden sizes, so that no gradient of a weight is as large; a chunk of the loss is a part of the
+    # rows.
     inputs = tokens(batch=4, length=50)
     model = make(architecture, tie_word_embeddings=False).train()
     rows = inputs["input_ids"].numel()

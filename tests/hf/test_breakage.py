@@ -49,7 +49,11 @@ def test_metrics_get_the_logits_of_an_evaluation(options: dict[str, Any], tmp_pa
 def test_logits_to_keep_is_honoured_while_training(keep: int) -> None:
     patched, plain = pair()
     inputs = tokens()
-    inputs = {"input_ids": inputs["input_ids"], "shift_labels": inputs["input_ids"][:, -keep:].contiguous(), "logits_to_keep": keep}
+    inputs = {
+        "input_ids": inputs["input_ids"],
+        "shift_labels": inputs["input_ids"][:, -keep:].contiguous(),
+        "logits_to_keep": keep,
+    }
     inputs["labels"] = inputs["shift_labels"]
     assert patched(**inputs).logits.shape == (2, keep, VOCABULARY)
     assert same(patched, plain, **inputs)
@@ -79,7 +83,9 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path: Path) -> N
 def with_lora(model: Any, **options: Any) -> Any:
     peft = pytest.importorskip("peft", reason="needs peft")
     torch.manual_seed(5)
-    return peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options)).train()
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **options)
+    ).train()
 
 
 def test_lora_on_the_head_is_trained() -> None:
@@ -113,7 +119,9 @@ def test_adapters_of_a_model_in_few_bits_are_trained(bits: int, tmp_path: Path) 
     config = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
     results = []
     for patch in (False, True):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32, device_map={"": "cpu"})
+        model = AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=config, dtype=torch.float32, device_map={"": "cpu"}
+        )
         model = with_lora(model, target_modules=["q_proj", "down_proj"])
         if patch:
             assert liger_hf.apply(model).replaced == {
@@ -134,7 +142,8 @@ def test_adapters_of_a_model_in_few_bits_are_trained(bits: int, tmp_path: Path) 
 def test_a_model_on_several_devices_keeps_its_loss_and_gradients() -> None:
     plain = make(tie_word_embeddings=False).train()
     patched = twin(plain)
-    # What a device_map does: a hook on every part brings its inputs to the device of its weights, here the only one that there is.
+    # What a device_map does: a hook on every part brings its inputs to the device of its weights, here the only one
+    # that there is.
     for module in (patched.model.embed_tokens, *patched.model.layers, patched.model.norm, patched.lm_head):
         add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True))
     assert liger_hf.apply(patched).replaced["linear_cross_entropy"] == 1
@@ -145,7 +154,9 @@ def test_replicas_of_data_parallel_are_refused_with_a_sentence() -> None:
     # What DataParallel does to a model for more than one GPU.
     patched, plain = pair()
     plain._replicate_for_data_parallel()
-    with pytest.raises(liger_hf.ModelError, match=r"one process each, .*DataParallel .*; start with torchrun or accelerate launch"):
+    with pytest.raises(
+        liger_hf.ModelError, match=r"one process each, .*DataParallel .*; start with torchrun or accelerate launch"
+    ):
         patched._replicate_for_data_parallel()
     patched.liger_report.undo()
     patched._replicate_for_data_parallel()
@@ -199,7 +210,9 @@ def test_norms_one_after_the_other_do_not_overwrite_what_a_backward_needs() -> N
 def test_logits_in_bfloat16_are_as_accurate_as_those_of_the_unpatched_model(architecture: str) -> None:
     patched, plain = pair(architecture, torch.bfloat16)
     with torch.no_grad():
-        results, expected, exact = (model.eval()(tokens()["input_ids"]).logits for model in (patched, plain, twin(plain).double()))
+        results, expected, exact = (
+            model.eval()(tokens()["input_ids"]).logits for model in (patched, plain, twin(plain).double())
+        )
     assert disagreements({"logits": results}, {"logits": expected}, {"logits": exact}) == {}
 
 

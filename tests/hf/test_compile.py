@@ -90,7 +90,9 @@ def test_other_heads_and_rotary_functions_break_no_graph(model_type: str) -> Non
     expected = step(plain, **inputs)
     results, breaks = step(torch.compile(patched, backend="aot_eager"), **inputs), graph_breaks()
     for name, value in expected.items():
-        torch.testing.assert_close(results[f"_orig_mod.{name}" if name != "loss" else name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            results[f"_orig_mod.{name}" if name != "loss" else name], value, rtol=1e-4, atol=1e-5
+        )
     if breaks:
         # By reason: a break that the model brings (OPT draws a number) is met in each frame around it.
         torch._dynamo.reset()

@@ -28,7 +28,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def problems(patched: Any, plain: Any, **inputs: Tensor) -> list[str]:
     """What differs in a training step; a gradient that is zero but for round-off is measured against the others."""
     results = (step(patched, **inputs), exact_step(plain, **inputs), step(plain, **inputs))
-    return differences(*({name if name == "loss" else f"gradient of {name}": v for name, v in r.items()} for r in results))
+    return differences(
+        *({name if name == "loss" else f"gradient of {name}": v for name, v in r.items()} for r in results)
+    )
 
 
 def seeing(model_type: str) -> tuple[Any, dict[str, Tensor]]:
@@ -57,7 +59,9 @@ def test_a_model_with_pictures_trains_as_before(model_type: str) -> None:
     report = liger_hf.apply(patched)
     assert report.replaced["linear_cross_entropy"] == 1
     assert problems(patched, plain, **inputs) == []
-    assert any("vision" in name and p.grad is not None and float(p.grad.norm()) > 0 for name, p in patched.named_parameters())
+    assert any(
+        "vision" in name and p.grad is not None and float(p.grad.norm()) > 0 for name, p in patched.named_parameters()
+    )
     assert isinstance(patched(**inputs).logits, liger_hf.LazyLogits)
 
 
@@ -72,12 +76,17 @@ def test_the_report_distinguishes_the_parts() -> None:
 def test_a_head_that_belongs_to_an_inner_model_is_replaced_there() -> None:
     model = build("vision:llama4")
     rows = {row.module: row for row in liger_hf.apply(model).rows if row.op == "linear_cross_entropy"}
-    assert rows["Llama4ForConditionalGeneration"].reason == "its head belongs to language_model, which is a model by itself"
+    assert (
+        rows["Llama4ForConditionalGeneration"].reason
+        == "its head belongs to language_model, which is a model by itself"
+    )
     assert rows["Llama4ForCausalLM"].verdict == "replaced"
 
 
 def test_an_encoder_and_a_decoder_of_two_models_train_as_before() -> None:
-    config = EncoderDecoderConfig.from_encoder_decoder_configs(tiny_config("bert"), tiny_config("gpt2", add_cross_attention=True))
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(
+        tiny_config("bert"), tiny_config("gpt2", add_cross_attention=True)
+    )
     config.decoder_start_token_id, config.pad_token_id = 1, 0
     plain = EncoderDecoderModel(config).train()
     patched = twin(plain)

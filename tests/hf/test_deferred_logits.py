@@ -51,7 +51,9 @@ def pair() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
-def test_deferred_logits_are_those_of_the_unpatched_model_in_every_use(use: Callable[[Tensor], Any], pair: tuple[Any, Any]) -> None:
+def test_deferred_logits_are_those_of_the_unpatched_model_in_every_use(
+    use: Callable[[Tensor], Any], pair: tuple[Any, Any]
+) -> None:
     plain, patched = pair
     logits = outputs_of(patched).logits
     assert type(logits) is DeferredLogits
@@ -62,7 +64,9 @@ def test_deferred_logits_are_those_of_the_unpatched_model_in_every_use(use: Call
     torch.testing.assert_close(result.to(logits.dtype), expected.to(logits.dtype))
 
 
-def test_what_is_known_of_deferred_logits_computes_nothing(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_known_of_deferred_logits_computes_nothing(
+    pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain, patched = pair
     monkeypatch.setattr(liger_hf.LazyLogits, "materialize", lambda self: pytest.fail("somebody read the logits"))
     logits, expected = outputs_of(patched).logits, outputs_of(plain).logits

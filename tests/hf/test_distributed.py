@@ -46,7 +46,9 @@ def test_fsdp2_trains_to_the_losses_of_the_unpatched_model(patch_last: bool, ran
 @needs_deepspeed
 @DEVICES
 @PATCH_LAST
-def test_zero_trains_to_the_losses_of_the_unpatched_model_at_every_stage(patch_last: bool, ranks_on: str, tmp_path: Path) -> None:
+def test_zero_trains_to_the_losses_of_the_unpatched_model_at_every_stage(
+    patch_last: bool, ranks_on: str, tmp_path: Path
+) -> None:
     runs = [("everything", f"zero{stage}", patch_last) for stage in range(4)]
     on_two_ranks(train, str(tmp_path / "store"), runs, ranks_on)
 
@@ -70,11 +72,14 @@ def test_ranks_may_compute_the_loss_in_different_numbers_of_chunks(ranks_on: str
 @DEVICES
 def test_log_probabilities_of_a_sharded_head_have_the_gradients_of_one_process(ranks_on: str, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="needs peft")
-    # With the root sharded, the weight is whole wherever the forward pass needs it; a head that is sharded alone is whole only in its call.
+    # With the root sharded, the weight is whole wherever the forward pass needs it; a head that is sharded alone is
+    # whole only in its call.
     runs = [("everything", "fsdp2", path) for path in ("losses", "module", "layer")]
     runs += [("everything", "fsdp2_head_alone", path) for path in ("module", "layer")]
     runs += [(kind, way, "module") for kind in ("adapted_head", "saved_head") for way in ("fsdp2", "fsdp2_head_alone")]
-    runs += [("everything", "zero3", "layer"), *((kind, "zero3", "module") for kind in TRAINED)] if HAS_DEEPSPEED else []
+    runs += (
+        [("everything", "zero3", "layer"), *((kind, "zero3", "module") for kind in TRAINED)] if HAS_DEEPSPEED else []
+    )
     on_two_ranks(log_probs, str(tmp_path / "store"), runs, ranks_on)
 
 

@@ -36,14 +36,18 @@ def test_a_model_trains_like_the_unpatched_one(model_type: str, expected: tuple[
     patched = twin(plain)
     report = liger_hf.apply(patched, only=["embedding"])
     assert report.replaced == {"embedding": count}
-    found = {row.reason.removeprefix("outputs and gradients agree") for row in rows(report) if row.verdict == "replaced"}
+    found = {
+        row.reason.removeprefix("outputs and gradients agree") for row in rows(report) if row.verdict == "replaced"
+    }
     assert found <= details
     inputs = tokens()
     wrong = disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs))
     # A softmax does not depend on a bias of the keys: its gradient is rounding alone.
     assert [name for name in wrong if not name.endswith(("key.bias", "k_proj.bias"))] == []
     report.undo()
-    assert all(torch.equal(a, b) for a, b in zip(step(patched, **inputs).values(), step(plain, **inputs).values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(step(patched, **inputs).values(), step(plain, **inputs).values(), strict=True)
+    )
 
 
 def test_they_are_replaced_on_request_alone_also_after_another_apply() -> None:
@@ -100,7 +104,10 @@ def normed() -> nn.Embedding:
 
 LEFT: dict[str, tuple[Any, str]] = {
     "sparse": (lambda: nn.Embedding(5, 8, sparse=True), "the op has no sparse"),
-    "renormalized": (lambda: nn.Embedding(5, 8, max_norm=1.0, scale_grad_by_freq=True), "the op has no max_norm and no scale_grad_by_freq"),
+    "renormalized": (
+        lambda: nn.Embedding(5, 8, max_norm=1.0, scale_grad_by_freq=True),
+        "the op has no max_norm and no scale_grad_by_freq",
+    ),
     "frozen": (frozen, "its table is frozen, and the op differs in the gradient alone"),
     "positions": (
         lambda: Positions(5, 8),
@@ -172,7 +179,9 @@ def test_a_sharded_table_is_looked_up_by_the_rules_of_pytorch(monkeypatch: pytes
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        module.weight = nn.Parameter(distributed.distribute_tensor(module.weight.detach(), mesh, [distributed.Shard(0)]))
+        module.weight = nn.Parameter(
+            distributed.distribute_tensor(module.weight.detach(), mesh, [distributed.Shard(0)])
+        )
         result = module(distributed.distribute_tensor(index, mesh, [distributed.Replicate()]))
         assert torch.equal(result.full_tensor(), expected)
     finally:

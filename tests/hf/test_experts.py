@@ -91,7 +91,9 @@ def test_an_implementation_that_was_chosen_stays_and_the_report_says_how_to_chan
     report = liger_hf.apply(model)
     row = row_of(report, "MixtralExperts")
     assert row.verdict == "left"
-    assert "'batched_mm' was chosen; model.set_experts_implementation('grouped_mm') lets the op replace it" in row.reason
+    assert (
+        "'batched_mm' was chosen; model.set_experts_implementation('grouped_mm') lets the op replace it" in row.reason
+    )
     assert row_of(report, "MixtralExperts", "swiglu").verdict == "replaced"
 
 
@@ -168,7 +170,9 @@ def arguments(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_lora_on_experts_has_the_gradients_of_peft(model_type: str, targets: str, checkpointed: bool, arguments: list[Any]) -> None:
+def test_lora_on_experts_has_the_gradients_of_peft(
+    model_type: str, targets: str, checkpointed: bool, arguments: list[Any]
+) -> None:
     names, factors = TARGETS[targets]
     plain = adapted(model_type, names)
     patched = twin(plain)
@@ -202,7 +206,9 @@ def test_in_bfloat16_gradients_of_adapters_of_experts_are_as_close_to_float32_as
     model = adapted("mixtral", TARGETS["both"][0], torch.bfloat16)
     wanted, plain = gradients(twin(model).float()), twin(model)
     liger_hf.apply(model, only=["experts"])
-    ours, theirs = (sum(error(value, wanted[name]).frobenius for name, value in gradients(m).items()) for m in (model, plain))
+    ours, theirs = (
+        sum(error(value, wanted[name]).frobenius for name, value in gradients(m).items()) for m in (model, plain)
+    )
     assert ours <= 1.1 * theirs
 
 
@@ -329,7 +335,9 @@ UNITS = {
 
 
 @pytest.mark.parametrize("model_type", UNITS)
-def test_gated_mlps_with_options_of_their_own_are_replaced_and_run_the_op(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_mlps_with_options_of_their_own_are_replaced_and_run_the_op(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, op, detail = UNITS[model_type]
     model, found = build(model_type), []
     modules = [module for module in model.modules() if type(module).__name__ == name]

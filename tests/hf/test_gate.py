@@ -200,7 +200,9 @@ def test_experts_that_no_op_takes_the_place_of_are_left_with_a_reason(model_type
     name, reason = LEFT[model_type]
     report = liger_hf.inspect(build(model_type), only=["experts"], verify=False)
     assert "experts" not in report.absent
-    assert {reason in row.reason for row in report.rows if (row.module, row.op, row.verdict) == (name, "experts", "left")} == {True}
+    assert {
+        reason in row.reason for row in report.rows if (row.module, row.op, row.verdict) == (name, "experts", "left")
+    } == {True}
 
 
 @pytest.mark.parametrize("model_type", ["llama", "moshi", "deepseek_v3", "vision:qwen2_vl"])

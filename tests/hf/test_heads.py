@@ -49,7 +49,9 @@ def test_a_frozen_head_gets_no_gradient_and_no_memory_for_one() -> None:
 def adapted(model: Any, target: str, **options: Any) -> Any:
     """The model with LoRA on some projection, its second factor not zero, so that both get a gradient."""
     peft = pytest.importorskip("peft", reason="needs peft")
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=[target], task_type="CAUSAL_LM", **options))
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=[target], task_type="CAUSAL_LM", **options)
+    )
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
@@ -159,7 +161,9 @@ def test_weights_that_an_offloaded_model_cannot_train_are_named() -> None:
     model = make(tie_word_embeddings=False).train()
     cpu_offload(model, execution_device=torch.device("cpu"))
     (note,) = (note for note in liger_hf.apply(model).notes if "offloaded" in note)
-    assert note.startswith("accelerate has offloaded 21 weights that require a gradient (model.embed_tokens.weight): they get none")
+    assert note.startswith(
+        "accelerate has offloaded 21 weights that require a gradient (model.embed_tokens.weight): they get none"
+    )
     model = make(tie_word_embeddings=False).train().requires_grad_(False)
     cpu_offload(model, execution_device=torch.device("cpu"))
     assert not any("offloaded" in note for note in liger_hf.apply(model).notes)
@@ -167,7 +171,12 @@ def test_weights_that_an_offloaded_model_cannot_train_are_named() -> None:
 
 PLACES: dict[str, dict[str, str]] = {
     "head": {"": "cpu", "lm_head": "disk"},
-    "second_half": {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    "second_half": {
+        "model.embed_tokens": "cpu",
+        "model.rotary_emb": "cpu",
+        "model.layers.0": "cpu",
+        "model.layers.1": "disk",
+    }
     | {"model.norm": "disk", "lm_head": "disk"},
 }
 
@@ -175,7 +184,9 @@ PLACES: dict[str, dict[str, str]] = {
 @pytest.mark.cpu
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES.keys())
 @pytest.mark.parametrize("first", ["liger", "accelerate"])
-def test_weights_on_the_disk_pass_gradients_on_to_the_adapters(first: str, places: dict[str, str], tmp_path: Path) -> None:
+def test_weights_on_the_disk_pass_gradients_on_to_the_adapters(
+    first: str, places: dict[str, str], tmp_path: Path
+) -> None:
     plain = adapted(make(tie_word_embeddings=False), "q_proj", layers_to_transform=[0])
     patched = twin(plain)
     inputs = tokens()
@@ -198,7 +209,14 @@ def test_a_model_over_two_gpus_has_the_gradients_of_one_that_is_not_split(first:
     inputs = tokens()
     if first == "liger":
         liger_hf.apply(patched)
-    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1, "lm_head": 1}
+    places = {
+        "model.embed_tokens": 0,
+        "model.rotary_emb": 0,
+        "model.layers.0": 0,
+        "model.layers.1": 1,
+        "model.norm": 1,
+        "lm_head": 1,
+    }
     dispatch_model(patched, places)
     if first == "accelerate":
         assert liger_hf.apply(patched).replaced == UNDER_HOOKS
@@ -248,13 +266,19 @@ QUANTIZED: dict[str, Callable[[Any], Any]] = {
 def assert_same(results: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Up to rounding: quantized weights have no float64 to compare with."""
     assert results.keys() == expected.keys()
-    distances = {name: float((results[name] - value).abs().max() / value.abs().max()) for name, value in expected.items()}
+    distances = {
+        name: float((results[name] - value).abs().max() / value.abs().max()) for name, value in expected.items()
+    }
     assert {name: distance for name, distance in distances.items() if distance > 1e-5} == {}
 
 
-@pytest.mark.parametrize("adapter", [None, "lm_head", "q_proj"], ids=["no_adapter", "adapted_head", "adapted_attention"])
+@pytest.mark.parametrize(
+    "adapter", [None, "lm_head", "q_proj"], ids=["no_adapter", "adapted_head", "adapted_attention"]
+)
 @pytest.mark.parametrize("quantize", QUANTIZED.values(), ids=QUANTIZED.keys())
-def test_what_is_not_quantized_gets_the_gradients_of_the_unpatched_model(quantize: Callable[[Any], Any], adapter: str | None) -> None:
+def test_what_is_not_quantized_gets_the_gradients_of_the_unpatched_model(
+    quantize: Callable[[Any], Any], adapter: str | None
+) -> None:
     # On the CPU bitsandbytes takes widths that are multiples of its blocks.
     plain = quantize(make(tie_word_embeddings=False, intermediate_size=128)).train()
     if adapter is not None:
@@ -284,10 +308,16 @@ def test_a_quantized_head_is_computed_in_chunks(place: torch.device, monkeypatch
     ("model_type", "kind", "reason"),
     [
         ("blt", "BltPatcher", "its forward has neither labels nor a loss"),
-        ("prophetnet", "ProphetNetForCausalLM", "it works on output 1 of its base model, its head must take the last hidden states"),
+        (
+            "prophetnet",
+            "ProphetNetForCausalLM",
+            "it works on output 1 of its base model, its head must take the last hidden states",
+        ),
     ],
 )
-def test_the_report_says_what_a_model_has_instead_of_a_head_with_a_loss(model_type: str, kind: str, reason: str) -> None:
+def test_the_report_says_what_a_model_has_instead_of_a_head_with_a_loss(
+    model_type: str, kind: str, reason: str
+) -> None:
     report = liger_hf.apply(build(model_type), only=["linear_cross_entropy"])
     (row,) = [row for row in report.rows if row.module == kind]
     assert (row.verdict, row.reason) == ("left", reason)
@@ -317,7 +347,9 @@ def test_a_head_is_replaced_whatever_else_the_config_makes_the_model_return(case
     for loss in losses:
         loss.backward()
     torch.testing.assert_close(*losses)
-    gradients = [{name: p.grad for name, p in model.named_parameters() if p.grad is not None} for model in (patched, plain)]
+    gradients = [
+        {name: p.grad for name, p in model.named_parameters() if p.grad is not None} for model in (patched, plain)
+    ]
     torch.testing.assert_close(*gradients)
 
 
@@ -326,7 +358,11 @@ class ReadsItsLayers(LlamaForCausalLM):
 
     def forward(self, input_ids: Any = None, labels: Any = None, **options: Any) -> Any:
         layers = self.model.layers
-        widths = {layers[0].self_attn.head_dim, *(layer.self_attn.head_dim for layer in layers), layers[-1:][0].self_attn.head_dim}
+        widths = {
+            layers[0].self_attn.head_dim,
+            *(layer.self_attn.head_dim for layer in layers),
+            layers[-1:][0].self_attn.head_dim,
+        }
         if not layers or not self.model or not self.model.layers[0] or len(layers) != 2 or len(widths) != 1:
             raise ValueError("it needs two layers of one width")
         hidden = self.model(input_ids=input_ids, **options).last_hidden_state

@@ -52,7 +52,11 @@ def changed(value: Any) -> Any:
     """The same with other values, as hooks may return them."""
 
     def other(leaf: Any) -> Any:
-        return leaf * 1.25 if isinstance(leaf, liger_hf.LazyLogits) or (isinstance(leaf, Tensor) and leaf.is_floating_point()) else leaf
+        return (
+            leaf * 1.25
+            if isinstance(leaf, liger_hf.LazyLogits) or (isinstance(leaf, Tensor) and leaf.is_floating_point())
+            else leaf
+        )
 
     return tree_map(other, value)
 
@@ -126,7 +130,12 @@ SEEING: dict[str, Watch] = {
     "backward_pre": backward_pre,
     "backward": backward,
 }
-CHANGING: dict[str, Watch] = {"forward_pre": forward_pre, "forward": forward, "backward_pre": backward_pre, "backward": backward}
+CHANGING: dict[str, Watch] = {
+    "forward_pre": forward_pre,
+    "forward": forward,
+    "backward_pre": backward_pre,
+    "backward": backward,
+}
 ON_ALL: dict[str, Watch] = {
     "forward_pre": on_every_module(global_hooks.register_module_forward_pre_hook),
     "forward": on_every_module(global_hooks.register_module_forward_hook),
@@ -149,8 +158,11 @@ def patched(plain: Any) -> Any:
     return model
 
 
-def watched_step(model: Any, path: str, watch: Watch, change: bool, apply: bool = False) -> tuple[Seen, dict[str, Tensor]]:
-    """What a hook on a module of a copy sees in one training step, and the results of the step. apply: after the hook came."""
+def watched_step(
+    model: Any, path: str, watch: Watch, change: bool, apply: bool = False
+) -> tuple[Seen, dict[str, Tensor]]:
+    """What a hook on a module of a copy sees in one training step, and the results of the step. apply: after the hook
+    came."""
     copied, seen = twin(model), []
     handle = watch(copied.get_submodule(path), seen, change)
     try:
@@ -164,7 +176,11 @@ def watched_step(model: Any, path: str, watch: Watch, change: bool, apply: bool 
 
 def assert_like_plain(plain: Any, patched: Any, path: str, watch: Watch, change: bool, first: str) -> None:
     expected_seen, expected = watched_step(plain, path, watch, change)
-    seen, results = watched_step(plain, path, watch, change, apply=True) if first == "hook" else watched_step(patched, path, watch, change)
+    seen, results = (
+        watched_step(plain, path, watch, change, apply=True)
+        if first == "hook"
+        else watched_step(patched, path, watch, change)
+    )
     assert [what for what, _ in seen] == [what for what, _ in expected_seen]
     for (_, got), (_, wanted) in zip(seen, expected_seen, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
@@ -175,7 +191,9 @@ def assert_like_plain(plain: Any, patched: Any, path: str, watch: Watch, change:
 @ORDERS
 @EACH_MODULE
 @pytest.mark.parametrize("watch", SEEING.values(), ids=SEEING.keys())
-def test_a_hook_sees_what_it_does_in_the_unpatched_model(plain: Any, patched: Any, path: str, watch: Watch, first: str) -> None:
+def test_a_hook_sees_what_it_does_in_the_unpatched_model(
+    plain: Any, patched: Any, path: str, watch: Watch, first: str
+) -> None:
     assert_like_plain(plain, patched, path, watch, False, first)
 
 
@@ -183,7 +201,9 @@ def test_a_hook_sees_what_it_does_in_the_unpatched_model(plain: Any, patched: An
 @ORDERS
 @EACH_MODULE
 @pytest.mark.parametrize("watch", CHANGING.values(), ids=CHANGING.keys())
-def test_a_hook_changes_what_it_does_in_the_unpatched_model(plain: Any, patched: Any, path: str, watch: Watch, first: str) -> None:
+def test_a_hook_changes_what_it_does_in_the_unpatched_model(
+    plain: Any, patched: Any, path: str, watch: Watch, first: str
+) -> None:
     assert_like_plain(plain, patched, path, watch, True, first)
 
 
@@ -224,7 +244,9 @@ def test_logits_that_a_hook_makes_and_keeps_are_those_of_the_forward_pass(plain:
 
 @EACH_MODULE
 @pytest.mark.parametrize("watch", ON_ALL.values(), ids=ON_ALL.keys())
-def test_a_hook_on_all_modules_sees_what_it_does_in_the_unpatched_model(plain: Any, patched: Any, path: str, watch: Watch) -> None:
+def test_a_hook_on_all_modules_sees_what_it_does_in_the_unpatched_model(
+    plain: Any, patched: Any, path: str, watch: Watch
+) -> None:
     assert_like_plain(plain, patched, path, watch, False, "liger")
 
 
@@ -270,7 +292,9 @@ def test_what_becomes_of_the_activation_counts(kind: str, change: Callable[[Any]
     patched = twin(plain)
     inputs = tokens()
     unchanged = step(plain, **inputs)
-    path = next(name for name, module in plain.named_modules() if isinstance(getattr(module, "act_fn", None), nn.Module))
+    path = next(
+        name for name, module in plain.named_modules() if isinstance(getattr(module, "act_fn", None), nn.Module)
+    )
     if first == "liger":
         assert liger_hf.apply(patched).replaced[OF_ACTIVATION[kind]] > 1
     for model in (plain, patched):
@@ -285,10 +309,14 @@ def test_what_becomes_of_the_activation_counts(kind: str, change: Callable[[Any]
 @pytest.mark.parametrize("kind", OF_ACTIVATION)
 def test_a_hook_on_the_activation_when_apply_comes_is_a_reason(kind: str) -> None:
     model, seen = build(kind), []
-    path = next(name for name, module in model.named_modules() if isinstance(getattr(module, "act_fn", None), nn.Module))
+    path = next(
+        name for name, module in model.named_modules() if isinstance(getattr(module, "act_fn", None), nn.Module)
+    )
     model.get_submodule(path).act_fn.register_forward_hook(lambda *args: seen.append(args))
     rows = [row for row in liger_hf.apply(model).rows if row.op == OF_ACTIVATION[kind]]
-    assert "it would pass over act_fn, and the hooks on that have to run" in {row.reason for row in rows if row.verdict == "left"}
+    assert "it would pass over act_fn, and the hooks on that have to run" in {
+        row.reason for row in rows if row.verdict == "left"
+    }
     assert [row.verdict for row in rows].count("replaced") == 1
     assert seen == []
 
@@ -417,7 +445,9 @@ def of_another_class(module: nn.Module, forward: bool = True) -> None:
     kind: Any = type(module)
 
     def scaled(self: Any, *args: Any, **options: Any) -> Any:
-        return tree_map(lambda leaf: leaf * self.scale if isinstance(leaf, Tensor) else leaf, kind.forward(self, *args, **options))
+        return tree_map(
+            lambda leaf: leaf * self.scale if isinstance(leaf, Tensor) else leaf, kind.forward(self, *args, **options)
+        )
 
     module.__class__ = type(f"Other{kind.__name__}", (kind,), {"forward": scaled} if forward else {})
     module.scale = 1.5
@@ -451,7 +481,9 @@ def doubled(module: nn.Module, args: Any) -> Any:
     return (args[0] * 2,)
 
 
-@pytest.mark.parametrize("path", ["lm_head", "base_model.model.lm_head.lora_A.default"], ids=["offloaded_head", "adapted_head"])
+@pytest.mark.parametrize(
+    "path", ["lm_head", "base_model.model.lm_head.lora_A.default"], ids=["offloaded_head", "adapted_head"]
+)
 def test_a_hook_on_a_head_that_is_computed_in_chunks_runs_once(path: str) -> None:
     plain = make(tie_word_embeddings=False).train()
     plain = adapted(plain, "lm_head") if path != "lm_head" else plain.requires_grad_(False)

@@ -49,7 +49,9 @@ def test_a_closed_port_is_not_a_hub(endpoint: Callable[[str], None]) -> None:
         assert not hub_is_reachable()
 
 
-def test_a_hub_that_never_answers_is_not_waited_for(endpoint: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_never_answers_is_not_waited_for(
+    endpoint: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hub, "SECONDS", 0.2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

@@ -18,7 +18,10 @@ from hf.tiny_models import disagreements, step, twin
 from liger_hf.isolation import DoublePrecision
 
 CONFIG = SimpleNamespace(hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-5, hidden_size=24)
-MODELS = {"deepseek_v4.modeling_deepseek_v4": "DeepseekV4HyperConnection", "glm5_next.modeling_glm5_next": "Glm5NextTextHyperConnection"}
+MODELS = {
+    "deepseek_v4.modeling_deepseek_v4": "DeepseekV4HyperConnection",
+    "glm5_next.modeling_glm5_next": "Glm5NextTextHyperConnection",
+}
 
 
 def of(file: str) -> nn.Module:
@@ -32,7 +35,9 @@ def of(file: str) -> nn.Module:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("file", MODELS)
-def test_hyper_connections_have_the_outputs_and_gradients_of_the_module_of_transformers(file: str, dtype: torch.dtype) -> None:
+def test_hyper_connections_have_the_outputs_and_gradients_of_the_module_of_transformers(
+    file: str, dtype: torch.dtype
+) -> None:
     def run(module: nn.Module, precision: torch.dtype) -> dict[str, Tensor]:
         leaf = x.to(precision).clone().requires_grad_()
         outputs = module(leaf)
@@ -49,7 +54,8 @@ def test_hyper_connections_have_the_outputs_and_gradients_of_the_module_of_trans
 
 
 class Changed(nn.Module):
-    """Hyper-connections like those of DeepSeek V4, but for what `change` does to the logits of the matrix or to the matrix."""
+    """Hyper-connections like those of DeepSeek V4, but for what `change` does to the logits of the matrix or to the
+    matrix."""
 
     def __init__(self, before: Callable[[Tensor], Tensor], after: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

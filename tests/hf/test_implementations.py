@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inspection says which implementations a model runs where Transformers has several, and what is missing for faster ones."""
+"""Inspection says which implementations a model runs where Transformers has several, and what is missing for faster
+ones."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def test_a_kernel_whose_package_is_installed_is_not_mentioned(monkeypatch: pytes
         assert sentences(MambaForCausalLM(MambaConfig(**SMALL))) == []
 
 
-@pytest.mark.parametrize(("name", "words"), [("eager", "experts_implementation='grouped_mm'"), ("grouped_mm", "run by grouped_mm")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("eager", "experts_implementation='grouped_mm'"), ("grouped_mm", "run by grouped_mm")]
+)
 def test_experts_are_named_where_there_are_some(name: str, words: str) -> None:
     model = build("mixtral")
     model.set_experts_implementation(name)

@@ -43,7 +43,9 @@ def folder(tmp_path: Path) -> str:
 
 
 # Heads with a projection before them, norms of other kinds, packed and expert units, a bias, softcap and scale.
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere", "phi3", "qwen3_moe", "bert", "gpt2", "mamba", "modernbert-decoder"])
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gemma2", "cohere", "phi3", "qwen3_moe", "bert", "gpt2", "mamba", "modernbert-decoder"]
+)
 def test_a_config_gives_the_rows_that_apply_gives(model_type: str) -> None:
     inspected = liger_hf.inspect(tiny_config(model_type))
     applied = liger_hf.apply(build(model_type))
@@ -76,7 +78,9 @@ def test_a_model_on_meta_is_inspected_on_the_cpu() -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **COMMON))
     report = liger_hf.inspect(model, device="cpu")
     assert report.replaceable == PARTS
-    assert report.notes == ["No weights were loaded: small random ones were checked, on cpu, and backends are those for cpu."]
+    assert report.notes == [
+        "No weights were loaded: small random ones were checked, on cpu, and backends are those for cpu."
+    ]
     assert {p.device.type for p in model.parameters()} == {"meta"}
 
 
@@ -98,7 +102,10 @@ def test_the_command_reads_a_folder(folder: str) -> None:
 def test_the_command_prints_whole_names_in_100_columns(folder: str) -> None:
     result = command(folder, "--only", "rms_norm", "--exclude", "rope")
     assert "LlamaForCausalLM: 5 × rms_norm can be replaced" in result.stdout
-    assert "│ model.layers.*.post_attention_layernorm │     2 │ rms_norm             │ replaceable: outputs" in result.stdout
+    assert (
+        "│ model.layers.*.post_attention_layernorm │     2 │ rms_norm             │ replaceable: outputs"
+        in result.stdout
+    )
     assert "│ left: not asked for" in result.stdout
     assert max(len(line) for line in result.stdout.splitlines() if line[:1] in "┏┡│└") <= 100
 
@@ -125,7 +132,9 @@ def test_the_command_knows_model_types() -> None:
 def test_the_dtype_decides_what_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     checked = []
     original = liger_hf.application.decide
-    monkeypatch.setattr(liger_hf.application, "decide", lambda found, verify: checked.append(found.dtype) or original(found, verify))
+    monkeypatch.setattr(
+        liger_hf.application, "decide", lambda found, verify: checked.append(found.dtype) or original(found, verify)
+    )
     liger_hf.inspect(tiny_config("llama"), only=["rms_norm"], dtype="bfloat16")
     assert checked == [torch.bfloat16]
 
@@ -143,9 +152,17 @@ MISTAKES: dict[str, tuple[tuple[str, ...], type[LigerError], str]] = {
         liger_hf.ModelError,
         r"liger inspect: the model must be .*, a folder with a config\.json, .*: ValueError: ",
     ),
-    "dtype": (("llama", "--dtype", "bfloat17"), OptionError, r"dtype must be one of float32, bfloat16, float16, got 'bfloat17'"),
+    "dtype": (
+        ("llama", "--dtype", "bfloat17"),
+        OptionError,
+        r"dtype must be one of float32, bfloat16, float16, got 'bfloat17'",
+    ),
     "device": (("llama", "--device", "nowhere"), OptionError, r"device must be one that is here, got 'nowhere'"),
-    "op": (("llama", "--only", "rms_nrom"), OptionError, r"liger_hf\.inspect: only must name ops among .* Did you mean 'rms_norm'\?"),
+    "op": (
+        ("llama", "--only", "rms_nrom"),
+        OptionError,
+        r"liger_hf\.inspect: only must name ops among .* Did you mean 'rms_norm'\?",
+    ),
 }
 
 
@@ -171,5 +188,7 @@ def test_the_liger_command_has_it_and_ends_with_two_for_a_mistake(
 
 
 def test_no_model_is_an_error() -> None:
-    with pytest.raises(liger_hf.ModelError, match=r"liger_hf\.inspect: model must be a torch\.nn\.Module, got NoneType"):
+    with pytest.raises(
+        liger_hf.ModelError, match=r"liger_hf\.inspect: model must be a torch\.nn\.Module, got NoneType"
+    ):
         liger_hf.inspect(None)  # type: ignore[arg-type]

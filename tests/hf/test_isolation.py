@@ -21,14 +21,20 @@ pytestmark = pytest.mark.cpu
 
 
 def shared_state(model: nn.Module) -> dict[tuple[str, str], int]:
-    """The identity of everything that models of the process share: members of classes, globals of modeling files, the loss table."""
+    """The identity of everything that models of the process share: members of classes, globals of modeling files, the
+    loss table."""
     from transformers.loss.loss_utils import LOSS_MAPPING
 
     classes = {base for module in model.modules() for base in type(module).__mro__ if base is not object}
     spaces = {f"class {c.__qualname__}": vars(c) for c in classes}
     spaces |= {f"module {c.__module__}": vars(sys.modules[c.__module__]) for c in classes}
     spaces["LOSS_MAPPING"] = LOSS_MAPPING
-    return {(space, name): id(value) for space, values in spaces.items() for name, value in values.items() if not name.startswith("__")}
+    return {
+        (space, name): id(value)
+        for space, values in spaces.items()
+        for name, value in values.items()
+        if not name.startswith("__")
+    }
 
 
 def instance_state(model: nn.Module) -> dict[str, Any]:
@@ -72,7 +78,9 @@ def test_another_model_of_the_class_keeps_its_bits(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_original_rotary_function_runs_in_another_model_only(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_original_rotary_function_runs_in_another_model_only(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bystander, patched = make(architecture), make(architecture)
     file = sys.modules[type(patched).__module__]
     original, calls = file.apply_rotary_pos_emb, []

@@ -77,12 +77,18 @@ USES: dict[str, Callable[[Any], Any]] = {
     "flatten_all": lambda z: z.flatten(),
     "cross_entropy": lambda z: F.cross_entropy(z.view(-1, VOCABULARY), TARGET),
     "cross_entropy_ignoring": lambda z: F.cross_entropy(z.view(-1, VOCABULARY), TARGET, ignore_index=7),
-    "cross_entropy_module": lambda z: torch.nn.CrossEntropyLoss()(z[..., :-1, :].contiguous().view(-1, VOCABULARY), TARGET[2:]),
+    "cross_entropy_module": lambda z: torch.nn.CrossEntropyLoss()(
+        z[..., :-1, :].contiguous().view(-1, VOCABULARY), TARGET[2:]
+    ),
     "cross_entropy_smoothed": lambda z: F.cross_entropy(z.flatten(0, 1), TARGET, label_smoothing=0.1),
-    "cross_entropy_weighted": lambda z: F.cross_entropy(z.flatten(0, 1), TARGET, weight=torch.arange(1.0, VOCABULARY + 1)),
+    "cross_entropy_weighted": lambda z: F.cross_entropy(
+        z.flatten(0, 1), TARGET, weight=torch.arange(1.0, VOCABULARY + 1)
+    ),
     "cross_entropy_summed": lambda z: F.cross_entropy(z.flatten(0, 1), TARGET, reduction="sum"),
     "cross_entropy_per_token": lambda z: F.cross_entropy(z.transpose(1, 2), TARGET.view(2, 11), reduction="none"),
-    "cross_entropy_with_probabilities": lambda z: F.cross_entropy(z.flatten(0, 1), torch.full((22, VOCABULARY), 1 / VOCABULARY)),
+    "cross_entropy_with_probabilities": lambda z: F.cross_entropy(
+        z.flatten(0, 1), torch.full((22, VOCABULARY), 1 / VOCABULARY)
+    ),
 }
 TARGET = torch.arange(22) % 9
 
@@ -98,8 +104,18 @@ def test_use_of_logits_gives_the_plain_values(pair: tuple[Any, Any], use: Callab
 def test_the_logits_while_training_are_lazy_and_known_by_shape(pair: tuple[Any, Any]) -> None:
     logits = pair[1](**tokens()).logits
     assert isinstance(logits, liger_hf.LazyLogits)
-    assert (logits.shape, logits.size(-1), logits.ndim, logits.numel()) == ((2, 11, VOCABULARY), VOCABULARY, 3, 22 * VOCABULARY)
-    assert (logits.dtype, logits.device, logits.requires_grad, len(logits)) == (torch.float32, torch.device("cpu"), True, 2)
+    assert (logits.shape, logits.size(-1), logits.ndim, logits.numel()) == (
+        (2, 11, VOCABULARY),
+        VOCABULARY,
+        3,
+        22 * VOCABULARY,
+    )
+    assert (logits.dtype, logits.device, logits.requires_grad, len(logits)) == (
+        torch.float32,
+        torch.device("cpu"),
+        True,
+        2,
+    )
     assert "LazyLogits(shape=(2, 11, 300)" in repr(logits)
     assert logits.real is None
 
@@ -129,9 +145,13 @@ def test_a_loss_that_the_model_computes_itself_reads_no_logits(model_type: str) 
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"label_smoothing": 0.2}, {"reduction": "sum"}, {"reduction": "sum", "label_smoothing": 0.2}], ids=str
+    "options",
+    [{}, {"label_smoothing": 0.2}, {"reduction": "sum"}, {"reduction": "sum", "label_smoothing": 0.2}],
+    ids=str,
 )
-def test_cross_entropy_of_the_logits_that_a_step_returned_makes_none(pair: tuple[Any, Any], options: dict[str, Any]) -> None:
+def test_cross_entropy_of_the_logits_that_a_step_returned_makes_none(
+    pair: tuple[Any, Any], options: dict[str, Any]
+) -> None:
     losses = []
     for model in pair:
         logits = model(**tokens()).logits
@@ -218,7 +238,9 @@ def test_another_ignore_index_is_honoured(pair: tuple[Any, Any]) -> None:
     torch.testing.assert_close(results, expected)
 
 
-@pytest.mark.parametrize("items", [5, 5.0, torch.tensor(5), torch.tensor([5])], ids=["int", "float", "tensor", "vector"])
+@pytest.mark.parametrize(
+    "items", [5, 5.0, torch.tensor(5), torch.tensor([5])], ids=["int", "float", "tensor", "vector"]
+)
 def test_the_loss_is_divided_by_the_items_of_the_batch(pair: tuple[Any, Any], items: Any) -> None:
     plain, patched = pair
     results, expected = (model(**tokens(), num_items_in_batch=items).loss for model in (patched, plain))
@@ -240,7 +262,8 @@ def test_without_labels_the_loss_function_says_what_is_missing(pair: tuple[Any, 
     patched = pair[1]
     assert patched(tokens()["input_ids"]).loss is None
     with pytest.raises(
-        liger_hf.LogitsError, match="labels or shift_labels must be given, got neither; call the model with labels=input_ids"
+        liger_hf.LogitsError,
+        match="labels or shift_labels must be given, got neither; call the model with labels=input_ids",
     ):
         patched.loss_function(torch.zeros(2, 11, VOCABULARY), None, VOCABULARY)
 
@@ -306,7 +329,8 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_writing_into_lazy_logits_is_an_error(pair: tuple[Any, Any], write: Callable[[Any], Any]) -> None:
     with pytest.raises(
-        liger_hf.LogitsError, match=r"must not change logits that are computed on demand.*take a copy with logits\.clone\(\)"
+        liger_hf.LogitsError,
+        match=r"must not change logits that are computed on demand.*take a copy with logits\.clone\(\)",
     ):
         write(pair[1](**tokens()).logits)
 
@@ -316,7 +340,9 @@ def test_vmap_takes_the_logits_themselves(pair: tuple[Any, Any]) -> None:
     logits = patched(**tokens()).logits
     with pytest.raises(ValueError, match="LazyLogits"):
         torch.vmap(torch.sum)(logits)
-    torch.testing.assert_close(torch.vmap(torch.sum)(logits.materialize()), torch.vmap(torch.sum)(plain(**tokens()).logits))
+    torch.testing.assert_close(
+        torch.vmap(torch.sum)(logits.materialize()), torch.vmap(torch.sum)(plain(**tokens()).logits)
+    )
 
 
 def test_reading_after_the_optimizer_step_is_an_error(pair: tuple[Any, Any]) -> None:
@@ -325,7 +351,8 @@ def test_reading_after_the_optimizer_step_is_an_error(pair: tuple[Any, Any]) -> 
     outputs.loss.backward()
     torch.optim.SGD(patched.parameters(), lr=0.1).step()
     with pytest.raises(
-        liger_hf.LogitsError, match=r"has been updated since the forward pass; read outputs\.logits before optimizer\.step\(\)"
+        liger_hf.LogitsError,
+        match=r"has been updated since the forward pass; read outputs\.logits before optimizer\.step\(\)",
     ):
         outputs.logits.argmax(-1)
 
@@ -357,7 +384,9 @@ def test_a_loss_function_may_be_checkpointed(pair: tuple[Any, Any], loss: str, r
 
     results = []
     for model in pair:
-        model.loss_function = lambda logits, labels, *rest, **options: checkpoint(of_logits, logits, labels, use_reentrant=False)
+        model.loss_function = lambda logits, labels, *rest, **options: checkpoint(
+            of_logits, logits, labels, use_reentrant=False
+        )
         outputs = model(**tokens())
         if read:
             outputs.logits.argmax(-1)
@@ -403,7 +432,11 @@ def test_a_forward_that_writes_into_its_logits_is_served(monkeypatch: pytest.Mon
         logits = self.lm_head(hidden)
         logits = logits * 2
         logits[..., :5] = -50.0
-        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        loss = (
+            None
+            if labels is None
+            else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        )
         return modeling_llama.CausalLMOutputWithPast(loss=loss, logits=logits)
 
     monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", forward)
@@ -429,7 +462,11 @@ def test_logits_beside_the_first_ones_are_treated_alike(monkeypatch: pytest.Monk
         hidden = self.model(input_ids=input_ids).last_hidden_state
         logits, next_logits, unused = self.lm_head(hidden), self.lm_head(hidden * 2), self.lm_head(hidden * 3)
         size = self.config.vocab_size
-        loss = self.loss_function(logits, labels, size) + self.loss_function(next_logits, labels, size) if labels is not None else None
+        loss = (
+            self.loss_function(logits, labels, size) + self.loss_function(next_logits, labels, size)
+            if labels is not None
+            else None
+        )
         return TwoLogits(loss=loss, logits=logits, next_logits=next_logits, unused_logits=unused)
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
@@ -465,7 +502,19 @@ def test_logits_beside_the_first_ones_are_treated_alike(monkeypatch: pytest.Monk
         ((("tanh",), ("add", torch.ones(1))), None),
         ((("add", torch.ones(1)), ("add", torch.ones(1))), None),
     ],
-    ids=["none", "scale", "two_scales", "cap", "scale_and_cap", "negative_cap", "two_caps", "zero", "bias", "late_bias", "two_biases"],
+    ids=[
+        "none",
+        "scale",
+        "two_scales",
+        "cap",
+        "scale_and_cap",
+        "negative_cap",
+        "two_caps",
+        "zero",
+        "bias",
+        "late_bias",
+        "two_biases",
+    ],
 )
 def test_steps_become_scale_and_cap(steps: tuple[Any, ...], expected: Any) -> None:
     assert scale_and_cap(steps) == expected

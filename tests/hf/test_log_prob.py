@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of heads that are not a plain Linear: frozen, tied, adapted, quantized; compiled, checkpointed, accumulated."""
+"""Log-probabilities of heads that are not a plain Linear: frozen, tied, adapted, quantized; compiled, checkpointed,
+accumulated."""
 
 from __future__ import annotations
 
@@ -47,7 +48,16 @@ def by_trl(model: Any, **inputs: Any) -> tuple[Tensor, Tensor]:
     hidden, target = body(model, **inputs)
     counted = target != -100
     weight = model.get_output_embeddings().weight
-    given = (hidden[counted], weight, None, target[counted], OPTIONS["temperature"], 512, OPTIONS["softcap"], OPTIONS["logit_scale"])
+    given = (
+        hidden[counted],
+        weight,
+        None,
+        target[counted],
+        OPTIONS["temperature"],
+        512,
+        OPTIONS["softcap"],
+        OPTIONS["logit_scale"],
+    )
     found = liger_hf.trl._Function(None).apply(*given, ("log_probs", "entropy"))[:2]
     return tuple(value.new_zeros(target.shape).masked_scatter(counted, value) for value in found)  # type: ignore[union-attr,return-value]
 
@@ -65,7 +75,8 @@ every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 
 
 def step(model: Any, way: Callable[..., tuple[Tensor, Tensor]], **inputs: Any) -> dict[str, Tensor]:
-    """The results, and the gradient of everything that is trained; each token has a weight of its own, as with advantages."""
+    """The results, and the gradient of everything that is trained; each token has a weight of its own, as with
+    advantages."""
     results = way(model, **inputs)
     weights = torch.randn(2, *results[0].shape, generator=torch.Generator().manual_seed(5)).to(results[0].device)
     model.zero_grad()
@@ -118,14 +129,20 @@ def test_a_head_that_is_saved_beside_the_adapters_is_trained(tied: bool) -> None
     assert_same(got, step(plain, plainly, **tokens()))
 
 
-@pytest.mark.parametrize("adapter", [None, "lm_head", "q_proj"], ids=["no_adapter", "adapted_head", "adapted_attention"])
+@pytest.mark.parametrize(
+    "adapter", [None, "lm_head", "q_proj"], ids=["no_adapter", "adapted_head", "adapted_attention"]
+)
 @pytest.mark.parametrize("quantize", QUANTIZED.values(), ids=QUANTIZED.keys())
-def test_what_is_not_quantized_gets_the_gradients_of_plain_pytorch(quantize: Callable[[Any], Any], adapter: str | None) -> None:
+def test_what_is_not_quantized_gets_the_gradients_of_plain_pytorch(
+    quantize: Callable[[Any], Any], adapter: str | None
+) -> None:
     plain = quantize(make(tie_word_embeddings=False, intermediate_size=128)).train()
     if adapter is not None:
         plain = adapted(plain, adapter)
     got = step(twin(plain), by_module, **tokens())
-    assert got.keys() - {"log_prob", "entropy"} == {name for name, parameter in plain.named_parameters() if parameter.requires_grad}
+    assert got.keys() - {"log_prob", "entropy"} == {
+        name for name, parameter in plain.named_parameters() if parameter.requires_grad
+    }
     assert_same(got, step(plain, plainly, **tokens()))
 
 
@@ -137,7 +154,8 @@ def test_trl_runs_with_a_weight_that_dequantizes_itself() -> None:
 def test_a_quantized_weight_is_an_error_of_the_op_that_says_what_to_do() -> None:
     model = QUANTIZED["torchao_int8"](make(tie_word_embeddings=False, intermediate_size=128)).train()
     with pytest.raises(
-        DtypeError, match=r"^linear_log_prob: tensors must be plain, got weight as Int8Tensor; pass what its dequantize\(\) returns$"
+        DtypeError,
+        match=r"^linear_log_prob: tensors must be plain, got weight as Int8Tensor; pass what its dequantize\(\) returns$",
     ):
         by_weight(model, **tokens())
 
@@ -146,7 +164,8 @@ def test_a_quantized_weight_is_an_error_of_the_op_that_says_what_to_do() -> None
 def test_a_weight_of_packed_integers_is_an_error_that_says_what_to_do(kind: str) -> None:
     model = QUANTIZED[kind](make(tie_word_embeddings=False, intermediate_size=128)).train()
     with pytest.raises(
-        OptionError, match=r"^use_in_trl: the head's weight must have a floating dtype, got torch\.u?int8; leave lm_head out of "
+        OptionError,
+        match=r"^use_in_trl: the head's weight must have a floating dtype, got torch\.u?int8; leave lm_head out of ",
     ):
         by_trl(model, **tokens())
 
@@ -168,7 +187,13 @@ def test_another_head_is_computed_in_chunks(kind: str, place: torch.device, monk
 def test_a_head_on_the_disk_passes_gradients_on_to_the_adapters(tmp_path: Path) -> None:
     plain = adapted(make(tie_word_embeddings=False), "q_proj")
     ours = twin(plain)
-    dispatch_model(ours.base_model.model, {"": "cpu", "lm_head": "disk"}, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
+    dispatch_model(
+        ours.base_model.model,
+        {"": "cpu", "lm_head": "disk"},
+        main_device="cpu",
+        offload_dir=str(tmp_path),
+        force_hooks=True,
+    )
     assert ours.get_output_embeddings().weight.is_meta
     assert_same(step(ours, by_module, **tokens()), step(plain, plainly, **tokens()))
 
@@ -191,7 +216,9 @@ def test_several_targets_and_temperatures_of_tokens_reach_another_head() -> None
 def test_another_head_has_the_errors_of_the_op() -> None:
     model = adapted(make(tie_word_embeddings=False), "lm_head")
     hidden, target = body(model, **tokens())
-    with pytest.raises(TargetError, match=r"^linear_log_prob: every target must be in \[0, 300\) or ignore_index=-100, got 300$"):
+    with pytest.raises(
+        TargetError, match=r"^linear_log_prob: every target must be in \[0, 300\) or ignore_index=-100, got 300$"
+    ):
         head_log_prob(model.get_output_embeddings(), hidden, torch.full_like(target, 300))
 
 
@@ -209,7 +236,11 @@ def test_micro_batches_add_up_to_the_batch(kind: str) -> None:
     model = make(tie_word_embeddings=False).train()
     model = model if kind == "plain" else adapted(model, "lm_head")
     inputs = tokens(batch=4)
-    whole = {name: value for name, value in step(twin(model), plainly, **inputs).items() if name not in ("log_prob", "entropy")}
+    whole = {
+        name: value
+        for name, value in step(twin(model), plainly, **inputs).items()
+        if name not in ("log_prob", "entropy")
+    }
     results = by_module(model, **inputs)
     weights = torch.randn(2, *results[0].shape, generator=torch.Generator().manual_seed(5)).to(results[0].device)
     for part in (slice(0, 1), slice(1, 4)):

@@ -45,14 +45,24 @@ def in_inference_mode(look: Callable[[Any], Any]) -> Callable[[Any], Any]:
 LOOKS: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda outputs: None,
     "argmax": lambda outputs: outputs.logits.argmax(-1),
-    "accuracy_without_gradients": without_gradients(lambda outputs: (outputs.logits.argmax(-1).flatten() == TARGET).float().mean()),
-    "accuracy_in_inference_mode": in_inference_mode(lambda outputs: (outputs.logits.argmax(-1).flatten() == TARGET).float().mean()),
+    "accuracy_without_gradients": without_gradients(
+        lambda outputs: (outputs.logits.argmax(-1).flatten() == TARGET).float().mean()
+    ),
+    "accuracy_in_inference_mode": in_inference_mode(
+        lambda outputs: (outputs.logits.argmax(-1).flatten() == TARGET).float().mean()
+    ),
     "slice_without_gradients": without_gradients(lambda outputs: outputs.logits[:, -1].argmax(-1)),
     "cast_without_gradients": without_gradients(lambda outputs: outputs.logits.double().softmax(-1)),
     "entropy_without_gradients": without_gradients(lambda outputs: torch.log_softmax(outputs.logits, -1).exp()),
-    "cross_entropy_without_gradients": without_gradients(lambda outputs: F.cross_entropy(outputs.logits.flatten(0, 1), TARGET)),
-    "cross_entropy_in_inference_mode": in_inference_mode(lambda outputs: F.cross_entropy(outputs.logits.flatten(0, 1), TARGET)),
-    "materialize_without_gradients": without_gradients(lambda outputs: getattr(outputs.logits, "materialize", lambda: None)()),
+    "cross_entropy_without_gradients": without_gradients(
+        lambda outputs: F.cross_entropy(outputs.logits.flatten(0, 1), TARGET)
+    ),
+    "cross_entropy_in_inference_mode": in_inference_mode(
+        lambda outputs: F.cross_entropy(outputs.logits.flatten(0, 1), TARGET)
+    ),
+    "materialize_without_gradients": without_gradients(
+        lambda outputs: getattr(outputs.logits, "materialize", lambda: None)()
+    ),
     "iteration_without_gradients": without_gradients(lambda outputs: list(outputs.logits)),
     "loop_without_gradients": without_gradients(lambda outputs: [outputs.logits[row, -1].max() for row in range(2)]),
     "twice_without_gradients": without_gradients(lambda outputs: (outputs.logits + 1, outputs.logits + 1)),
@@ -62,7 +72,9 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
     "array": without_gradients(lambda outputs: np.asarray(outputs.logits)),
     "tolist": lambda outputs: outputs.logits.tolist(),
     "deepcopy": lambda outputs: copy.deepcopy(outputs.logits.detach()),
-    "deepcopy_of_lazy_logits": lambda outputs: copy.deepcopy(outputs.logits) if isinstance(outputs.logits, liger_hf.LazyLogits) else None,
+    "deepcopy_of_lazy_logits": lambda outputs: (
+        copy.deepcopy(outputs.logits) if isinstance(outputs.logits, liger_hf.LazyLogits) else None
+    ),
     "pickle": lambda outputs: pickle.dumps(outputs.logits),
     "repr": lambda outputs: repr(outputs.logits),
     "data": lambda outputs: outputs.logits.data.argmax(-1),
@@ -74,7 +86,9 @@ LOSSES: dict[str, Callable[[Any], Tensor]] = {
     "alone": lambda outputs: outputs.logits.float().logsumexp(-1).square().mean(),
     "of_a_slice": lambda outputs: outputs.loss + outputs.logits[:, 1:].tanh().square().mean(),
     "cross_entropy": lambda outputs: F.cross_entropy(outputs.logits.flatten(0, 1), TARGET),
-    "smoothed_cross_entropy": lambda outputs: F.cross_entropy(outputs.logits.view(-1, VOCABULARY), TARGET, label_smoothing=0.1),
+    "smoothed_cross_entropy": lambda outputs: F.cross_entropy(
+        outputs.logits.view(-1, VOCABULARY), TARGET, label_smoothing=0.1
+    ),
     "of_two_reads": lambda outputs: outputs.logits.square().mean() + torch.softmax(outputs.logits, -1)[..., 3].sum(),
 }
 
@@ -84,7 +98,10 @@ def results(model: Any, loss_of: Callable[[Any], Tensor], **inputs: Any) -> dict
     model.zero_grad()
     loss = loss_of(model(**(inputs or tokens())))
     loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}}
+    return {
+        "loss": loss.detach(),
+        **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
+    }
 
 
 @pytest.fixture(scope="module", params=["llama-tied", "llama-untied", "gemma2-tied"])
@@ -175,8 +192,12 @@ WATCHES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("watch", WATCHES.values(), ids=WATCHES.keys())
-def test_a_gradient_of_the_logits_without_the_loss_is_refused(models: tuple[Any, Any, Any], watch: Callable[[Any], Any]) -> None:
-    with pytest.raises(liger_hf.LogitsError, match=r"the loss is computed without them, .* call the model without labels"):
+def test_a_gradient_of_the_logits_without_the_loss_is_refused(
+    models: tuple[Any, Any, Any], watch: Callable[[Any], Any]
+) -> None:
+    with pytest.raises(
+        liger_hf.LogitsError, match=r"the loss is computed without them, .* call the model without labels"
+    ):
         watch(models[0](**tokens()))
 
 
@@ -222,7 +243,9 @@ FUNCTIONS: dict[str, Callable[[Any], Tensor]] = {
     "own_of_a_slice": lambda z: SquaredMean.apply(z[:, 1:]),
     "differentiated_at_once": CrossEntropy.apply,
     "cross_entropy_alone": CrossEntropyOfRows.apply,
-    "reentrant_checkpoint": lambda z: checkpoint(lambda logits: logits.float().logsumexp(-1).square().mean(), z, use_reentrant=True),
+    "reentrant_checkpoint": lambda z: checkpoint(
+        lambda logits: logits.float().logsumexp(-1).square().mean(), z, use_reentrant=True
+    ),
 }
 
 
@@ -231,7 +254,8 @@ def test_an_autograd_function_that_would_get_no_gradient_is_refused(
     models: tuple[Any, Any, Any], function: Callable[[Any], Tensor]
 ) -> None:
     with pytest.raises(
-        liger_hf.LogitsError, match=r"a custom autograd function, .* must be given a tensor, .* call the model with keep_logits=True"
+        liger_hf.LogitsError,
+        match=r"a custom autograd function, .* must be given a tensor, .* call the model with keep_logits=True",
     ):
         function(models[0](**tokens()).logits)
 
@@ -295,12 +319,16 @@ def test_a_look_under_autocast_changes_no_gradient(models: tuple[Any, Any, Any])
 
 def test_a_trainer_whose_loss_logs_the_accuracy_first_trains_like_the_unpatched_model(tmp_path: Path) -> None:
     class Own(Trainer):
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
             outputs = model(**inputs)
             with torch.no_grad():
                 accuracies.append(float((outputs.logits.argmax(-1) == inputs["labels"]).float().mean()))
             penalty = outputs.logits.float().logsumexp(-1).square().mean()
-            loss = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()) + 0.1 * penalty
+            loss = (
+                F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()) + 0.1 * penalty
+            )
             return (loss, outputs) if return_outputs else loss
 
     plain = make().train()

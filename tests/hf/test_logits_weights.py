@@ -67,14 +67,18 @@ OPTIMIZERS_OF_OTHERS: dict[str, Callable[[Any], Any]] = {
     "accelerate": lambda parameters: Accelerator(cpu=True).prepare(torch.optim.AdamW(parameters, lr=0.1, fused=True)),
 }
 OPTIMIZERS_OF_TORCH: dict[str, Callable[[Any], Any]] = {
-    f"{kind.__name__.lower()}{'_'.join(['', *options])}": lambda parameters, kind=kind, options=options: kind(parameters, lr=0.1, **options)  # type: ignore[misc]
+    f"{kind.__name__.lower()}{'_'.join(['', *options])}": lambda parameters, kind=kind, options=options: kind(
+        parameters, lr=0.1, **options
+    )  # type: ignore[misc]
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
     for options in ({}, {"foreach": True}, {"fused": True})
 }
 
 
 @pytest.mark.parametrize(
-    "optimizer", [*OPTIMIZERS_OF_TORCH.values(), *OPTIMIZERS_OF_OTHERS.values()], ids=[*OPTIMIZERS_OF_TORCH, *OPTIMIZERS_OF_OTHERS]
+    "optimizer",
+    [*OPTIMIZERS_OF_TORCH.values(), *OPTIMIZERS_OF_OTHERS.values()],
+    ids=[*OPTIMIZERS_OF_TORCH, *OPTIMIZERS_OF_OTHERS],
 )
 def test_logits_cannot_be_read_after_a_step_of_any_optimizer(patched: Any, optimizer: Callable[[Any], Any]) -> None:
     made = optimizer(patched.parameters())
@@ -84,8 +88,13 @@ def test_logits_cannot_be_read_after_a_step_of_any_optimizer(patched: Any, optim
     fresh = patched(**tokens())
     fresh.loss.backward()
     made.step()
-    for read in (lambda z: z.argmax(-1), lambda z: F.cross_entropy(z.view(-1, VOCABULARY), tokens()["labels"].flatten())):
-        with pytest.raises(liger_hf.LogitsError, match=r"has been updated since the forward pass; read outputs\.logits before"):
+    for read in (
+        lambda z: z.argmax(-1),
+        lambda z: F.cross_entropy(z.view(-1, VOCABULARY), tokens()["labels"].flatten()),
+    ):
+        with pytest.raises(
+            liger_hf.LogitsError, match=r"has been updated since the forward pass; read outputs\.logits before"
+        ):
             read(fresh.logits)
     # What was read before is there.
     with torch.no_grad():
@@ -178,9 +187,14 @@ def test_logits_cannot_be_read_after_the_hidden_states_were_changed_in_place(pat
     outputs = patched(**tokens(), output_hidden_states=True)
     with torch.no_grad():
         outputs.hidden_states[-1].mul_(2)
-    for read in (lambda z: z.argmax(-1), lambda z: z[:, -1].argmax(-1), lambda z: F.cross_entropy(z.flatten(0, 1), torch.ones(22).long())):
+    for read in (
+        lambda z: z.argmax(-1),
+        lambda z: z[:, -1].argmax(-1),
+        lambda z: F.cross_entropy(z.flatten(0, 1), torch.ones(22).long()),
+    ):
         with pytest.raises(
-            liger_hf.LogitsError, match="before the hidden states that the output head was called with are changed in place"
+            liger_hf.LogitsError,
+            match="before the hidden states that the output head was called with are changed in place",
         ):
             read(outputs.logits)
 
@@ -192,7 +206,10 @@ def others(model: Any, kind: str) -> dict[str, Tensor]:
     """Other weights for the model."""
     generator = torch.Generator().manual_seed(7)
     made = {name: p.detach() + 0.1 * torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
-    return {name: nn.Parameter(p) if kind == "parameters" else p.requires_grad_(kind == "tensors") for name, p in made.items()}
+    return {
+        name: nn.Parameter(p) if kind == "parameters" else p.requires_grad_(kind == "tensors")
+        for name, p in made.items()
+    }
 
 
 KINDS = pytest.mark.parametrize("kind", ["parameters", "tensors", "constants"])
@@ -216,7 +233,11 @@ def test_functional_call_uses_the_given_weights_for_loss_and_logits(
     liger_hf.apply(patched)
     given = others(plain, kind)
     found = []
-    for which, weights in ((patched, given), (plain, given), (twin(plain).double(), {name: p.double() for name, p in given.items()})):
+    for which, weights in (
+        (patched, given),
+        (plain, given),
+        (twin(plain).double(), {name: p.double() for name, p in given.items()}),
+    ):
         leaves = {name: p.detach().requires_grad_(p.requires_grad) for name, p in weights.items()}
         value = loss(torch.func.functional_call(which, leaves, kwargs=tokens()))
         if kind != "constants":
@@ -336,7 +357,9 @@ def test_many_threads_get_the_results_of_one(patched: Any) -> None:
         for _ in range(8):
             with torch.set_grad_enabled(train):
                 outputs = patched(**tokens())
-            if isinstance(outputs.logits, liger_hf.LazyLogits) != train or not torch.equal(outputs.loss.detach(), expected):
+            if isinstance(outputs.logits, liger_hf.LazyLogits) != train or not torch.equal(
+                outputs.loss.detach(), expected
+            ):
                 wrong.append(f"train={train}: {outputs}")
 
     threads = [threading.Thread(target=work, args=(number % 2 == 0,)) for number in range(6)]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers with adapters of PEFT: what the op computes, what is left to PEFT, and that a model trains as without Liger."""
+"""Linear layers with adapters of PEFT: what the op computes, what is left to PEFT, and that a model trains as without
+Liger."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ ONLY = {"only": ["lora_linear"]}
 
 
 def adapted(model: Any, **options: Any) -> Any:
-    """The model with LoRA on all linear layers of its layers, whose second factor is not zero, so that both get a gradient."""
+    """The model with LoRA on all linear layers of its layers, whose second factor is not zero, so that both get a
+    gradient."""
     options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
     return random_adapters(peft.get_peft_model(model, peft.LoraConfig(**options)).train())
 
@@ -87,7 +89,9 @@ def test_in_bfloat16_gradients_are_on_average_as_close_to_float64_as_those_of_pe
     ours = theirs = 0.0
     # The roundings of the layers are the larger part of both errors, and one batch has them by chance.
     for seed in range(8):
-        ids = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(seed)).to(tiny_models.DEVICE)
+        ids = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(seed)).to(
+            tiny_models.DEVICE
+        )
         inputs = {"input_ids": ids, "labels": ids}
         exact = exact_step(plain, **inputs)
         ours += sum(error(value, exact[name]).frobenius for name, value in step(patched, **inputs).items())
@@ -99,7 +103,9 @@ def test_in_bfloat16_gradients_are_on_average_as_close_to_float64_as_those_of_pe
 @pytest.mark.cpu
 @pytest.mark.parametrize("model_type", ADAPTABLE)
 def test_a_type_with_adapters_computes_what_it_does_without_liger(model_type: str) -> None:
-    plain = random_adapters(peft.get_peft_model(sweep.build(model_type), peft.LoraConfig(r=4, target_modules="all-linear")))
+    plain = random_adapters(
+        peft.get_peft_model(sweep.build(model_type), peft.LoraConfig(r=4, target_modules="all-linear"))
+    )
     report, inexact, rounded = sweep._compared(plain, sweep._outcomes(plain))
     assert (inexact, rounded) == ([], [])
     assert report.replaced["lora_linear"] > 0
@@ -152,7 +158,9 @@ def test_dora_needs_no_matrix_of_the_size_of_the_weight_in_float32(monkeypatch: 
     monkeypatch.setattr(rule, "NORM_ELEMENTS", 32 * 10)
     sizes = []
     addmm = torch.addmm
-    monkeypatch.setattr(torch, "addmm", lambda *args, **options: (sizes.append(args[0].numel()), addmm(*args, **options))[1])
+    monkeypatch.setattr(
+        torch, "addmm", lambda *args, **options: (sizes.append(args[0].numel()), addmm(*args, **options))[1]
+    )
     torch.testing.assert_close(rule._norms(weight, a, b, 0.5), expected.float())
     assert max(sizes) == 320
 
@@ -214,7 +222,8 @@ def swappable(model: Any) -> None:
 
 # What is done to a model after `apply`, and whether the op computes its layers then.
 CHANGES: dict[Callable[[Any], None], bool] = {
-    disabled: False, merged: False, unmerged: True, switched: True, both: False, hooked: False, hooked_base: True, swappable: False
+    disabled: False, merged: False, unmerged: True, switched: True, both: False, hooked: False, hooked_base: True,
+    swappable: False
 }  # fmt: skip
 
 
@@ -309,7 +318,9 @@ def test_a_layer_that_keeps_its_matmuls_does_not_repeat_those_with_adapters(monk
     for kernel in KERNELS.values():
         if kernel.name.endswith(("::lora_linear", "::lora_linears")):
             launch, name = kernel.launch, kernel.name.partition("::")[2]
-            monkeypatch.setattr(kernel, "launch", lambda *args, launch=launch, name=name: (launched.append(name), launch(*args)))
+            monkeypatch.setattr(
+                kernel, "launch", lambda *args, launch=launch, name=name: (launched.append(name), launch(*args))
+            )
     # What is last is known after a first step.
     for _ in range(2):
         launched.clear()
@@ -361,7 +372,9 @@ def test_autocast_gives_the_dtypes_and_nearly_the_gradients_of_peft(calls: list[
         got, expected = step(patched, **inputs), step(plain, **inputs)
     assert calls
     assert {name: value.dtype for name, value in got.items()} == {name: value.dtype for name, value in expected.items()}
-    ours, theirs = (sum(error(value, exact[name]).frobenius for name, value in found.items()) for found in (got, expected))
+    ours, theirs = (
+        sum(error(value, exact[name]).frobenius for name, value in found.items()) for found in (got, expected)
+    )
     assert ours <= 1.1 * theirs
 
 
@@ -379,7 +392,9 @@ def test_a_compiled_model_has_no_graph_break(dora: bool, options: dict[str, Any]
     got = step(compiled, **inputs)
     assert calls
     for name, value in expected.items():
-        torch.testing.assert_close(got[name if name == "loss" else f"_orig_mod.{name}"], value, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            got[name if name == "loss" else f"_orig_mod.{name}"], value, rtol=1e-4, atol=1e-5, msg=name
+        )
 
 
 # -- layers that read the same input
@@ -412,7 +427,9 @@ SHARED: dict[str, tuple[dict[str, Any], list[int]]] = {
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 @pytest.mark.parametrize("kind", SHARED)
-def test_layers_with_one_input_are_computed_together_and_get_the_gradients_of_peft(kind: str, model_type: str, shared: list[int]) -> None:
+def test_layers_with_one_input_are_computed_together_and_get_the_gradients_of_peft(
+    kind: str, model_type: str, shared: list[int]
+) -> None:
     options, expected = SHARED[kind]
     plain = adapted(make(tie_word_embeddings=False) if model_type == "llama" else sweep.build(model_type), **options)
     patched, inputs = twin(plain), tokens()
@@ -422,13 +439,17 @@ def test_layers_with_one_input_are_computed_together_and_get_the_gradients_of_pe
     assert shared == 2 * expected
 
 
-def test_in_bfloat16_adapters_of_layers_with_one_input_are_as_close_to_float64_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_bfloat16_adapters_of_layers_with_one_input_are_as_close_to_float64_as_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plain = adapted(make(dtype=torch.bfloat16, tie_word_embeddings=False))
     patched = twin(plain)
     liger_hf.apply(patched)
     together = alone = 0.0
     for seed in range(8):
-        ids = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(seed)).to(tiny_models.DEVICE)
+        ids = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(seed)).to(
+            tiny_models.DEVICE
+        )
         inputs = {"input_ids": ids, "labels": ids}
         exact = exact_step(plain, **inputs)
         together += sum(error(value, exact[name]).frobenius for name, value in step(patched, **inputs).items())
@@ -451,7 +472,9 @@ AFTERWARDS: dict[Callable[[Any], None], list[int]] = {
 
 
 @pytest.mark.parametrize("change", AFTERWARDS, ids=lambda change: change.__name__)
-def test_what_can_be_computed_together_is_looked_at_in_every_call(change: Callable[[Any], None], shared: list[int]) -> None:
+def test_what_can_be_computed_together_is_looked_at_in_every_call(
+    change: Callable[[Any], None], shared: list[int]
+) -> None:
     model = adapted(make(tie_word_embeddings=False))
     model.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=3, target_modules="all-linear"))
     plain = random_adapters(model)
@@ -464,7 +487,9 @@ def test_what_can_be_computed_together_is_looked_at_in_every_call(change: Callab
     for m in (patched, plain):
         loss = m(**inputs).loss
         trained = [p for p in m.parameters() if p.requires_grad]
-        outcomes.append([loss, *torch.autograd.grad(loss, trained, allow_unused=True)] if loss.requires_grad else [loss])
+        outcomes.append(
+            [loss, *torch.autograd.grad(loss, trained, allow_unused=True)] if loss.requires_grad else [loss]
+        )
     assert shared == 2 * AFTERWARDS[change]
     torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-5)
 
@@ -548,7 +573,9 @@ class Forwards(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("in_one_statement", ["abc"]), ("in_a_block", ["bc"]), ("changed_between", [])], ids=lambda value: str(value)
+    ("name", "expected"),
+    [("in_one_statement", ["abc"]), ("in_a_block", ["bc"]), ("changed_between", [])],
+    ids=lambda value: str(value),
 )
 def test_only_calls_that_surely_come_with_one_input_are_rewritten(name: str, expected: list[str]) -> None:
     groups: list[str] = []
@@ -561,7 +588,9 @@ def test_only_calls_that_surely_come_with_one_input_are_rewritten(name: str, exp
     for child in "abc":
         setattr(module, child, nn.Identity())
         getattr(module, child).name = child
-    function = with_shared_inputs(getattr(Forwards, name), "abc", {"__liger_together__": together, "__liger_take__": joint._take})
+    function = with_shared_inputs(
+        getattr(Forwards, name), "abc", {"__liger_together__": together, "__liger_take__": joint._take}
+    )
     x = torch.arange(3.0)
     if function is not None:
         torch.testing.assert_close(function(module, x), getattr(module, name)(x))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms that a forward scales and shifts are computed in one step, where its source says so and nobody watches the norm."""
+"""Norms that a forward scales and shifts are computed in one step, where its source says so and nobody watches the
+norm."""
 
 from __future__ import annotations
 
@@ -55,7 +56,12 @@ MODULES: dict[str, tuple[Any, str, int, bool]] = {
     "qwen_omni_last": (lambda: omni.Qwen2_5_OmniAdaLayerNormZero_Final(WIDTH), "modulated_layer_norm", 1, False),
     "vibevoice": (vibevoice, "modulated_rms_norm", 1, True),
     "block_of_esmfold2": (block(EsmFold2RMSNorm), "modulated_rms_norm", 2, False),
-    "block_with_layer_norms": (block(lambda: nn.LayerNorm(WIDTH, elementwise_affine=False)), "modulated_layer_norm", 2, False),
+    "block_with_layer_norms": (
+        block(lambda: nn.LayerNorm(WIDTH, elementwise_affine=False)),
+        "modulated_layer_norm",
+        2,
+        False,
+    ),
     "block_with_weights": (block(lambda: nn.RMSNorm(WIDTH, eps=1e-6)), "modulated_rms_norm", 2, False),
 }
 EACH = pytest.mark.parametrize(("make", "op", "count", "tokens"), MODULES.values(), ids=MODULES)
@@ -86,11 +92,16 @@ def drawn(make: Any, dtype: torch.dtype) -> nn.Module:
 
 def run(module: nn.Module, tokens: bool, dtype: torch.dtype) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    x, condition = torch.randn(3, 5, WIDTH, generator=generator), torch.randn(3, 5 if tokens else 1, WIDTH, generator=generator)
+    x, condition = (
+        torch.randn(3, 5, WIDTH, generator=generator),
+        torch.randn(3, 5 if tokens else 1, WIDTH, generator=generator),
+    )
     x, condition = (value.to(dtype).requires_grad_() for value in (x, condition if tokens else condition.squeeze(1)))
     outputs = module(x, condition)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    torch.stack([(y * torch.linspace(-1, 1, y.numel()).view(y.shape).to(dtype)).sum() for y in outputs]).sum().backward()
+    torch.stack(
+        [(y * torch.linspace(-1, 1, y.numel()).view(y.shape).to(dtype)).sum() for y in outputs]
+    ).sum().backward()
     results = {f"output {n}": y.detach() for n, y in enumerate(outputs)} | {"x": x.grad, "condition": condition.grad}
     return results | {name: p.grad for name, p in module.named_parameters()}  # type: ignore[return-value]
 

@@ -133,7 +133,9 @@ def gradients(unit: Unit, x: Tensor) -> dict[str, Tensor]:
     leaf = x.clone().requires_grad_()
     unit(leaf).square().sum().backward(retain_graph=False)
     kept = {
-        f"kept {name} {i}": torch.as_tensor(value).detach() for name in ("gate", "up") for i, value in enumerate(getattr(unit, name).kept)
+        f"kept {name} {i}": torch.as_tensor(value).detach()
+        for name in ("gate", "up")
+        for i, value in enumerate(getattr(unit, name).kept)
     }
     return {"x": leaf.grad, **{name: p.grad for name, p in unit.named_parameters()}, **kept}  # type: ignore[dict-item]
 
@@ -195,8 +197,11 @@ def test_the_output_of_an_adapter_is_unshared() -> None:
     assert unshared((model(torch.randn(2, 3, 8)),))
 
 
-def test_what_holds_a_tensor_under_one_dispatch_mode_is_not_expected_under_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mode of make_fx holds what is made under it; a plan that came after it predicted that gate and up are not overwritten."""
+def test_what_holds_a_tensor_under_one_dispatch_mode_is_not_expected_under_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The mode of make_fx holds what is made under it; a plan that came after it predicted that gate and up are not
+    overwritten."""
     monkeypatch.setattr(ownership, "_fresh", {})
 
     def doubled(x: Tensor) -> Tensor:

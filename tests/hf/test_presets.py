@@ -29,7 +29,11 @@ def stop(what: Callable[..., Any]) -> Callable[..., Any]:
 # The command line, and what it hands the model to: at that place its name.
 COMMANDS: dict[str, tuple[tuple[str, ...], str, Callable[..., Any]]] = {
     "demo": (("demo", "--model"), "liger_bench.demo.run.run", lambda settings, *_: settings.size),
-    "bench model": (("bench", "model", "--model"), "liger_bench.model.command.completed", lambda case, jobs, *_: jobs[0].model),
+    "bench model": (
+        ("bench", "model", "--model"),
+        "liger_bench.model.command.completed",
+        lambda case, jobs, *_: jobs[0].model,
+    ),
     "bench distributed": (
         ("bench", "distributed", "--model"),
         "liger_bench.distributed.command.completed",
@@ -61,16 +65,22 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("llama-3.2-1", "'llama-3.2-1b'"), ("Tiny", "'tiny'"), ("llama", "'llama-3.2-1b' or 'llama-3-8b'")]
+    ("name", "meant"),
+    [("llama-3.2-1", "'llama-3.2-1b'"), ("Tiny", "'tiny'"), ("llama", "'llama-3.2-1b' or 'llama-3-8b'")],
 )
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_suggests_a_name(command: str, name: str, meant: str, no_hub: None, liger: Callable[..., tuple[int, str]]) -> None:
+def test_every_command_suggests_a_name(
+    command: str, name: str, meant: str, no_hub: None, liger: Callable[..., tuple[int, str]]
+) -> None:
     if (command, name) == ("inspect", "llama"):
         pytest.skip("a model type, which inspect takes")
     code, errors = liger(*COMMANDS[command][0], name, *(("--steps", "1") if command == "train" else ()))
     assert code == 2
     assert f"Did you mean {meant}?" in errors
-    assert "must be " + ("one of " if "--model" in COMMANDS[command][0] and command not in ("train", "plan") else "") in errors
+    assert (
+        "must be " + ("one of " if "--model" in COMMANDS[command][0] and command not in ("train", "plan") else "")
+        in errors
+    )
     assert ", ".join(PRESETS) in errors
 
 
@@ -91,7 +101,9 @@ def test_inspecting_a_wrong_name_without_a_hub_is_one_sentence_soon() -> None:
             "finally: print('torch._dynamo' in sys.modules)"
         )
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        done = subprocess.run([sys.executable, "-c", code, "inspect", "notamodel", url], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-c", code, "inspect", "notamodel", url], capture_output=True, text=True, timeout=120
+        )
     assert done.returncode == 2
     assert done.stdout.split() == ["False"]
     assert "Retrying" not in done.stderr

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents packed into one row by position_ids: the report of `apply` says in which models each of them sees those before it."""
+"""Documents packed into one row by position_ids: the report of `apply` says in which models each of them sees those
+before it."""
 
 from __future__ import annotations
 
@@ -46,5 +47,7 @@ def test_apply_says_so_once_and_counts_the_layers() -> None:
     model = build("qwen3_5_text")
     layers = sum(type(module).__name__ == "Qwen3_5GatedDeltaNet" for module in model.modules())
     for _ in range(2):
-        notes = [note for note in liger_hf.apply(model, only=["rms_norm"], verify=False).notes if "position_ids" in note]
+        notes = [
+            note for note in liger_hf.apply(model, only=["rms_norm"], verify=False).notes if "position_ids" in note
+        ]
         assert notes == [recurrent.NOTE.format(count=layers, classes="Qwen3_5GatedDeltaNet")]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is computed later, in the backward pass or when logits are read, is computed with the settings and random numbers of the forward pass."""
+"""What is computed later, in the backward pass or when logits are read, is computed with the settings and random
+numbers of the forward pass."""
 
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def gradients(model: Any, change: Callable[[Any], Any]) -> dict[str, Tensor]:
 
 @EACH_CHANGE
 @pytest.mark.parametrize(("targets", "options"), [(["lm_head"], {}), (MLP, {"mlp_rows": 8})], ids=["head", "tiles"])
-def test_the_backward_pass_is_that_of_the_forward_pass(targets: list[str], options: dict[str, Any], change: Callable[[Any], Any]) -> None:
+def test_the_backward_pass_is_that_of_the_forward_pass(
+    targets: list[str], options: dict[str, Any], change: Callable[[Any], Any]
+) -> None:
     plain = adapted(targets, dropout=0.3 if change is CHANGES["evaluation"] and not options else 0.0)
     patched = twin(plain)
     liger_hf.apply(patched, **options)
@@ -84,10 +87,14 @@ def test_log_probabilities_of_a_head_get_the_gradients_of_the_forward_pass(chang
         model = twin(plain)
         head = model.base_model.model.lm_head
         rows = hidden.clone().requires_grad_()
-        total = (head_log_prob(head, rows, target) if ours else head(rows).log_softmax(-1).gather(1, target[:, None])).sum()
+        total = (
+            head_log_prob(head, rows, target) if ours else head(rows).log_softmax(-1).gather(1, target[:, None])
+        ).sum()
         change(model)
         total.backward()
-        results.append({"rows": rows.grad, **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}})
+        results.append(
+            {"rows": rows.grad, **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+        )
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 

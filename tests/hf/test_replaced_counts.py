@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No version of torch or Transformers loses a replacement: every model type has as many replaced modules as docs/models.md shows."""
+"""No version of torch or Transformers loses a replacement: every model type has as many replaced modules as
+docs/models.md shows."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ def replaced(model_type: str) -> dict[str, int]:
 
 
 def expect(model_type: str) -> None:
-    shown = {column: SHOWN[model_type].columns.get(column, (0, 0))[0] for column in COLUMNS if (model_type, column) not in CHANGED}
+    shown = {
+        column: SHOWN[model_type].columns.get(column, (0, 0))[0]
+        for column in COLUMNS
+        if (model_type, column) not in CHANGED
+    }
     assert replaced(model_type) == shown
 
 

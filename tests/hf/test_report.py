@@ -26,7 +26,13 @@ pytestmark = pytest.mark.cpu
 def test_a_row_has_pattern_count_class_op_backend_and_reason() -> None:
     rows = {row.pattern: row for row in liger_hf.apply(make("gemma2")).rows}
     row = rows["model.layers.*.pre_feedforward_layernorm"]
-    assert (row.count, row.module, row.op, row.backend, row.verdict) == (2, "Gemma2RMSNorm", "rms_norm", "reference", "replaced")
+    assert (row.count, row.module, row.op, row.backend, row.verdict) == (
+        2,
+        "Gemma2RMSNorm",
+        "rms_norm",
+        "reference",
+        "replaced",
+    )
     assert row.reason == "outputs and gradients agree, weight_offset=1, cast='float32'"
     assert rows["model.layers.*.mlp"].reason == "outputs and gradients agree, approximate='tanh'"
     assert rows["(the model itself)"].op == "linear_cross_entropy"
@@ -43,12 +49,19 @@ def test_the_report_is_plain_data_text_and_a_table() -> None:
     table = console.export_text()
     for text in (str(report), table):
         assert "model.layers.*.input_layernorm" in text
-        assert "LlamaForCausalLM: 1 × linear_cross_entropy, 2 × add_rms_norm, 2 × rope, 2 × swiglu, 5 × rms_norm replaced" in text
+        assert (
+            "LlamaForCausalLM: 1 × linear_cross_entropy, 2 × add_rms_norm, 2 × rope, 2 × swiglu, 5 × rms_norm replaced"
+            in text
+        )
 
 
 @pytest.mark.parametrize(
     "chosen",
-    [{"only": ["rms_norm", "swiglu"]}, {"only": (rms_norm, swiglu)}, {"exclude": ["add_rms_norm", "rope", "linear_cross_entropy"]}],
+    [
+        {"only": ["rms_norm", "swiglu"]},
+        {"only": (rms_norm, swiglu)},
+        {"exclude": ["add_rms_norm", "rope", "linear_cross_entropy"]},
+    ],
 )
 def test_only_the_requested_ops_are_replaced(chosen: dict[str, Any]) -> None:
     report = liger_hf.apply(make(), **chosen)
@@ -79,7 +92,9 @@ def test_an_op_that_was_asked_for_and_that_the_model_cannot_have_is_in_its_repor
 
 
 def causal(architecture: str, **options: Any) -> Any:
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, vocab_size=300, hidden_size=64, **options))
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(architecture, vocab_size=300, hidden_size=64, **options)
+    )
 
 
 UNKNOWN: dict[str, tuple[Any, dict[str, int]]] = {
@@ -107,7 +122,14 @@ def test_an_unknown_model_trains_as_before(name: str) -> None:
 
 def test_an_encoder_decoder_that_computes_its_own_loss_makes_no_logits() -> None:
     config = T5Config(
-        vocab_size=300, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu", decoder_start_token_id=0
+        vocab_size=300,
+        d_model=64,
+        d_kv=16,
+        d_ff=96,
+        num_layers=2,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",
+        decoder_start_token_id=0,
     )
     config.dropout_rate = 0.0
     plain = T5ForConditionalGeneration(config).train()
@@ -150,7 +172,10 @@ def test_another_loss_function_is_left_and_named() -> None:
     model = make()
     model.loss_function = own_loss
     reasons = {row.op: row.reason for row in liger_hf.apply(model).rows}
-    assert reasons["linear_cross_entropy"] == "its loss function must be ForCausalLMLoss or ForMaskedLMLoss, it is own_loss"
+    assert (
+        reasons["linear_cross_entropy"]
+        == "its loss function must be ForCausalLMLoss or ForMaskedLMLoss, it is own_loss"
+    )
 
 
 def test_kernels_of_transformers_are_noted() -> None:
@@ -170,7 +195,8 @@ def test_a_forward_that_was_replaced_on_the_class_is_noted(monkeypatch: pytest.M
     monkeypatch.setattr(type(model), "forward", lce_forward)
     notes = liger_hf.inspect(model).notes
     assert notes == [
-        "LlamaForCausalLM.forward was replaced on the class by liger_kernel.transformers.model.llama; that stays, also after undo."
+        "LlamaForCausalLM.forward was replaced on the class by liger_kernel.transformers.model.llama; that stays, also "
+        "after undo."
     ]
 
 
@@ -187,7 +213,13 @@ def test_a_deep_model_costs_one_check_for_each_kind_of_module(monkeypatch: pytes
 
 
 def test_a_model_of_eight_billion_weights_is_patched_in_two_seconds() -> None:
-    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+    sizes = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    }
     # No weights: they could not be copied.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_hidden_layers=32, **sizes))
@@ -203,7 +235,13 @@ def test_auto_models_come_with_their_report(tmp_path: Path) -> None:
     assert model.liger_report.replaced == {"rms_norm": 5, "add_rms_norm": 2, "swiglu": 2, "linear_cross_entropy": 1}
     model.save_pretrained(tmp_path)
     loaded = liger_hf.AutoLigerModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.liger_report.replaced == {"rms_norm": 5, "add_rms_norm": 2, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
+    assert loaded.liger_report.replaced == {
+        "rms_norm": 5,
+        "add_rms_norm": 2,
+        "rope": 2,
+        "swiglu": 2,
+        "linear_cross_entropy": 1,
+    }
     ids = tokens()["input_ids"]
     with torch.no_grad():
         torch.testing.assert_close(loaded.eval()(ids).logits, model.eval()(ids).logits)

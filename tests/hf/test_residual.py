@@ -27,7 +27,8 @@ OFFSETS = {"llama": 0, "mistral": 0, "qwen2": 0, "qwen3": 0, "gemma": 1, "gemma2
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """(weight, residual, branch, whether it is a layer norm) of every call in which a patched layer adds and norms in one step."""
+    """(weight, residual, branch, whether it is a layer norm) of every call in which a patched layer adds and norms in
+    one step."""
     seen: list[tuple[Any, ...]] = []
     fit = residual._fit
 
@@ -48,7 +49,9 @@ def applied(model: nn.Module, calls: list[Any], **options: Any) -> liger_hf.Repo
 
 
 @pytest.mark.parametrize(("architecture", "offset"), OFFSETS.items(), ids=OFFSETS)
-def test_every_layer_adds_and_norms_in_one_step_and_trains_like_the_unpatched_model(architecture: str, offset: int, calls: Any) -> None:
+def test_every_layer_adds_and_norms_in_one_step_and_trains_like_the_unpatched_model(
+    architecture: str, offset: int, calls: Any
+) -> None:
     plain = make(architecture).train()
     patched = twin(plain)
     report = applied(patched, calls)
@@ -65,7 +68,9 @@ LAYER_NORMS = {"starcoder2": (2, 2, ""), "nemotron": (2, 2, "weight + 1"), "pers
 
 
 @pytest.mark.parametrize(("architecture", "found"), LAYER_NORMS.items(), ids=LAYER_NORMS)
-def test_layer_norms_are_added_and_normed_in_one_step_too(architecture: str, found: tuple[int, int, str], calls: Any) -> None:
+def test_layer_norms_are_added_and_normed_in_one_step_too(
+    architecture: str, found: tuple[int, int, str], calls: Any
+) -> None:
     modules, sums, detail = found
     plain = make(architecture, **({"is_decoder": True} if architecture == "bert" else {})).eval()
     patched = twin(plain)
@@ -79,7 +84,9 @@ def test_layer_norms_are_added_and_normed_in_one_step_too(architecture: str, fou
     assert [name for name in wrong if not name.endswith("key.bias")] == []
     assert len(calls) == sums
     report.undo()
-    assert all(torch.equal(a, b) for a, b in zip(step(patched, **inputs).values(), step(plain, **inputs).values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(step(patched, **inputs).values(), step(plain, **inputs).values(), strict=True)
+    )
 
 
 def test_under_autocast_a_layer_norm_is_called_as_the_module_that_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +180,8 @@ def test_a_compiled_layer_that_got_another_class_is_replaced_as_before(monkeypat
 def test_a_compiled_layer_runs_the_hooks_on_its_norm() -> None:
     model, inputs = make(num_hidden_layers=1).eval(), tokens()
     liger_hf.apply(model)
-    # A hook that is added after compilation is not seen in an unpatched model either (torch's skip_nnmodule_hook_guards).
+    # A hook that is added after compilation is not seen in an unpatched model either (torch's
+    # skip_nnmodule_hook_guards).
     model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda module, args, output: output * 2)
     torch._dynamo.reset()
     with torch.no_grad():
@@ -285,7 +293,9 @@ def test_a_parametrised_weight_is_the_one_that_counts(calls: Any) -> None:
     patched = twin(plain)
     applied(patched, calls)
     for model in (plain, patched):
-        nn.utils.parametrize.register_parametrization(model.model.layers[0].post_attention_layernorm, "weight", nn.Softplus())
+        nn.utils.parametrize.register_parametrization(
+            model.model.layers[0].post_attention_layernorm, "weight", nn.Softplus()
+        )
     inputs = tokens()
     expected, got = step(plain, **inputs), step(patched, **inputs)
     torch.testing.assert_close(list(got.values()), list(expected.values()), rtol=1e-4, atol=1e-5)
@@ -315,7 +325,9 @@ def test_a_hook_that_is_there_when_apply_comes_is_a_reason() -> None:
 
 
 def test_a_model_that_norms_no_sum_says_so() -> None:
-    with pytest.raises(liger_hf.ModelError, match="no forward adds two tensors and passes the sum straight to an RMSNorm"):
+    with pytest.raises(
+        liger_hf.ModelError, match="no forward adds two tensors and passes the sum straight to an RMSNorm"
+    ):
         liger_hf.apply(make("gpt2", n_embd=64, n_head=4, n_layer=2), only=["add_rms_norm"])
 
 
@@ -594,14 +606,20 @@ def test_the_new_forward_says_where_it_was_written() -> None:
     made = with_one_call(original, ("norm",), lambda norm, a, b: (norm(a + b), a + b))
     assert made.__code__.co_filename == original.__code__.co_filename
     assert made.__code__.co_firstlineno == original.__code__.co_firstlineno
-    assert (made.__defaults__, made.__kwdefaults__, made.__doc__) == (original.__defaults__, original.__kwdefaults__, original.__doc__)
+    assert (made.__defaults__, made.__kwdefaults__, made.__doc__) == (
+        original.__defaults__,
+        original.__kwdefaults__,
+        original.__doc__,
+    )
     assert made.__globals__ is original.__globals__
 
 
 def test_a_source_that_is_not_that_of_the_code_is_not_believed() -> None:
     original = NormedUnderANameOfItsOwn.forward
     assert norms_of_sums(original) == ("norm",)
-    swapped = FunctionType(Difference.forward.__code__.replace(co_firstlineno=original.__code__.co_firstlineno), globals())
+    swapped = FunctionType(
+        Difference.forward.__code__.replace(co_firstlineno=original.__code__.co_firstlineno), globals()
+    )
     assert norms_of_sums(swapped) == ()
 
 
@@ -646,7 +664,11 @@ def test_a_forward_that_has_another_op_already_keeps_that() -> None:
     x = torch.randn(2, 4, 3, 8)
     expected = layer(x, *tables)
     report = liger_hf.apply(layer)
-    assert {row.op: row.verdict for row in report.rows} == {"rope": "replaced", "add_rms_norm": "left", "rms_norm": "replaced"}
+    assert {row.op: row.verdict for row in report.rows} == {
+        "rope": "replaced",
+        "add_rms_norm": "left",
+        "rms_norm": "replaced",
+    }
     assert "what it would replace is already replaced for rope" in str(report)
     torch.testing.assert_close(layer(x, *tables), expected)
 

@@ -108,7 +108,8 @@ def rotated_images(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
     return rotated(q), rotated(k)
 
 
-# A function or a family's, its name, whether it is given the axis of the heads, shapes of queries and keys, and columns of (tokens, columns) tables.
+# A function or a family's, its name, whether it is given the axis of the heads, shapes of queries and keys, and columns
+# of (tokens, columns) tables.
 WITHOUT_A_BATCH: dict[str, tuple[Any, ...]] = {
     "packed_images": ("qwen2_vl", "apply_rotary_pos_emb_vision", None, (5, 4, WIDTH), (5, 4, WIDTH), WIDTH),
     "packed_sequences": ("llama", "apply_rotary_pos_emb", 1, (5, 4, WIDTH), (5, 2, WIDTH), WIDTH),
@@ -125,11 +126,15 @@ def test_tables_without_a_batch_are_taken(call: str, monkeypatch: pytest.MonkeyP
     q, k, cos, sin = tensors(of_q, of_k, (5, columns), (5, columns))
     options = {} if axis is None else {"unsqueeze_dim": axis}
     expected = function(q, k, cos, sin, **options)
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(module(q, k, cos, sin, **options), expected, strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-6) for a, b in zip(module(q, k, cos, sin, **options), expected, strict=True)
+    )
     assert count.calls == 1
 
 
-def test_tables_without_a_batch_beside_heads_that_were_not_tried_go_to_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_without_a_batch_beside_heads_that_were_not_tried_go_to_the_original(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # Heads before tokens, and no batch.
     module, count = patched(function_of("llama")), Counted(monkeypatch)
     q, k, cos, sin = tensors((4, 5, WIDTH), (4, 5, WIDTH), (5, WIDTH), (5, WIDTH))
@@ -173,7 +178,10 @@ def test_heads_may_lie_on_either_axis(axis: int, monkeypatch: pytest.MonkeyPatch
     shapes = [(2, 4, 5, WIDTH), (2, 2, 5, WIDTH)] if axis == 1 else [(2, 5, 4, WIDTH), (2, 5, 2, WIDTH)]
     q, k, cos, sin = tensors(*shapes, (2, 5, WIDTH), (2, 5, WIDTH))
     expected = function_of("llama")(q, k, cos, sin, unsqueeze_dim=axis)
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(module(q, k, cos, sin, unsqueeze_dim=axis), expected, strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-6)
+        for a, b in zip(module(q, k, cos, sin, unsqueeze_dim=axis), expected, strict=True)
+    )
     assert count.calls == 1
 
 
@@ -254,10 +262,13 @@ def test_a_method_of_other_arguments_and_a_function_of_other_words_are_left_with
             return x * angles
 
     assert [row.reason for row in liger_hf.apply(Bound()).rows] == [
-        "it calls _apply_rotary_embedding, a method, which takes other arguments than a table of angles, queries and keys"
+        "it calls _apply_rotary_embedding, a method, which takes other arguments than a table of angles, queries and "
+        "keys"
     ]
     rows = [
-        row for row in liger_hf.inspect(build("vision:llama4"), only=["rope"], verify=False).rows if row.module == "Llama4VisionAttention"
+        row
+        for row in liger_hf.inspect(build("vision:llama4"), only=["rope"], verify=False).rows
+        if row.module == "Llama4VisionAttention"
     ]
     assert [row.reason for row in rows] == [
         "it calls vision_apply_rotary_emb, which takes other arguments than queries, keys and their angles"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries and keys are normalized and rotated in one step, where an attention's forward says so and nobody stands between."""
+"""Queries and keys are normalized and rotated in one step, where an attention's forward says so and nobody stands
+between."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from liger_hf.rules.rotary_norm.source import norms_before_rotary
 # Whole models on the device under test are in test_architectures.
 pytestmark = pytest.mark.cpu
 
-# Norms in one statement with the projection, of their own, in a branch, before a rotary function in a branch, and one function each.
+# Norms in one statement with the projection, of their own, in a branch, before a rotary function in a branch, and one
+# function each.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 16},
@@ -64,28 +66,42 @@ def applied(model: nn.Module, calls: list[Any], **options: Any) -> liger_hf.Repo
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_attention_normalizes_and_rotates_in_one_step_and_trains_like_the_unpatched_model(architecture: str, calls: Any) -> None:
+def test_every_attention_normalizes_and_rotates_in_one_step_and_trains_like_the_unpatched_model(
+    architecture: str, calls: Any
+) -> None:
     plain = make(architecture, **ARCHITECTURES[architecture]).train()
     patched = twin(plain)
     report = applied(patched, calls)
     assert report.replaced["qk_norm_rope"] == LAYERS
-    assert f"weight_offset={OFFSETS.get(architecture, 0)}" in next(row.reason for row in report.rows if row.op == "qk_norm_rope")
+    assert f"weight_offset={OFFSETS.get(architecture, 0)}" in next(
+        row.reason for row in report.rows if row.op == "qk_norm_rope"
+    )
     inputs = tokens()
     assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
     # The layers of AFMoE and EXAONE 4 that attend globally do not rotate.
-    rotated = sum(kind == "sliding_attention" for kind in plain.config.layer_types) if architecture in ("exaone4", "afmoe") else LAYERS
+    rotated = (
+        sum(kind == "sliding_attention" for kind in plain.config.layer_types)
+        if architecture in ("exaone4", "afmoe")
+        else LAYERS
+    )
     assert len(calls) == rotated
 
 
 def test_the_rope_row_says_where_rope_is() -> None:
     rows = {row.op: row for row in liger_hf.apply(make("qwen3")).rows}
-    assert (rows["rope"].verdict, rows["rope"].reason, rows["rope"].count) == ("replaced", "within qk_norm_rope", LAYERS)
+    assert (rows["rope"].verdict, rows["rope"].reason, rows["rope"].count) == (
+        "replaced",
+        "within qk_norm_rope",
+        LAYERS,
+    )
 
 
 def test_without_rope_there_is_no_qk_norm_rope() -> None:
     report = liger_hf.apply(make("qwen3"), exclude=["rope"])
     assert not {"rope", "qk_norm_rope"} & report.replaced.keys()
-    assert {row.reason for row in report.rows if row.op == "qk_norm_rope"} == {"it has rope as a part, which was excluded"}
+    assert {row.reason for row in report.rows if row.op == "qk_norm_rope"} == {
+        "it has rope as a part, which was excluded"
+    }
 
 
 def test_rope_alone_is_put_in_where_qk_norm_rope_is_excluded(calls: Any) -> None:
@@ -230,7 +246,12 @@ def test_a_hook_that_is_there_when_apply_comes_is_a_reason() -> None:
     model.model.layers[0].self_attn.q_norm.register_forward_hook(lambda *args: None)
     rows = [row for row in liger_hf.apply(model).rows if row.op in ("qk_norm_rope", "rope")]
     assert [(row.op, row.count, row.verdict, row.reason.partition(",")[0]) for row in rows] == [
-        ("qk_norm_rope", 1, "left", "the norms of queries and keys must be ones that it may pass over: hooks on it have to run"),
+        (
+            "qk_norm_rope",
+            1,
+            "left",
+            "the norms of queries and keys must be ones that it may pass over: hooks on it have to run",
+        ),
         ("rope", 1, "replaced", "outputs and gradients agree"),
         ("qk_norm_rope", 1, "replaced", "outputs and gradients agree"),
         ("rope", 1, "replaced", "within qk_norm_rope"),
@@ -459,7 +480,17 @@ class PassesToALoop(Attention):
         return q, k
 
 
-LEFT = (SeenBetween, OneOfTheOther, SeenByAFunction, InALoop, Scaled, OtherNames, InTheTest, HalfInABranch, PassesToALoop)
+LEFT = (
+    SeenBetween,
+    OneOfTheOther,
+    SeenByAFunction,
+    InALoop,
+    Scaled,
+    OtherNames,
+    InTheTest,
+    HalfInABranch,
+    PassesToALoop,
+)
 
 
 @pytest.mark.parametrize("kind", LEFT)

@@ -45,7 +45,9 @@ SAMPLE = [
 
 
 @pytest.mark.parametrize("model_type", SAMPLE)
-def test_a_patched_model_computes_what_the_unpatched_one_does_and_the_page_shows_what_was_replaced(model_type: str) -> None:
+def test_a_patched_model_computes_what_the_unpatched_one_does_and_the_page_shows_what_was_replaced(
+    model_type: str,
+) -> None:
     result = sweep.check(model_type)
     assert (result.verdict, result.detail) == (SAME, "")
     assert sweep.line(result) in PAGE.read_text().splitlines()
@@ -101,12 +103,16 @@ def words_of(model: Any) -> dict[str, set[str]]:
     """Names of classes, and names in the forwards of modules."""
     classes = {type(module).__name__ for module in model.modules()}
     forwards = {
-        name for module in model.modules() for name in names_in(getattr(innermost(type(module).forward), "__code__", (lambda: 0).__code__))
+        name
+        for module in model.modules()
+        for name in names_in(getattr(innermost(type(module).forward), "__code__", (lambda: 0).__code__))
     }
     return {"experts": classes, "norm": classes, "rope": forwards}
 
 
-@pytest.mark.parametrize("model_type", [*SAMPLE, "aria_text", "dbrx", "jetmoe", "longcat_flash", "roformer", "olmo", "xlnet"])
+@pytest.mark.parametrize(
+    "model_type", [*SAMPLE, "aria_text", "dbrx", "jetmoe", "longcat_flash", "roformer", "olmo", "xlnet"]
+)
 def test_a_dash_says_that_the_model_has_none(model_type: str) -> None:
     (result,) = [result for result in sweep.read(PAGE.read_text()) if result.model_type == model_type]
     words = words_of(sweep.build(model_type))
@@ -129,7 +135,9 @@ class Larger(torch.autograd.Function):
 
 def test_a_wrong_gradient_of_one_percent_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     right, apply = causal_loss.linear_cross_entropy, liger_hf.apply
-    monkeypatch.setattr(causal_loss, "linear_cross_entropy", lambda x, *args, **options: right(Larger.apply(x), *args, **options))
+    monkeypatch.setattr(
+        causal_loss, "linear_cross_entropy", lambda x, *args, **options: right(Larger.apply(x), *args, **options)
+    )
     monkeypatch.setattr(liger_hf, "apply", lambda model: apply(model, verify=False))
     result = sweep.check("llama")
     assert result.verdict == WRONG

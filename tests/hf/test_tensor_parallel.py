@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under the tensor-parallel plan of Transformers a patched model has the losses and gradients of one process, and gathers no logits."""
+"""Under the tensor-parallel plan of Transformers a patched model has the losses and gradients of one process, and
+gathers no logits."""
 
 from __future__ import annotations
 
@@ -75,7 +76,10 @@ def test_gradients_that_a_plan_adds_up_in_another_way_are_left_alone(mended: boo
             dist.all_reduce(weight.grad.sub_(weight.before), group=mesh.get_group())
 
     module, hook = nn.LayerNorm(4), adds_up_the_last if mended else adds_up
-    hook.__module__, hook.__qualname__ = "transformers.tensor_parallel", "ReplicatedWithGradAllReduce.install_forward.<locals>.hook"
+    hook.__module__, hook.__qualname__ = (
+        "transformers.tensor_parallel",
+        "ReplicatedWithGradAllReduce.install_forward.<locals>.hook",
+    )
     module.register_full_backward_hook(hook)
     assert len(list(partial_gradients.patches(module))) == (0 if mended else 1)
 
@@ -99,7 +103,9 @@ def test_the_trainer_has_the_losses_and_gradient_norms_of_one_process(tmp_path: 
     make().save_pretrained(tmp_path)
     for ranks in (1, 2):
         on_ranks(ranks, tensor_ranks.trainer_run, str(tmp_path), str(tmp_path), ranks, ranks > 1)
-    expected, *got = (torch.tensor(json.loads((tmp_path / name).read_text())) for name in ("1_0.json", "2_0.json", "2_1.json"))
+    expected, *got = (
+        torch.tensor(json.loads((tmp_path / name).read_text())) for name in ("1_0.json", "2_0.json", "2_1.json")
+    )
     assert expected.shape == (4, 2)
     for of_rank in got:
         torch.testing.assert_close(of_rank, expected, rtol=1e-4, atol=1e-4)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated MLPs in tiles of rows: as accurate as the whole ones, in the memory of a tile, with one gradient for each weight."""
+"""Gated MLPs in tiles of rows: as accurate as the whole ones, in the memory of a tile, with one gradient for each
+weight."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def test_in_bfloat16_tiles_are_as_accurate_as_the_whole(architecture: str, ops: 
 
     plain, exact = results(twin(model)), results(twin(model).double(), torch.float64)
     found = results(tiled(model, **ops))
-    assert {name: problem for name in exact if (problem := judge(found[name], plain[name], exact[name], torch.bfloat16))} == {}
+    assert {
+        name: problem for name in exact if (problem := judge(found[name], plain[name], exact[name], torch.bfloat16))
+    } == {}
 
 
 def test_no_tensor_has_the_rows_of_all_tokens_and_the_width_of_the_mlp() -> None:
@@ -193,13 +196,15 @@ def test_a_short_call_after_a_long_one_under_autocast_has_gradients() -> None:
 
 
 def test_tiles_train_under_autocast() -> None:
-    """Each gradient is off by what bfloat16 rounds, and by chance one more than the other; all of them together are off as much as without tiles."""
+    """Each gradient is off by what bfloat16 rounds, and by chance one more than the other; all of them together are off
+    as much as without tiles."""
     model = make().train()
     exact = exact_step(model, **tokens())
     with torch.autocast(tiny_models.DEVICE.type, torch.bfloat16):
         plain, found = (step(each, **tokens()) for each in (model, tiled(model, only=())))
     errors = [
-        sum(float((result[name].double() - value).norm() / value.norm()) for name, value in exact.items()) for result in (plain, found)
+        sum(float((result[name].double() - value).norm() / value.norm()) for name, value in exact.items())
+        for result in (plain, found)
     ]
     assert 0 < errors[1] < 1.1 * errors[0] < 0.1 * len(exact)
 
@@ -207,7 +212,9 @@ def test_tiles_train_under_autocast() -> None:
 def test_frozen_weights_get_no_gradient_and_adapters_do() -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    model = peft.get_peft_model(make(), peft.LoraConfig(r=4, target_modules=["gate_proj", "down_proj"], init_lora_weights=False)).train()
+    model = peft.get_peft_model(
+        make(), peft.LoraConfig(r=4, target_modules=["gate_proj", "down_proj"], init_lora_weights=False)
+    ).train()
     expected = step(model, **tokens())
     for options in ({}, {"only": ()}):
         found = step(tiled(model, **options), **tokens())

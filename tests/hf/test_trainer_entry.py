@@ -35,8 +35,21 @@ def stand_in() -> Iterator[list[liger_hf.Report]]:
 
 
 def trainer(model: Any, folder: Path, callbacks: Any = None, **options: Any) -> Trainer:
-    settings = {"max_steps": 1, "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, **options}
-    return Trainer(model, TrainingArguments(str(folder), **settings), train_dataset=Rows(8), eval_dataset=Rows(8), callbacks=callbacks)
+    settings = {
+        "max_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **options,
+    }
+    return Trainer(
+        model,
+        TrainingArguments(str(folder), **settings),
+        train_dataset=Rows(8),
+        eval_dataset=Rows(8),
+        callbacks=callbacks,
+    )
 
 
 # -- the callback
@@ -106,7 +119,14 @@ def test_a_model_that_is_created_for_each_training_run_is_patched_each_time(
     precision: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[liger_hf.Report] = []
-    settings = {"max_steps": 1, "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, **precision}
+    settings = {
+        "max_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **precision,
+    }
     made = Trainer(
         model_init=lambda: make().train(),
         args=TrainingArguments(str(tmp_path), **settings),
@@ -137,7 +157,10 @@ def test_adapters_are_trained_under_the_callback(tmp_path: Path) -> None:
 
 
 def test_nothing_stands_in_unless_it_is_installed(tmp_path: Path) -> None:
-    code = "import sys, liger_hf, liger_hf.compat; from transformers.utils import is_liger_kernel_available as found; print(found(), 'liger_kernel' in sys.modules)"
+    code = (
+        "import sys, liger_hf, liger_hf.compat; from transformers.utils import is_liger_kernel_available as found; "
+        "print(found(), 'liger_kernel' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 
@@ -161,8 +184,12 @@ def test_evaluating_the_loss_alone_makes_no_logits(
     assert largest_of_an_evaluation(made, monkeypatch) < Rows(8).ids.numel() * VOCABULARY
 
 
-@pytest.mark.parametrize("options", [{}, {"prediction_loss_only": True}, {"bf16": True}], ids=["no_metrics", "loss_only", "bf16"])
-def test_an_evaluation_without_metrics_makes_no_logits(options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"prediction_loss_only": True}, {"bf16": True}], ids=["no_metrics", "loss_only", "bf16"]
+)
+def test_an_evaluation_without_metrics_makes_no_logits(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = make().train()
     patched = twin(plain)
     expected = trainer(plain, tmp_path, **options).evaluate()["eval_loss"]
@@ -191,7 +218,13 @@ def test_predictions_of_a_trainer_are_the_logits_of_the_unpatched_model(tmp_path
 
 
 def test_the_config_leaves_ops_out(stand_in: list[liger_hf.Report], tmp_path: Path) -> None:
-    config = {"rope": False, "fused_linear_cross_entropy": False, "cross_entropy": True, "rms_norm": True, "tiled_mlp": True}
+    config = {
+        "rope": False,
+        "fused_linear_cross_entropy": False,
+        "cross_entropy": True,
+        "rms_norm": True,
+        "tiled_mlp": True,
+    }
     trainer(make(), tmp_path, use_liger_kernel=True, liger_kernel_config=config).train()
     assert stand_in[0].replaced == {"rms_norm": 5, "add_rms_norm": 2, "swiglu": 2}
     assert stand_in[0].notes[-2:] == [

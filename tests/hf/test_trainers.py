@@ -63,7 +63,9 @@ def gradients(model: nn.Module, results: tuple[Tensor, Tensor]) -> dict[str, Ten
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-def assert_same(model: nn.Module, results: tuple[Tensor, Tensor], other: nn.Module, expected: tuple[Tensor, Tensor]) -> None:
+def assert_same(
+    model: nn.Module, results: tuple[Tensor, Tensor], other: nn.Module, expected: tuple[Tensor, Tensor]
+) -> None:
     for got, wanted in zip(results, expected, strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got, wanted)
@@ -74,16 +76,25 @@ def assert_same(model: nn.Module, results: tuple[Tensor, Tensor], other: nn.Modu
 
 
 PER_TOKEN = torch.linspace(0.4, 1.6, SEQUENCES * TOKENS).reshape(SEQUENCES, TOKENS)
-TEMPERATURES: dict[str, Tensor | float] = {"number": 0.7, "of_each_token": PER_TOKEN, "of_each_sequence": PER_TOKEN[:, :1]}
+TEMPERATURES: dict[str, Tensor | float] = {
+    "number": 0.7,
+    "of_each_token": PER_TOKEN,
+    "of_each_sequence": PER_TOKEN[:, :1],
+}
 with_temperatures = pytest.mark.parametrize("temperature", TEMPERATURES.values(), ids=TEMPERATURES.keys())
 
 
 # -- verl: the forward pass of a model shifts the tokens and calls the head's class with keywords
 
 
-def verl_forward(model: Model, temperature: Tensor | float, head: type[Any] = FusedLinearForPPO) -> tuple[Tensor, Tensor]:
+def verl_forward(
+    model: Model, temperature: Tensor | float, head: type[Any] = FusedLinearForPPO
+) -> tuple[Tensor, Tensor]:
     found: tuple[Tensor, Tensor] = head().forward(
-        hidden_states=model.hidden(ids()), vocab_weights=model.lm_head.weight, input_ids=following(ids()), temperature=temperature
+        hidden_states=model.hidden(ids()),
+        vocab_weights=model.lm_head.weight,
+        input_ids=following(ids()),
+        temperature=temperature,
     )
     return found
 
@@ -96,7 +107,9 @@ def test_the_head_of_verl_has_the_results_and_gradients_of_plain_pytorch(tempera
 
 def test_the_head_of_verl_takes_packed_tokens_of_any_integer_dtype() -> None:
     model, other = Model(), Model()
-    packed = FusedLinearForPPO()(model.hidden(ids()).flatten(0, 1), model.lm_head.weight, following(ids()).flatten().int(), 0.7)
+    packed = FusedLinearForPPO()(
+        model.hidden(ids()).flatten(0, 1), model.lm_head.weight, following(ids()).flatten().int(), 0.7
+    )
     assert [result.shape for result in packed] == [(SEQUENCES * TOKENS,)] * 2
     expected = plain(other, 0.7)
     assert_same(model, packed, other, (expected[0].flatten(), expected[1].flatten()))
@@ -128,10 +141,14 @@ class PrimeModel(Model):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         old = self.lm_head
-        self.lm_head = FusedOutputLinear(in_features=old.in_features, out_features=old.out_features, chunk_size=8192, **options)
+        self.lm_head = FusedOutputLinear(
+            in_features=old.in_features, out_features=old.out_features, chunk_size=8192, **options
+        )
         self.lm_head.weight = old.weight
 
-    def forward(self, ids: Tensor, labels: Tensor | None = None, temperature: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(
+        self, ids: Tensor, labels: Tensor | None = None, temperature: Tensor | None = None
+    ) -> dict[str, Tensor]:
         found: dict[str, Tensor] = self.lm_head(self.hidden(ids), labels, temperature)
         return found
 
@@ -159,7 +176,9 @@ def test_the_layer_of_prime_rl_has_the_state_of_a_linear_layer() -> None:
 def test_the_layer_of_prime_rl_says_what_is_missing(missing: str) -> None:
     given = {"labels": ids(), "temperature": PER_TOKEN}
     del given[missing]
-    with pytest.raises(OptionError, match=f"^FusedOutputLinear needs labels and the temperature of each token, got no {missing}$"):
+    with pytest.raises(
+        OptionError, match=f"^FusedOutputLinear needs labels and the temperature of each token, got no {missing}$"
+    ):
         PrimeModel()(ids(), **given)
 
 
@@ -169,7 +188,11 @@ def test_the_layer_of_prime_rl_says_what_is_missing(missing: str) -> None:
 class MegatronModel(Model):
     def __init__(self, tied: bool, scale: float = 1.0, ranks: int = 1) -> None:
         super().__init__(tied)
-        self.tied, self.scale, self.config = tied, scale, SimpleNamespace(tensor_model_parallel_size=ranks, sequence_parallel=ranks > 1)
+        self.tied, self.scale, self.config = (
+            tied,
+            scale,
+            SimpleNamespace(tensor_model_parallel_size=ranks, sequence_parallel=ranks > 1),
+        )
 
     def forward(
         self, input_ids: Tensor, position_ids: Any, attention_mask: Any, labels: Tensor | None = None, *,
@@ -177,8 +200,10 @@ class MegatronModel(Model):
     ) -> Any:  # fmt: skip
         return output_processor(
             hidden_states=self.hidden(input_ids).transpose(0, 1), output_layer=self.lm_head,
-            output_weight=self.embedding.weight if self.tied else None, labels=labels, loss_mask=None, input_ids=input_ids,
-            position_ids=position_ids, attention_mask=attention_mask, decoder_input=None, inference_context=None, packed_seq_params=None,
+            output_weight=self.embedding.weight if self.tied else None, labels=labels, loss_mask=None,
+            input_ids=input_ids,
+            position_ids=position_ids, attention_mask=attention_mask, decoder_input=None, inference_context=None,
+            packed_seq_params=None,
             runtime_gather_output=None, context=output_processor_context, compute_language_model_loss=None,
             scale_logits=lambda logits: logits * self.scale, config=self.config,
         )  # fmt: skip
@@ -193,7 +218,9 @@ def megatron(model: MegatronModel, **context: Any) -> tuple[Tensor, Tensor]:
 
 @with_temperatures
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_the_processor_for_megatron_has_the_results_and_gradients_of_plain_pytorch(tied: bool, temperature: Tensor | float) -> None:
+def test_the_processor_for_megatron_has_the_results_and_gradients_of_plain_pytorch(
+    tied: bool, temperature: Tensor | float
+) -> None:
     model, other = MegatronModel(tied), Model(tied)
     assert_same(model, megatron(model, temperature=temperature), other, plain(other, temperature))
 
@@ -219,15 +246,20 @@ def test_the_processor_for_megatron_leaves_out_what_no_label_counts() -> None:
 
 def test_the_processor_for_megatron_names_what_it_cannot_do() -> None:
     with pytest.raises(
-        OptionError, match=r"needs the process group of tensor parallelism \(tensor_model_parallel_size=2\), and output_layer"
+        OptionError,
+        match=r"needs the process group of tensor parallelism \(tensor_model_parallel_size=2\), and output_layer",
     ):
         megatron(MegatronModel(tied=False, ranks=2))
-    with pytest.raises(OptionError, match=r"^output_processor needs the labels of the forward pass, got none; pass labels to the model$"):
+    with pytest.raises(
+        OptionError,
+        match=r"^output_processor needs the labels of the forward pass, got none; pass labels to the model$",
+    ):
         MegatronModel(tied=False)(ids(), None, None, output_processor=output_processor)
 
 
 class PartOfTokens(torch.autograd.Function):
-    """The part of the tokens that a rank has with sequence parallelism; the gradient of all of them from those of the parts."""
+    """The part of the tokens that a rank has with sequence parallelism; the gradient of all of them from those of the
+    parts."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor) -> Tensor:
@@ -256,8 +288,10 @@ def megatron_on_ranks(rank: int, sequence_parallel: bool, temperature: Tensor | 
         weight=whole[mine].clone().requires_grad_(), bias=bias[mine].clone().requires_grad_(), tp_group=dist.group.WORLD
     )
     got = output_processor(
-        hidden_states=PartOfTokens.apply(x) if sequence_parallel else x, output_layer=layer, output_weight=None, labels=labels,
-        context={"temperature": temperature}, config=SimpleNamespace(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel),
+        hidden_states=PartOfTokens.apply(x) if sequence_parallel else x, output_layer=layer, output_weight=None,
+        labels=labels,
+        context={"temperature": temperature},
+        config=SimpleNamespace(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel),
     )  # fmt: skip
     for found, wanted in zip(got, expected, strict=True):
         assert type(found) is Tensor
@@ -273,5 +307,7 @@ def megatron_on_ranks(rank: int, sequence_parallel: bool, temperature: Tensor | 
     "temperature", [0.7, torch.linspace(0.4, 1.6, 8 * SEQUENCES).reshape(SEQUENCES, 8)], ids=["number", "of_each_token"]
 )
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tokens_whole", "tokens_sharded"])
-def test_the_processor_for_megatron_takes_the_classes_of_a_rank(sequence_parallel: bool, temperature: Tensor | float) -> None:
+def test_the_processor_for_megatron_takes_the_classes_of_a_rank(
+    sequence_parallel: bool, temperature: Tensor | float
+) -> None:
     on_ranks(2, megatron_on_ranks, sequence_parallel, temperature)

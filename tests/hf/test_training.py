@@ -26,7 +26,9 @@ def on_cpu() -> bool:
 
 
 def arguments_for(folder: Path, **options: Any) -> TrainingArguments:
-    arguments = TrainingArguments(str(folder), report_to=[], save_strategy="no", use_cpu=on_cpu(), disable_tqdm=True, **options)
+    arguments = TrainingArguments(
+        str(folder), report_to=[], save_strategy="no", use_cpu=on_cpu(), disable_tqdm=True, **options
+    )
     if arguments.n_gpu > 1:
         # The Trainer would split the batch over all GPUs.
         arguments._n_gpu = 1
@@ -87,11 +89,15 @@ TRAINERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("options", TRAINERS.values(), ids=TRAINERS.keys())
-def test_the_trainer_logs_the_losses_and_metrics_of_the_unpatched_model(options: dict[str, Any], tmp_path: Path) -> None:
+def test_the_trainer_logs_the_losses_and_metrics_of_the_unpatched_model(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     plain = make().train()
     patched = twin(plain)
     liger_hf.apply(patched)
-    (losses, metrics), (expected, expected_metrics) = (history(model, tmp_path, **options) for model in (patched, plain))
+    (losses, metrics), (expected, expected_metrics) = (
+        history(model, tmp_path, **options) for model in (patched, plain)
+    )
     assert len(losses) == 4
     assert losses == pytest.approx(expected, abs=2e-4)
     assert metrics == pytest.approx(expected_metrics, abs=2e-4)
@@ -102,7 +108,10 @@ def test_a_loss_function_of_the_user_gets_real_logits(tmp_path: Path) -> None:
 
     def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         seen.append(type(outputs["logits"]))
-        return nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
+        return (
+            nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum")
+            / num_items_in_batch
+        )
 
     plain = make().train()
     patched = twin(plain)
@@ -117,7 +126,9 @@ def test_a_loss_function_of_the_user_gets_real_logits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("items", [None, 40], ids=["mean", "items_of_the_batch"])
-def test_packed_sequences_have_the_loss_and_gradients_of_the_unpatched_model(items: int | None, place: torch.device) -> None:
+def test_packed_sequences_have_the_loss_and_gradients_of_the_unpatched_model(
+    items: int | None, place: torch.device
+) -> None:
     plain = make().train()
     patched = twin(plain)
     liger_hf.apply(patched)
@@ -148,7 +159,9 @@ def test_logits_of_an_evaluation_are_padded_and_gathered(fresh_accelerator: None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_scaled_training_under_autocast_stays_within_the_noise_of_autocast(dtype: torch.dtype, device: torch.device) -> None:
+def test_scaled_training_under_autocast_stays_within_the_noise_of_autocast(
+    dtype: torch.dtype, device: torch.device
+) -> None:
     def train(model: Any, enabled: bool) -> tuple[list[float], torch.Tensor]:
         """The losses, and the weights after the last step."""
         scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=enabled)
@@ -177,14 +190,20 @@ def test_scaled_training_under_autocast_stays_within_the_noise_of_autocast(dtype
                 matrix.copy_(0.1 * torch.randn(matrix.shape, generator=generator))
         patched = twin(plain.to(device))
         liger_hf.apply(patched)
-        (losses, exact), (_, noisy), (results, result) = train(twin(plain), False), train(twin(plain), True), train(patched, True)
+        (losses, exact), (_, noisy), (results, result) = (
+            train(twin(plain), False),
+            train(twin(plain), True),
+            train(patched, True),
+        )
         assert losses[-1] < 0.9 * losses[0]
         assert results == pytest.approx(losses, rel=2e-3)
         ratios.append(float((result - exact).norm() / (noisy - exact).norm()))
     assert statistics.geometric_mean(ratios) <= 1.15
 
 
-def test_training_with_the_trainer_makes_no_tensor_of_all_the_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_with_the_trainer_makes_no_tensor_of_all_the_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make(tie_word_embeddings=False).train()
     liger_hf.apply(model)
     monkeypatch.setattr(liger_hf.LazyLogits, "materialize", lambda self: pytest.fail("somebody read the logits"))
@@ -215,9 +234,14 @@ def test_checkpointing_of_the_whole_model_gives_the_same_gradients(reentrant: bo
     def whole(model: Any) -> dict[str, torch.Tensor]:
         model.zero_grad()
         embedded = model.get_input_embeddings()(inputs["input_ids"])
-        loss = checkpoint(lambda e: model(inputs_embeds=e, labels=inputs["labels"]).loss, embedded, use_reentrant=reentrant)
+        loss = checkpoint(
+            lambda e: model(inputs_embeds=e, labels=inputs["labels"]).loss, embedded, use_reentrant=reentrant
+        )
         loss.backward()
-        return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}}
+        return {
+            "loss": loss.detach(),
+            **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
+        }
 
     assert disagreements(whole(patched), whole(plain), whole(twin(plain).double())) == {}
 

@@ -49,15 +49,24 @@ def sentence(seed: int, count: int = 6) -> str:
 
 def sft(model: Any, folder: Path, **options: Any) -> Any:
     rows = datasets.Dataset.from_list([{"text": sentence(i, 5 + i % 3)} for i in range(8)])
-    return trl.SFTTrainer(model, trl.SFTConfig(str(folder), **SETTINGS), train_dataset=rows, processing_class=tokenizer(), **options)
+    return trl.SFTTrainer(
+        model, trl.SFTConfig(str(folder), **SETTINGS), train_dataset=rows, processing_class=tokenizer(), **options
+    )
 
 
 def dpo(model: Any, folder: Path, **options: Any) -> Any:
-    rows = [{"prompt": sentence(i), "chosen": " " + sentence(i + 50), "rejected": " " + sentence(i + 90)} for i in range(8)]
+    rows = [
+        {"prompt": sentence(i), "chosen": " " + sentence(i + 50), "rejected": " " + sentence(i + 90)} for i in range(8)
+    ]
     data = datasets.Dataset.from_list(rows)
     reference = options.pop("reference", None) or make(tie_word_embeddings=False)
     return trl.DPOTrainer(
-        model, reference, trl.DPOConfig(str(folder), **SETTINGS), train_dataset=data, processing_class=tokenizer(), **options
+        model,
+        reference,
+        trl.DPOConfig(str(folder), **SETTINGS),
+        train_dataset=data,
+        processing_class=tokenizer(),
+        **options,
     )
 
 
@@ -68,7 +77,12 @@ def grpo(model: Any, folder: Path, **options: Any) -> Any:
     rows = datasets.Dataset.from_list([{"prompt": sentence(i)} for i in range(8)])
     settings = {**SETTINGS, "num_generations": 2, "max_completion_length": 4, "beta": 0.0}
     return trl.GRPOTrainer(
-        model, reward, trl.GRPOConfig(str(folder), **settings), train_dataset=rows, processing_class=tokenizer(), **options
+        model,
+        reward,
+        trl.GRPOConfig(str(folder), **settings),
+        train_dataset=rows,
+        processing_class=tokenizer(),
+        **options,
     )
 
 
@@ -107,7 +121,12 @@ def kto(model: Any, folder: Path, **options: Any) -> Any:
     reference = make(tie_word_embeddings=False)
     settings = trl.KTOConfig(str(folder), **SETTINGS)
     return trl.KTOTrainer(
-        model, reference, settings, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer(), **options
+        model,
+        reference,
+        settings,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        **options,
     )
 
 
@@ -118,7 +137,9 @@ def test_a_trainer_of_trl_runs_on_our_head_and_comes_to_the_same_weights(name: s
     other, calls = twin(plain), []
     original = liger_hf.trl.linear_log_prob
     with pytest.MonkeyPatch.context() as patched, liger_hf.use_in_trl():
-        patched.setattr(liger_hf.trl, "linear_log_prob", lambda *args, **options: calls.append(1) or original(*args, **options))
+        patched.setattr(
+            liger_hf.trl, "linear_log_prob", lambda *args, **options: calls.append(1) or original(*args, **options)
+        )
         losses = history(trainers[name](other, tmp_path))
     assert calls != []
     assert losses == pytest.approx(history(trainers[name](plain, tmp_path)), abs=1e-5)
@@ -129,8 +150,12 @@ def test_a_trainer_of_trl_runs_on_our_head_and_comes_to_the_same_weights(name: s
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
-@pytest.mark.parametrize("asked", [OUTPUTS, ("log_probs",), ("log_probs", "entropy"), ("log_probs", "is_top1")], ids="+".join)
-@pytest.mark.parametrize("options", [(1.0, None, 1.0), (0.7, 5.0, 0.5)], ids=["plain", "temperature, softcap and scale"])
+@pytest.mark.parametrize(
+    "asked", [OUTPUTS, ("log_probs",), ("log_probs", "entropy"), ("log_probs", "is_top1")], ids="+".join
+)
+@pytest.mark.parametrize(
+    "options", [(1.0, None, 1.0), (0.7, 5.0, 0.5)], ids=["plain", "temperature, softcap and scale"]
+)
 def test_our_head_gives_trl_what_its_own_gives(asked: tuple[str, ...], options: tuple[Any, ...]) -> None:
     temperature, softcap, scale = options
     targets = torch.randint(50, (7,))

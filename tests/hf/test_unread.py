@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward that a rule would rewrite, but whose source cannot be read, is in the report; one that only lacks such statements is not."""
+"""A forward that a rule would rewrite, but whose source cannot be read, is in the report; one that only lacks such
+statements is not."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def undeclared(forward: Any) -> Any:
 
 
 def without_source(forward: Any) -> Any:
-    return type(forward)(forward.__code__.replace(co_filename="<nowhere>"), forward.__globals__, "forward", forward.__defaults__)
+    return type(forward)(
+        forward.__code__.replace(co_filename="<nowhere>"), forward.__globals__, "forward", forward.__defaults__
+    )
 
 
 class Compiled:
@@ -94,15 +97,29 @@ def rows(model: nn.Module) -> list[tuple[str, str, str, str]]:
 # The model, its class that cannot be read, the op, and what is left.
 MODELS: dict[str, tuple[Callable[[], nn.Module], str, str, str]] = {
     "residual": (make, "LlamaDecoderLayer", "add_rms_norm", "sums before its norms are left alone"),
-    "layer_norm": (lambda: nn.Sequential(Layer(nn.LayerNorm)), "Layer", "add_layer_norm", "sums before its norms are left alone"),
-    "rotary_norm": (lambda: make("qwen3"), "Qwen3Attention", "qk_norm_rope", "norms of queries and keys are left alone"),
+    "layer_norm": (
+        lambda: nn.Sequential(Layer(nn.LayerNorm)),
+        "Layer",
+        "add_layer_norm",
+        "sums before its norms are left alone",
+    ),
+    "rotary_norm": (
+        lambda: make("qwen3"),
+        "Qwen3Attention",
+        "qk_norm_rope",
+        "norms of queries and keys are left alone",
+    ),
     "gate": (lambda: nn.Sequential(Gate()), "Gate", "swiglu", "products with an activation are left alone"),
 }
 
 
 # The code of a compiled one does not show that it rotates.
-@pytest.mark.parametrize(("name", "way"), [(name, way) for name in MODELS for way in WAYS if (name, way) != ("rotary_norm", "compiled")])
-def test_a_forward_that_a_rule_would_rewrite_but_cannot_read_is_one_row(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "way"), [(name, way) for name in MODELS for way in WAYS if (name, way) != ("rotary_norm", "compiled")]
+)
+def test_a_forward_that_a_rule_would_rewrite_but_cannot_read_is_one_row(
+    name: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build, kind, op, left = MODELS[name]
     model = build()
     assert rows(model) == []
@@ -123,14 +140,17 @@ def test_a_gate_without_a_module_for_its_activation_is_a_row(monkeypatch: pytest
     assert [op for _, op, *_ in rows(nn.Sequential(FunctionalGate()))] == ["swiglu"]
 
 
-def test_adapters_that_read_the_same_input_in_a_forward_that_cannot_be_read_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_that_read_the_same_input_in_a_forward_that_cannot_be_read_are_noted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(make(), peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj"]))
     attention = type(model.base_model.model.model.layers[0].self_attn)
     monkeypatch.setattr(attention, "forward", undeclared(attention.forward))
     notes = liger_hf.apply(model, only=["lora_linear"], verify=False).notes
     assert [note for note in notes if UNREAD in note] == [
-        f"LlamaAttention.forward {UNREAD}, so its linear layers with adapters read the same input one after the other: {WAYS['decorator'][1]}."
+        f"LlamaAttention.forward {UNREAD}, so its linear layers with adapters read the same input one after the other: "
+        f"{WAYS['decorator'][1]}."
     ]
 
 
@@ -163,7 +183,9 @@ def test_a_forward_that_cannot_be_read_but_has_no_sum_in_its_code_gives_no_row()
     assert rows(nn.Sequential(Looked())) == []
 
 
-@pytest.mark.parametrize("model_type", [*OPTIONS, "bamba", "bart", "bert", "bloom", "gpt_oss", "llama4_text", "qwen3_5_text", "t5"])
+@pytest.mark.parametrize(
+    "model_type", [*OPTIONS, "bamba", "bart", "bert", "bloom", "gpt_oss", "llama4_text", "qwen3_5_text", "t5"]
+)
 def test_every_forward_of_a_model_is_read(model_type: str) -> None:
     with torch.device("meta"):
         model = _built(tiny_config(model_type), None)

@@ -60,7 +60,9 @@ def plant(monkeypatch: pytest.MonkeyPatch, op: str, **wrong: float) -> None:
     elif op == "add_rms_norm":
         monkeypatch.setattr(residual, "add_rms_norm", Wrong(add_rms_norm, **wrong))
     elif op == "swiglu":
-        monkeypatch.setattr(gated_mlp, "ACTIVATIONS", tuple((Wrong(o, **wrong), options) for o, options in gated_mlp.ACTIVATIONS))
+        monkeypatch.setattr(
+            gated_mlp, "ACTIVATIONS", tuple((Wrong(o, **wrong), options) for o, options in gated_mlp.ACTIVATIONS)
+        )
     elif op == "rope":
         monkeypatch.setattr(rotary_forms, "rope", Wrong(rope_op, **wrong))
     else:
@@ -149,13 +151,17 @@ UNITS: dict[str, tuple[Callable[[Unit, Tensor, Tensor], Tensor], bool]] = {
     "dropout_before": (lambda unit, gate, up: unit.dropout(gate * up), True),
     "dropout_of_one_factor": (lambda unit, gate, up: unit.dropout(gate) * up, False),
     "dropout_unused": (lambda unit, gate, up: gate * up, False),
-    "dropout_as_a_function": (lambda unit, gate, up: unit.dropout(nn.functional.dropout(gate * up, 0.5, unit.training)), False),
+    "dropout_as_a_function": (
+        lambda unit, gate, up: unit.dropout(nn.functional.dropout(gate * up, 0.5, unit.training)),
+        False,
+    ),
     "limited": (lambda unit, gate, up: unit.dropout(gate * up.clamp(-7, 7)), False),
 }
 
 
 class Packed(nn.Module):
-    """A gated MLP with a norm before its packed projection, up first, and one dropout at two places, as in Phi-4 multimodal's audio tower."""
+    """A gated MLP with a norm before its packed projection, up first, and one dropout at two places, as in Phi-4
+    multimodal's audio tower."""
 
     def __init__(self, twice: bool) -> None:
         super().__init__()
@@ -188,7 +194,9 @@ def test_norms_and_dropouts_of_a_gated_mlp_are_called_where_its_own_forward_call
 class Odd(nn.Module):
     """A gated MLP whose forward does something odd to the rows or the output, with a child."""
 
-    def __init__(self, child: nn.Module, before: Callable[[Odd, Tensor], Tensor], after: Callable[[Odd, Tensor], Tensor]) -> None:
+    def __init__(
+        self, child: nn.Module, before: Callable[[Odd, Tensor], Tensor], after: Callable[[Odd, Tensor], Tensor]
+    ) -> None:
         super().__init__()
         self.gate, self.up, self.down = nn.Linear(24, 40), nn.Linear(24, 40), nn.Linear(40, 24, bias=False)
         self.act, self.child, self.before, self.after = nn.SiLU(), child, before, after
@@ -212,13 +220,22 @@ ODD: dict[str, tuple[Odd, str]] = {
         Odd(nn.LayerNorm(24), lambda unit, x: unit.child(x) if unit.training else x, same),
         "its forward calls child 1 times in training, 0 times in evaluation",
     ),
-    "norm_of_long_inputs_only": (Odd(nn.LayerNorm(24), child_first, lambda unit, y: unit.child(y) if y.shape[1] > 64 else y), "length 300"),
-    "norm_of_one_token_only": (Odd(nn.LayerNorm(24), child_first, lambda unit, y: unit.child(y) if y.shape[1] == 1 else y), "length 1,"),
+    "norm_of_long_inputs_only": (
+        Odd(nn.LayerNorm(24), child_first, lambda unit, y: unit.child(y) if y.shape[1] > 64 else y),
+        "length 300",
+    ),
+    "norm_of_one_token_only": (
+        Odd(nn.LayerNorm(24), child_first, lambda unit, y: unit.child(y) if y.shape[1] == 1 else y),
+        "length 1,",
+    ),
     "norm_of_columns": (
         Odd(nn.BatchNorm1d(24), lambda unit, x: unit.child(x.transpose(1, 2)).transpose(1, 2), same),
         "it gives child something else than rows: of shape (2, 24, 9), where its input has rows (2, 9)",
     ),
-    "factor_after_a_norm": (Odd(nn.LayerNorm(24), same, lambda unit, y: unit.child(y) * unit.down_multiplier), "no op computes"),
+    "factor_after_a_norm": (
+        Odd(nn.LayerNorm(24), same, lambda unit, y: unit.child(y) * unit.down_multiplier),
+        "no op computes",
+    ),
     "random_function": (
         Odd(nn.LayerNorm(24), lambda unit, x: unit.child(nn.functional.dropout(x, 0.5, unit.training)), same),
         "float64 run gives another result",
@@ -228,7 +245,9 @@ ODD: dict[str, tuple[Odd, str]] = {
 
 
 @pytest.mark.parametrize(("unit", "reason"), ODD.values(), ids=ODD)
-def test_a_gated_mlp_whose_forward_calls_a_child_in_some_calls_or_of_another_shape_is_left(unit: Odd, reason: str) -> None:
+def test_a_gated_mlp_whose_forward_calls_a_child_in_some_calls_or_of_another_shape_is_left(
+    unit: Odd, reason: str
+) -> None:
     (row,) = [row for row in liger_hf.apply(nn.Sequential(unit), only=["swiglu"]).rows if row.op == "swiglu"]
     assert row.verdict == "left"
     assert reason in row.reason
@@ -261,11 +280,17 @@ def test_the_reason_is_that_of_the_candidate_that_came_closest() -> None:
             return super().forward(x) * (1.0 if x.shape[1] <= 64 else 2.0)
 
     (row,) = [row for row in liger_hf.apply(nn.Sequential(Twice(0.5, 0.25))).rows if row.op == "swiglu"]
-    assert row.reason.startswith(f"{NO_OP}; closest is swiglu, scaled by gate_multiplier and down_multiplier: float32, length 300, ")
+    assert row.reason.startswith(
+        f"{NO_OP}; closest is swiglu, scaled by gate_multiplier and down_multiplier: float32, length 300, "
+    )
 
 
 def test_a_dropout_that_is_called_in_training_only_is_called_in_training() -> None:
-    plain = Odd(nn.Dropout(0.5), same, lambda unit, y: unit.child(y) * unit.down_multiplier if unit.training else y * unit.down_multiplier)
+    plain = Odd(
+        nn.Dropout(0.5),
+        same,
+        lambda unit, y: unit.child(y) * unit.down_multiplier if unit.training else y * unit.down_multiplier,
+    )
     patched = twin(plain)
     assert liger_hf.apply(patched, only=["swiglu"]).replaced == {"swiglu": 1}
     x = torch.linspace(-1, 1, 7 * 24).view(7, 24)
@@ -292,7 +317,10 @@ def test_an_activation_that_depends_on_the_whole_row_is_the_reason_for_leaving_a
         return unit.dropout((gate - gate.mean(-1, keepdim=True)).relu() * up)
 
     (row,) = [row for row in liger_hf.apply(nn.Sequential(Unit(above_average))).rows if row.op == "swiglu"]
-    assert row.reason == "what happens between its projections is not elementwise: one gate changes what becomes of the others in its row"
+    assert (
+        row.reason
+        == "what happens between its projections is not elementwise: one gate changes what becomes of the others in its row"
+    )
 
 
 class FadingNorm(HalfNorm):
@@ -347,7 +375,8 @@ def test_experts_that_do_something_else_in_evaluation_are_left(monkeypatch: pyte
 
 
 # Where modules distinguish short inputs from long ones, and one token from several.
-TURNS = pytest.mark.parametrize("long", [lambda t: t == 1, *(lambda t, limit=limit: t > limit for limit in (16, 32, 64, 128, 256))], ids=(
+TURNS = pytest.mark.parametrize("long", [lambda t: t == 1,
+        *(lambda t, limit=limit: t > limit for limit in (16, 32, 64, 128, 256))], ids=(
     "one_token", "beyond_16", "beyond_32", "beyond_64", "beyond_128", "beyond_256"
 ))  # fmt: skip
 
@@ -398,7 +427,9 @@ def test_experts_that_do_something_else_with_another_number_of_tokens_are_left(
     model = build("mixtral")
     experts = next(module for module in model.modules() if hasattr(type(module), "_apply_gate"))
     original = type(experts)._apply_gate
-    monkeypatch.setattr(type(experts), "_apply_gate", lambda self, x: original(self, x) * (1.1 if long(x.shape[0]) else 1))
+    monkeypatch.setattr(
+        type(experts), "_apply_gate", lambda self, x: original(self, x) * (1.1 if long(x.shape[0]) else 1)
+    )
     report = liger_hf.apply(model, only=["swiglu"])
     assert report.replaced == {}
     assert any("tokens" in row.reason for row in report.rows)
@@ -421,12 +452,18 @@ def test_a_rotary_function_that_does_something_else_with_another_length_is_left(
     assert "length" in row.reason
 
 
-def test_a_head_that_does_something_else_with_another_length_keeps_its_loss_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_does_something_else_with_another_length_keeps_its_loss_and_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from transformers.models.llama import modeling_llama
 
     def forward(self: Any, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
         logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
-        loss = None if labels is None else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        loss = (
+            None
+            if labels is None
+            else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        )
         if loss is not None and input_ids.shape[1] > 32:
             loss = loss + logits.float().logsumexp(-1).square().mean()
         return modeling_llama.CausalLMOutputWithPast(loss=loss, logits=logits)
@@ -450,12 +487,17 @@ LIMITS: dict[str, tuple[Callable[[Unit, Tensor, Tensor], Tensor], bool]] = {
         lambda unit, gate, up: nn.functional.silu(gate.clamp(max=7)) * (up - (up - up.clamp(-7, 7)).detach()),
         False,
     ),
-    "a_slope": (lambda unit, gate, up: gate.clamp(max=7) * (1.7 * gate.clamp(max=7)).sigmoid() * (up.clamp(-7, 7) + 1), False),
+    "a_slope": (
+        lambda unit, gate, up: gate.clamp(max=7) * (1.7 * gate.clamp(max=7)).sigmoid() * (up.clamp(-7, 7) + 1),
+        False,
+    ),
 }
 
 
 @pytest.mark.parametrize(("between", "fits"), LIMITS.values(), ids=LIMITS.keys())
-def test_a_limited_unit_is_replaced_only_if_its_limits_are_those_of_the_module(between: Callable[..., Tensor], fits: bool) -> None:
+def test_a_limited_unit_is_replaced_only_if_its_limits_are_those_of_the_module(
+    between: Callable[..., Tensor], fits: bool
+) -> None:
     unit = Unit(between)
     unit.dropout, unit.act, unit.swiglu_limit = nn.Identity(), nn.Identity(), 7.0
     report = liger_hf.apply(nn.Sequential(unit))
@@ -496,8 +538,12 @@ def test_units_of_one_class_with_other_settings_are_checked_one_by_one() -> None
 
 
 def test_a_module_that_does_something_else_in_float64_is_left() -> None:
-    report = liger_hf.apply(nn.Sequential(HalfNorm(lambda x: x if x.dtype == torch.float64 else nn.functional.rms_norm(x, (32,)))))
-    assert report.rows[0].reason == "it could not be checked, since its float64 run gives another result (float32, output)"
+    report = liger_hf.apply(
+        nn.Sequential(HalfNorm(lambda x: x if x.dtype == torch.float64 else nn.functional.rms_norm(x, (32,))))
+    )
+    assert (
+        report.rows[0].reason == "it could not be checked, since its float64 run gives another result (float32, output)"
+    )
 
 
 def test_a_norm_without_a_weight_is_replaced() -> None:
@@ -530,7 +576,9 @@ def test_a_norm_of_mixed_dtypes_keeps_the_dtype_of_the_plain_module() -> None:
 def test_a_gate_that_no_op_computes_is_left(activation: str) -> None:
     report = liger_hf.apply(make(hidden_act=activation), only=["swiglu", "geglu"])
     assert report.replaced == {}
-    assert [row.reason.startswith("no op computes what the module does") for row in report.rows if row.op == "swiglu"] == [True]
+    assert [
+        row.reason.startswith("no op computes what the module does") for row in report.rows if row.op == "swiglu"
+    ] == [True]
 
 
 @pytest.mark.parametrize(
@@ -549,7 +597,9 @@ def test_a_model_on_the_meta_device_is_an_error_that_says_what_to_do() -> None:
     with torch.device("meta"):
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=300, hidden_size=64, num_hidden_layers=1))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model("llama", vocab_size=300, hidden_size=64, num_hidden_layers=1)
+        )
     with pytest.raises(DeviceError, match="those of Linear are on meta; load the weights first, or pass verify=False"):
         liger_hf.apply(model)
     assert liger_hf.apply(model, verify=False).replaced["linear_cross_entropy"] == 1
@@ -564,7 +614,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
     "unknown_op": (
         lambda: liger_hf.apply(make(), only=["rms_nrom"]),
         OptionError,
-        f"liger_hf.apply: only must name ops among {', '.join(replaceable_ops())}, got 'rms_nrom'. Did you mean 'rms_norm'?",
+        (
+            f"liger_hf.apply: only must name ops among {', '.join(replaceable_ops())}, got 'rms_nrom'. Did you mean "
+            "'rms_norm'?"
+        ),
     ),
     "one_name": (
         lambda: liger_hf.apply(make(), exclude="rope"),

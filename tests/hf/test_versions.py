@@ -25,14 +25,18 @@ def not_yet_said() -> Iterator[None]:
 
 @pytest.fixture
 def tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "requires", lambda name: ["liger-core==0.1.0", "transformers<5.24,>=5.17", 'torchao; extra == "x"'])
+    monkeypatch.setattr(
+        metadata, "requires", lambda name: ["liger-core==0.1.0", "transformers<5.24,>=5.17", 'torchao; extra == "x"']
+    )
 
 
 @pytest.fixture
 def installed(tested: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """installed(version): this is the version of Transformers."""
     real = metadata.version
-    return lambda version: monkeypatch.setattr(metadata, "version", lambda name: version if name == "transformers" else real(name))
+    return lambda version: monkeypatch.setattr(
+        metadata, "version", lambda name: version if name == "transformers" else real(name)
+    )
 
 
 @pytest.mark.parametrize("version", ["5.16.9", "5.24.0", "6.0.0.dev0"])

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small configuration of every causal language model type in Transformers, derived from the defaults of its configuration class.
+"""A small configuration of every causal language model type in Transformers, derived from the defaults of its
+configuration class.
 
-Sizes are replaced by the name of their field; layers are chosen so that every kind of layer that the default has occurs.
+Sizes are replaced by the name of their field; layers are chosen so that every kind of layer that the default has
+occurs.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-# Models of several parts: vision-language and encoder-decoder models; "kind:type", where the causal class is another one.
+# Models of several parts: vision-language and encoder-decoder models; "kind:type", where the causal class is another
+# one.
 COMPOSITES: tuple[str, ...] = tuple(
     f"{kind}:{model_type}"
     for kind, classes in (
@@ -40,8 +43,14 @@ SIZES: tuple[tuple[str, Any], ...] = (
     (r"bos_token_id|decoder_start_token_id", 1),
     (r"(.*_)?eos_token_id|sep_token_id", 2),
     (r".*drop(out)?(_prob|_p|_rate|_ratio)?|.*_pdrop|.*layerdrop|.*jitter_noise|mlp_dropout|dropout_p", 0.0),
-    (r"num_key_value_heads|num_kv_heads|swa_num_key_value_heads|num_query_groups|num_global_key_value_heads|.*n_kv_heads", 2),
-    (r"(.*_)?(num_)?attention_heads|num_heads|n_heads?|(en|de)coder_attention_heads|num_(en|de)coder_attention_heads", 4),
+    (
+        r"num_key_value_heads|num_kv_heads|swa_num_key_value_heads|num_query_groups|num_global_key_value_heads|.*n_kv_heads",
+        2,
+    ),
+    (
+        r"(.*_)?(num_)?attention_heads|num_heads|n_heads?|(en|de)coder_attention_heads|num_(en|de)coder_attention_heads",
+        4,
+    ),
     (r"index_n_heads", 2),
     (r"qk_rope_head_dim|index_rope_head_dim", 8),
     (r"qk_head_dim", 24),
@@ -52,7 +61,10 @@ SIZES: tuple[tuple[str, Any], ...] = (
         r"hidden_size(_global)?|d_model|n_embd|emb_dim|embedding_dim|embedding_size|(in|out)put_embedding_size|word_embed_proj_dim|backbone_hidden_size",
         64,
     ),
-    (r"(moe_|shared_|shared_expert_|moe_shared_expert_|dense_)?intermediate_size(_mlp)?|(.*_)?ffn_dim|(expert_)?ffn_hidden_size", 96),
+    (
+        r"(moe_|shared_|shared_expert_|moe_shared_expert_|dense_)?intermediate_size(_mlp)?|(.*_)?ffn_dim|(expert_)?ffn_hidden_size",
+        96,
+    ),
     (r"dff|dim_ff|n_inner|d_inner|feed_forward_size", 96),
     (r"num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers|num_(en|de)coder_layers|num_blocks|depth", 2),
     (r"n_routed_experts|(moe_)?num_(local_)?experts|num_experts", 4),
@@ -77,8 +89,16 @@ def tiny_config(model_type: str, **options: Any) -> PretrainedConfig:
 
 def shrunk(default: PretrainedConfig) -> dict[str, Any]:
     """The arguments that make a small configuration of the same class."""
-    fields = {name: value for name, value in default.to_dict().items() if name not in PretrainedConfig().to_dict() or name == "vocab_size"}
-    fields |= {name: getattr(default, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id") if hasattr(default, name)}
+    fields = {
+        name: value
+        for name, value in default.to_dict().items()
+        if name not in PretrainedConfig().to_dict() or name == "vocab_size"
+    }
+    fields |= {
+        name: getattr(default, name)
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id")
+        if hasattr(default, name)
+    }
     small: dict[str, Any] = {}
     for name, value in fields.items():
         inner = vars(default).get(name)
@@ -99,7 +119,11 @@ def shrunk(default: PretrainedConfig) -> dict[str, Any]:
 def _layers(default: PretrainedConfig, fields: dict[str, Any]) -> dict[str, Any]:
     """As many layers as it takes to include every kind, and at least two."""
     count = getattr(default, "num_hidden_layers", None)
-    lists = {n: v for n, v in fields.items() if isinstance(v, (list, tuple)) and isinstance(count, int) and len(v) == count > 2}
+    lists = {
+        n: v
+        for n, v in fields.items()
+        if isinstance(v, (list, tuple)) and isinstance(count, int) and len(v) == count > 2
+    }
     if not lists:
         return {}
     kinds: dict[str, int] = {}
@@ -130,7 +154,8 @@ FALCON_H1 = {
 }
 MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
 
-# What the rules above cannot know: sizes that depend on each other, and which layers are of which kind where a rule computes it.
+# What the rules above cannot know: sizes that depend on each other, and which layers are of which kind where a rule
+# computes it.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 5}},
     "emu3": {"vocabulary_map": {"<|extra_200|>": 6, "<image>": 5}},
@@ -139,7 +164,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8}},
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "falcon_h1": {**MAMBA, **FALCON_H1, "mamba_d_ssm": 128, "mamba_d_head": 16, "mamba_expand": 2},
-    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text", "glm4v_text", "glm_ocr_text", "qwen2_5_omni_text"), MROPE),
+    **dict.fromkeys(
+        ("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text", "glm4v_text", "glm_ocr_text", "qwen2_5_omni_text"),
+        MROPE,
+    ),
     **dict.fromkeys(("cosmos3_edge_text", "hunyuan_vl_text"), MROPE),
     "deepseek_ocr2_text": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]},
     "ernie4_5_vl_moe_text": {
@@ -149,7 +177,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
     },
     "glm4v_moe_text": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [1, 1, 2],
+        }
     },
     "glm5_next_text": {"index_topk": 16, "qk_rope_head_dim": 0},
     "step3p5": {"sliding_window": 8},
@@ -164,8 +197,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": {**SLIDING_AND_FULL, "global_head_dim": 16, "hidden_size_per_layer_input": 16},
     "gemma4_unified_text": {**SLIDING_AND_FULL, "global_head_dim": 16},
-    "granitemoehybrid": {**MAMBA, "layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 96},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 16, "mamba_dt_rank": 8, "use_mamba_kernels": False},
+    "granitemoehybrid": {
+        **MAMBA,
+        "layer_types": ["linear_attention", "full_attention"],
+        "shared_intermediate_size": 96,
+    },
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 16,
+        "mamba_dt_rank": 8,
+        "use_mamba_kernels": False,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"head_dim": 8, "num_layers": 2, "num_hidden_layers": 4, "zero_expert_num": 2},
     "qwen4_exp_text": {
@@ -187,7 +230,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [32, 32], "num_buckets": 2},
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "xmod": {"default_language": "en_XX"},
-    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "qk_dim_factor": 0.5, "num_heads": 4, "autocast_kernel_dtype": "float32"},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "attention_hidden_size": 128, "attention_head_dim": 32},
+    "xlstm": {
+        "hidden_size": 128,
+        "embedding_dim": 128,
+        "qk_dim_factor": 0.5,
+        "num_heads": 4,
+        "autocast_kernel_dtype": "float32",
+    },
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
     "zaya": {"num_experts_per_tok": 1},
 }

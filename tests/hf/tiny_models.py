@@ -78,7 +78,10 @@ def step(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
     model.zero_grad()
     loss = model(**inputs).loss
     loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}}
+    return {
+        "loss": loss.detach(),
+        **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
+    }
 
 
 def exact_step(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:

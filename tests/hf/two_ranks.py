@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on two processes, compared with the mean of the gradients of one process, and with what one process trains to."""
+"""Training on two processes, compared with the mean of the gradients of one process, and with what one process trains
+to."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from hf import tiny_models
 from hf.tiny_models import make, step, tokens, twin
 from liger_core import losses, use
 
-# On a busy machine a rank may wait for minutes; after a failure there is no wait, since the exception ends the other ranks.
+# On a busy machine a rank may wait for minutes; after a failure there is no wait, since the exception ends the other
+# ranks.
 PATIENCE = timedelta(minutes=10)
 
 
@@ -69,7 +71,8 @@ WAYS: dict[str, Callable[[Any], nn.Module]] = {
 
 @contextmanager
 def two_processes(rank: int, store: str, device: str = "cpu") -> Iterator[None]:
-    """This process is one of two: on the CPU with the reference, or each on a GPU of its own with what a user gets there."""
+    """This process is one of two: on the CPU with the reference, or each on a GPU of its own with what a user gets
+    there."""
     torch.set_num_threads(1)
     on_gpu = device == "cuda"
     if on_gpu:
@@ -219,7 +222,9 @@ def _zero(stage: int) -> Run:
         engine, losses = patched_and_wrapped(model, _engine(stage), patch_last), []
         for name, weight in inside_peft(model).lm_head.named_parameters():
             if (weight.numel() == 0) != (stage == 3):
-                raise AssertionError(f"ZeRO-{stage}: {name} of the head has {weight.numel()} elements between the steps")
+                raise AssertionError(
+                    f"ZeRO-{stage}: {name} of the head has {weight.numel()} elements between the steps"
+                )
         for _ in range(STEPS):
             with no_logits():
                 loss = engine(**batch(rank)).loss
@@ -240,17 +245,22 @@ def _compare(way: str, model: Any, gradients: Expected, rank: int, patch_last: b
     with no_logits():
         wrapped(**batch(rank)).loss.backward()
     gradients.compare(
-        way, model, lambda parameter: parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+        way,
+        model,
+        lambda parameter: parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad,
     )
 
 
 def chunks_by_rank(rank: int, store: str, runs: list[tuple[str, str]], device: str = "cpu") -> None:
-    """One process; raises if ranks with different numbers of chunks get other gradients, or wait for each other forever."""
+    """One process; raises if ranks with different numbers of chunks get other gradients, or wait for each other
+    forever."""
     with two_processes(rank, store, device), pytest.MonkeyPatch.context() as patch:
         for kind, way in runs:
             base = trained(kind)
             expected = _mean_gradients(twin(base), lambda model, **inputs: model(**inputs).loss)
-            patch.setitem(liger_hf.rules.head.causal_loss.CHUNK_ELEMENTS, tiny_models.DEVICE.type, 7 * tiny_models.VOCABULARY)
+            patch.setitem(
+                liger_hf.rules.head.causal_loss.CHUNK_ELEMENTS, tiny_models.DEVICE.type, 7 * tiny_models.VOCABULARY
+            )
             model = twin(base)
             wrap = _engine(3) if way == "zero3" else WAYS[way]
             wrapped = patched_and_wrapped(model, wrap, patch_last=False)
@@ -304,7 +314,9 @@ def log_probs(rank: int, store: str, runs: list[tuple[str, str, str]], device: s
     """
     with two_processes(rank, store, device), pytest.MonkeyPatch.context() as patch:
         # Several chunks on each rank, and not as many on one as on the other.
-        patch.setitem(liger_hf.rules.head.causal_loss.CHUNK_ELEMENTS, tiny_models.DEVICE.type, 7 * tiny_models.VOCABULARY)
+        patch.setitem(
+            liger_hf.rules.head.causal_loss.CHUNK_ELEMENTS, tiny_models.DEVICE.type, 7 * tiny_models.VOCABULARY
+        )
         for kind, way, path in runs:
             base = trained(kind)
             expected = _mean_gradients(PerToken(twin(base), "plain"))
@@ -314,7 +326,11 @@ def log_probs(rank: int, store: str, runs: list[tuple[str, str, str]], device: s
                 layer.weight = model.lm_head.weight
                 model.lm_head = layer
             whole = PerToken(model, path)
-            wrapped = _engine(3)(whole) if way == "zero3" else _sharded_around(whole, inside_peft(model), way == "fsdp2_head_alone")
+            wrapped = (
+                _engine(3)(whole)
+                if way == "zero3"
+                else _sharded_around(whole, inside_peft(model), way == "fsdp2_head_alone")
+            )
             loss = wrapped(**uneven(rank))
             (wrapped.backward if way == "zero3" else Tensor.backward)(loss)
             expected.compare(f"{kind}, {way}, {path}", whole, _whole_gradient(way))
@@ -327,7 +343,9 @@ def _sharded_around(whole: nn.Module, inner: Any, head_alone: bool) -> nn.Module
     return fully_shard(whole, mesh=mesh)
 
 
-def _mean_gradients(model: nn.Module, loss: Callable[..., Tensor] = lambda model, **inputs: model(**inputs)) -> Expected:
+def _mean_gradients(
+    model: nn.Module, loss: Callable[..., Tensor] = lambda model, **inputs: model(**inputs)
+) -> Expected:
     """Of one process that has the batches of both ranks."""
     found = []
     for rank in range(2):
@@ -338,7 +356,8 @@ def _mean_gradients(model: nn.Module, loss: Callable[..., Tensor] = lambda model
 
 
 def trl_head(rank: int, store: str, device: str = "cpu") -> None:
-    """One process; raises if TRL's forward pass on our head has other gradients, sharded, than plain PyTorch in one process."""
+    """One process; raises if TRL's forward pass on our head has other gradients, sharded, than plain PyTorch in one
+    process."""
     with two_processes(rank, store, device):
         # Here: only this test needs it.
         from trl.trainer.utils import add_fused_lm_head
@@ -369,7 +388,14 @@ def patched_and_wrapped(model: Any, wrap: Callable[[Any], Any], patch_last: bool
     sharded = any(hasattr(parameter, "ds_id") for name, parameter in model.named_parameters() if "lora_A" in name)
     layers = 0 if patch_last and sharded else sum(name.endswith("q_proj.lora_A") for name, _ in model.named_modules())
     adapted = {"lora_linear": layers} if layers else {}
-    if model.liger_report.replaced != {"rms_norm": 5, **residuals, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1, **adapted}:
+    if model.liger_report.replaced != {
+        "rms_norm": 5,
+        **residuals,
+        "rope": 2,
+        "swiglu": 2,
+        "linear_cross_entropy": 1,
+        **adapted,
+    }:
         raise AssertionError(f"not everything was replaced: {model.liger_report}")
     return wrapped
 
@@ -378,5 +404,7 @@ def patched_and_wrapped(model: Any, wrap: Callable[[Any], Any], patch_last: bool
 def no_logits() -> Iterator[None]:
     """All the logits of a training step are not made. (The check of apply makes some.)"""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(liger_hf.LazyLogits, "materialize", lambda self: pytest.fail("all the logits of a training step were made"))
+        patch.setattr(
+            liger_hf.LazyLogits, "materialize", lambda self: pytest.fail("all the logits of a training step were made")
+        )
         yield

@@ -11,13 +11,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_core.losses import Averaging, Cispo, Clip, OffPolicy, Penalty, Sapo, Vespo, cpo, dft, dpo, grpo, kto, orpo, pairs, ppo, simpo
+from liger_core.losses import (
+    Averaging,
+    Cispo,
+    Clip,
+    OffPolicy,
+    Penalty,
+    Sapo,
+    Vespo,
+    cpo,
+    dft,
+    dpo,
+    grpo,
+    kto,
+    orpo,
+    pairs,
+    ppo,
+    simpo,
+)
 from losses import papers
 
 
 @dataclass
 class Given:
-    """A padded batch of four answers, and what else a loss may take. Every tensor is (4, T), but advantage and desirable (4,)."""
+    """A padded batch of four answers, and what else a loss may take.
+
+    Every tensor is (4, T), but advantage and desirable (4,).
+    """
 
     policy: Tensor
     mask: Tensor
@@ -36,7 +56,13 @@ class Given:
 
     def batch(self, per_token: bool = False) -> papers.Batch:
         """For the policy losses."""
-        names = {"policy": self.policy, "old": self.old, "reference": self.reference, "sampling": self.sampling, "entropy": self.entropy}
+        names = {
+            "policy": self.policy,
+            "old": self.old,
+            "reference": self.reference,
+            "sampling": self.sampling,
+            "entropy": self.entropy,
+        }
         advantages = self.advantages if per_token else self.advantage
         return papers.Batch(**{name: self.rows(x) for name, x in names.items()}, advantages=self.rows(advantages))
 
@@ -58,7 +84,9 @@ def preference_cases() -> list[Case]:
         return Case(
             f"dpo_{name or variant}",
             lambda policy, given, **mask: dpo(policy, given.reference, **options, **mask),
-            lambda given: papers.dpo(given.rows(given.policy), given.rows(given.reference), variant, beta, eps, **constants),
+            lambda given: papers.dpo(
+                given.rows(given.policy), given.rows(given.reference), variant, beta, eps, **constants
+            ),
         )
 
     return [
@@ -94,22 +122,37 @@ def preference_cases() -> list[Case]:
         ),
         Case(
             "cpo_hinge",
-            lambda policy, given, **mask: cpo(policy, variant="hinge", averaging=Averaging("constant", length=1), **mask),
+            lambda policy, given, **mask: cpo(
+                policy, variant="hinge", averaging=Averaging("constant", length=1), **mask
+            ),
             lambda given: papers.cpo(given.rows(given.policy), variant="hinge"),
         ),
         Case(
             "cpo_label_smoothing",
-            lambda policy, given, **mask: cpo(policy, label_smoothing=0.1, averaging=Averaging("constant", length=1), **mask),
+            lambda policy, given, **mask: cpo(
+                policy, label_smoothing=0.1, averaging=Averaging("constant", length=1), **mask
+            ),
             lambda given: papers.cpo(given.rows(given.policy), eps=0.1),
         ),
-        Case("simpo", lambda policy, given, **mask: simpo(policy, **mask), lambda given: papers.simpo(given.rows(given.policy), 2.0, 1.0)),
+        Case(
+            "simpo",
+            lambda policy, given, **mask: simpo(policy, **mask),
+            lambda given: papers.simpo(given.rows(given.policy), 2.0, 1.0),
+        ),
         Case(
             "simpo_constants",
             lambda policy, given, **mask: simpo(policy, beta=2.5, gamma=0.3, label_smoothing=0.1, **mask),
             lambda given: papers.simpo(given.rows(given.policy), 2.5, 0.3, 0.1),
         ),
-        Case("orpo", lambda policy, given, **mask: orpo(policy, **mask), lambda given: papers.orpo(given.rows(given.policy), 0.1)),
-        *(kto_case(*constants) for constants in (("kto", 0.0, 0.1, (1.0, 1.0)), ("kto_weights", 0.4, 0.5, (1.0, 1.33)))),
+        Case(
+            "orpo",
+            lambda policy, given, **mask: orpo(policy, **mask),
+            lambda given: papers.orpo(given.rows(given.policy), 0.1),
+        ),
+        *(
+            kto_case(*constants)
+            for constants in (("kto", 0.0, 0.1, (1.0, 1.0)), ("kto_weights", 0.4, 0.5, (1.0, 1.33)))
+        ),
     ]
 
 
@@ -127,7 +170,9 @@ def kto_case(name: str, z: float, beta: float, weights: tuple[float, float]) -> 
         return kto(policy, given.reference, given.desirable, **options, **mask)
 
     def paper(given: Given) -> Tensor:
-        return papers.kto(given.rows(given.policy), given.rows(given.reference), given.desirable.tolist(), z, beta, weights)
+        return papers.kto(
+            given.rows(given.policy), given.rows(given.reference), given.desirable.tolist(), z, beta, weights
+        )
 
     return Case(name, ours, paper)
 
@@ -136,7 +181,9 @@ def policy_cases() -> list[Case]:
     def named(name: str, paper: Callable[[papers.Batch], Tensor], per_token: bool = False, **options: Any) -> Case:
         return Case(
             f"grpo_{name}",
-            lambda policy, given, **mask: grpo(policy, given.old, given.advantages if per_token else given.advantage, **options, **mask),
+            lambda policy, given, **mask: grpo(
+                policy, given.old, given.advantages if per_token else given.advantage, **options, **mask
+            ),
             lambda given: paper(given.batch(per_token)),
         )
 
@@ -146,10 +193,18 @@ def policy_cases() -> list[Case]:
     return [
         named("grpo", lambda b: papers.per_sequence(gains(b))),
         named("token_advantages", lambda b: papers.per_sequence(gains(b)), per_token=True),
-        named("dr-grpo", lambda b: papers.constant_length(gains(b), 17), variant="dr-grpo", averaging=Averaging("constant", length=17)),
+        named(
+            "dr-grpo",
+            lambda b: papers.constant_length(gains(b), 17),
+            variant="dr-grpo",
+            averaging=Averaging("constant", length=17),
+        ),
         named("dapo", lambda b: papers.per_token(gains(b, high=0.28)), variant="dapo"),
         named(
-            "dapo_groups", lambda b: papers.per_group(gains(b, high=0.28), 2), variant="dapo", averaging=Averaging("group", group_size=2)
+            "dapo_groups",
+            lambda b: papers.per_group(gains(b, high=0.28), 2),
+            variant="dapo",
+            averaging=Averaging("group", group_size=2),
         ),
         named("two_sided", lambda b: papers.per_sequence(gains(b, 0.1, 0.3, 4.0)), variant=Clip(0.1, 0.3, delta=4.0)),
         named("gspo", lambda b: papers.gspo(b, 3e-4, 4e-4), variant="gspo"),
@@ -174,7 +229,9 @@ def policy_cases() -> list[Case]:
         ),
         Case(
             "ppo_dual_clip",
-            lambda policy, given, **mask: ppo(policy, given.old, given.advantages, clip=Clip(0.2, 0.2, delta=3.0), **mask),
+            lambda policy, given, **mask: ppo(
+                policy, given.old, given.advantages, clip=Clip(0.2, 0.2, delta=3.0), **mask
+            ),
             lambda given: papers.per_token(gains(given.batch(per_token=True), delta=3.0)),
         ),
     ]
@@ -195,7 +252,9 @@ def penalized(estimator: str, unbiased: bool) -> Case:
 
 def entropy_bonus() -> Case:
     def ours(policy: Any, given: Given, **mask: Tensor) -> Any:
-        return grpo(policy, given.old, given.advantage, penalty=Penalty(given.reference, beta=0.04, entropy=0.5), **mask)
+        return grpo(
+            policy, given.old, given.advantage, penalty=Penalty(given.reference, beta=0.04, entropy=0.5), **mask
+        )
 
     def paper(given: Given) -> Tensor:
         batch = given.batch()
@@ -221,7 +280,13 @@ def corrected(mode: str, level: str) -> Case:
 
 def sequences_masked(threshold: float) -> Case:
     def ours(policy: Any, given: Given, **mask: Tensor) -> Any:
-        return grpo(policy, given.old, given.advantage, off_policy=OffPolicy(given.sampling, weight=None, threshold=threshold), **mask)
+        return grpo(
+            policy,
+            given.old,
+            given.advantage,
+            off_policy=OffPolicy(given.sampling, weight=None, threshold=threshold),
+            **mask,
+        )
 
     def paper(given: Given) -> Tensor:
         batch = given.batch()

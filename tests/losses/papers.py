@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses once more, as their papers print them: for lists of answers, one token after the other, without masks or padding.
+"""The losses once more, as their papers print them: for lists of answers, one token after the other, without masks or
+padding.
 
-An answer is a one-dimensional tensor with the log-probabilities of its own tokens. Written apart from the losses, to be run in float64.
+An answer is a one-dimensional tensor with the log-probabilities of its own tokens. Written apart from the losses, to be
+run in float64.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ def sign(x: Tensor) -> float:
     return float(x.detach())
 
 
-# Preference losses. h is the log-ratio (or log-probability) of an answer, r = β h its reward, w the chosen and l the rejected one.
+# Preference losses. h is the log-ratio (or log-probability) of an answer, r = β h its reward, w the chosen and l the
+# rejected one.
 
 
 def sigmoid_loss(h_w: Tensor, h_l: Tensor, beta: float, eps: float) -> Tensor:
@@ -121,7 +124,14 @@ def log_ratios(policy: Answers, reference: Answers) -> list[Tensor]:
     return [(own - other).sum() for own, other in zip(policy, reference, strict=True)]
 
 
-def dpo(policy: Answers, reference: Answers, variant: str = "sigmoid", beta: float = 0.1, eps: float = 0.0, **constants: float) -> Tensor:
+def dpo(
+    policy: Answers,
+    reference: Answers,
+    variant: str = "sigmoid",
+    beta: float = 0.1,
+    eps: float = 0.0,
+    **constants: float,
+) -> Tensor:
     return mean([PAIRS[variant](w, l, beta, eps, **constants) for w, l in pairs_of(log_ratios(policy, reference))])
 
 
@@ -159,7 +169,9 @@ def orpo(policy: Answers, weight: float) -> Tensor:
     return mean([-odds(w)[0] - weight * log_sigma(odds(w)[1] - odds(l)[1]) for w, l in pairs_of(policy)])
 
 
-def kto(policy: Answers, reference: Answers, desirable: Sequence[bool], z: float, beta: float, weights: tuple[float, float]) -> Tensor:
+def kto(
+    policy: Answers, reference: Answers, desirable: Sequence[bool], z: float, beta: float, weights: tuple[float, float]
+) -> Tensor:
     """arXiv:2402.01306: λ_y − v(x, y)."""
     losses = []
     for r, good in zip(log_ratios(policy, reference), desirable, strict=True):
@@ -262,13 +274,17 @@ def gspo_token(batch: Batch, low: float, high: float) -> Tensor:
 def luspo(batch: Batch, low: float, high: float) -> Tensor:
     """arXiv:2602.05261, equation 7."""
     rows = zip(batch.policy, batch.old, batch.advantages, strict=True)
-    return mean([-clipped(sequence_ratio(own, old), advantage[0], low, high) * len(own) for own, old, advantage in rows])
+    return mean(
+        [-clipped(sequence_ratio(own, old), advantage[0], low, high) * len(own) for own, old, advantage in rows]
+    )
 
 
 def cispo(batch: Batch, low: float, high: float) -> Tensor:
     """arXiv:2506.13585."""
     rows = zip(batch.policy, batch.old, batch.advantages, strict=True)
-    return per_token([-torch.clamp(ratio(own, old), low, high).detach() * advantage * own for own, old, advantage in rows])
+    return per_token(
+        [-torch.clamp(ratio(own, old), low, high).detach() * advantage * own for own, old, advantage in rows]
+    )
 
 
 def sapo(batch: Batch, positive: float, negative: float) -> Tensor:
@@ -279,7 +295,9 @@ def sapo(batch: Batch, positive: float, negative: float) -> Tensor:
         return sigma(tau * (r - 1)) * 4 / tau
 
     rows = zip(batch.policy, batch.old, batch.advantages, strict=True)
-    return per_sequence([-torch.stack([gate(*pair) for pair in zip(ratio(own, old), a, strict=True)]) * a for own, old, a in rows])
+    return per_sequence(
+        [-torch.stack([gate(*pair) for pair in zip(ratio(own, old), a, strict=True)]) * a for own, old, a in rows]
+    )
 
 
 def vespo(batch: Batch, positive: tuple[float, float], negative: tuple[float, float]) -> Tensor:
@@ -299,7 +317,9 @@ def importance_weights(batch: Batch, mode: str, level: str, low: float, high: fl
     for old, sampling in zip(batch.old, batch.sampling, strict=True):
         log_rho = (old - sampling).detach()
         rho = torch.exp(torch.clamp(log_rho if level == "token" else log_rho.sum().expand_as(log_rho), max=80.0))
-        weights.append(torch.clamp(rho, low, high) if mode == "truncate" else torch.where((rho >= low) & (rho <= high), rho, 0.0))
+        weights.append(
+            torch.clamp(rho, low, high) if mode == "truncate" else torch.where((rho >= low) & (rho <= high), rho, 0.0)
+        )
     return weights
 
 

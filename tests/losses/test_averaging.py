@@ -26,7 +26,9 @@ def test_micro_batches_with_the_count_of_all_add_up_to_the_whole(rule: dict[str,
     averaging = Averaging(**rule, count=torch.tensor(whole) if on_device else whole)
 
     def loss(rows: slice, averaging: Averaging) -> torch.Tensor:
-        return grpo(batch.policy[rows], batch.old[rows], batch.advantage[rows], mask=batch.mask[rows], averaging=averaging)[0]
+        return grpo(
+            batch.policy[rows], batch.old[rows], batch.advantage[rows], mask=batch.mask[rows], averaging=averaging
+        )[0]
 
     parts = loss(slice(0, 2), averaging) + loss(slice(2, 4), averaging)
     torch.testing.assert_close(parts, loss(slice(0, 4), Averaging(**rule)))

@@ -32,7 +32,9 @@ def test_a_loss_of_log_probabilities_is_one_graph(case: Case) -> None:
     torch.testing.assert_close(compiled, loss(*given), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in ("dpo_sigmoid", "kto", "grpo_entropy", "orpo")], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.name in ("dpo_sigmoid", "kto", "grpo_entropy", "orpo")], ids=lambda case: case.name
+)
 def test_a_loss_of_a_head_is_one_graph_with_its_gradients(case: Case) -> None:
     batch, leaves, target = head_batch()
     inputs = [x.requires_grad_() for x in leaves.values()]
@@ -60,7 +62,9 @@ def test_another_count_of_tokens_does_not_recompile() -> None:
     graphs = torch._dynamo.testing.CompileCounter()
 
     def loss(count: Tensor) -> Tensor:
-        return grpo(batch.policy, batch.old, batch.advantage, mask=batch.mask, averaging=Averaging("token", count=count))[0]
+        return grpo(
+            batch.policy, batch.old, batch.advantage, mask=batch.mask, averaging=Averaging("token", count=count)
+        )[0]
 
     compiled = torch.compile(loss, fullgraph=True, backend=graphs)
     for count in (7, 19):

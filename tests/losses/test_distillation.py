@@ -18,7 +18,9 @@ KIND = pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "tota
 TAIL = pytest.mark.parametrize("tail", [True, False], ids=["tail", "no_tail"])
 
 
-def some_log_probs(device: torch.device, scale: float = 1.0, k: int = 8, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def some_log_probs(
+    device: torch.device, scale: float = 1.0, k: int = 8, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Of 6 rows and 40 classes, those of the teacher's k most likely ones on both sides."""
     student, teacher = (torch.randn(6, 40, dtype=torch.float64) * scale for _ in range(2))
     top = teacher.log_softmax(-1).topk(k, dim=-1)
@@ -49,7 +51,9 @@ def transcription(log_prob: Tensor, teacher_log_prob: Tensor, kind: str, beta: f
 @KIND
 @TAIL
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
-def test_topk_distillation_is_the_divergence_of_its_buckets(kind: Any, tail: bool, scale: float, device: torch.device) -> None:
+def test_topk_distillation_is_the_divergence_of_its_buckets(
+    kind: Any, tail: bool, scale: float, device: torch.device
+) -> None:
     student, teacher = some_log_probs(device, scale)
     exact_student = student.detach().double().requires_grad_()
     loss = topk_distillation(student, teacher, kind=kind, beta=0.3, tail=tail)
@@ -76,7 +80,11 @@ def test_all_classes_give_the_divergence_of_the_whole_softmax(kind: Any, device:
 @pytest.mark.parametrize("excess", [-1e-9, 0.0, 1e-6])
 def test_a_mass_of_one_or_a_rounding_more_is_finite(kind: Any, excess: float, device: torch.device) -> None:
     sure = torch.tensor([[excess, -20.0, -30.0]], device=device)
-    for student, teacher in ((sure, sure.flip(-1)), (sure, torch.full_like(sure, -1.2)), (torch.full_like(sure, -1.2), sure)):
+    for student, teacher in (
+        (sure, sure.flip(-1)),
+        (sure, torch.full_like(sure, -1.2)),
+        (torch.full_like(sure, -1.2), sure),
+    ):
         given = student.clone().requires_grad_()
         loss = topk_distillation(given, teacher, kind=kind)
         assert loss.isfinite().all()
@@ -108,11 +116,15 @@ def test_a_row_without_any_class_has_neither_loss_nor_gradient(device: torch.dev
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 @TAIL
 def test_topk_distillation_agrees_with_the_server_distillation_of_trl(beta: float, tail: bool) -> None:
-    trl = pytest.importorskip("trl.experimental.server_distillation.server_distillation_trainer", reason="TRL cannot be imported")
+    trl = pytest.importorskip(
+        "trl.experimental.server_distillation.server_distillation_trainer", reason="TRL cannot be imported"
+    )
     student, teacher = some_log_probs(torch.device("cpu"))
     sides, mask = [student, teacher], torch.ones(6, 8, dtype=torch.bool)
     if tail:
-        (student_side, mask), (teacher_side, _) = (trl._add_tail_bucket(side, torch.ones(6, 8, dtype=torch.bool)) for side in sides)
+        (student_side, mask), (teacher_side, _) = (
+            trl._add_tail_bucket(side, torch.ones(6, 8, dtype=torch.bool)) for side in sides
+        )
         sides = [student_side, teacher_side]
     else:
         sides = [side - side.logsumexp(-1, keepdim=True) for side in sides]
@@ -135,7 +147,9 @@ def test_topk_distillation_through_the_head_bounds_the_divergence_from_below(dev
 
 def test_topk_distillation_names_what_is_wrong(device: torch.device) -> None:
     student, teacher = some_log_probs(device)
-    with pytest.raises(ShapeError, match=r"teacher_log_prob must have shape \(\.\.\., K\) like log_prob \(6, 8\), got \(6, 7\)"):
+    with pytest.raises(
+        ShapeError, match=r"teacher_log_prob must have shape \(\.\.\., K\) like log_prob \(6, 8\), got \(6, 7\)"
+    ):
         topk_distillation(student, teacher[:, 1:])
     with pytest.raises(OptionError, match=r"teacher_log_prob must not require a gradient"):
         topk_distillation(teacher, student)
@@ -144,10 +158,16 @@ def test_topk_distillation_names_what_is_wrong(device: torch.device) -> None:
 
 
 def test_cosine_distillation_is_one_minus_the_cosine(device: torch.device) -> None:
-    hidden, teacher, upstream = leaf(3, 4, 20, device=device), torch.randn(3, 4, 20, device=device), torch.randn(3, 4, device=device)
+    hidden, teacher, upstream = (
+        leaf(3, 4, 20, device=device),
+        torch.randn(3, 4, 20, device=device),
+        torch.randn(3, 4, device=device),
+    )
     ours, plain = cosine_distillation(hidden, teacher), 1 - F.cosine_similarity(hidden, teacher, dim=-1)
     torch.testing.assert_close(ours, plain)
-    torch.testing.assert_close(torch.autograd.grad(ours, hidden, upstream), torch.autograd.grad(plain, hidden, upstream))
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, hidden, upstream), torch.autograd.grad(plain, hidden, upstream)
+    )
 
 
 def test_a_small_angle_keeps_its_digits(device: torch.device) -> None:

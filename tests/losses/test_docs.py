@@ -41,7 +41,9 @@ def test_the_page_names_everything_public() -> None:
 
 
 def test_the_page_names_every_variant() -> None:
-    assert [name for name in (*pairs.VARIANTS, *surrogates.VARIANTS) if f'"{name}"' not in PAGE and name != "sigmoid"] == []
+    assert [
+        name for name in (*pairs.VARIANTS, *surrogates.VARIANTS) if f'"{name}"' not in PAGE and name != "sigmoid"
+    ] == []
 
 
 def test_the_page_has_the_constants_of_every_variant() -> None:

@@ -36,15 +36,42 @@ WRONG: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
     "no_mask": (
         lambda: dpo(X, X),
         OptionError,
-        "losses.dpo: mask must be given with log-probabilities: True for the tokens that count; only a Head has its own",
+        (
+            "losses.dpo: mask must be given with log-probabilities: True for the tokens that count; only a Head has "
+            "its own"
+        ),
     ),
-    "float_mask": (lambda: dpo(X, X, mask=MASK.float()), DtypeError, "losses.dpo: mask must be bool or an integer, got torch.float32"),
-    "mask_shape": (lambda: dpo(X, X, mask=MASK[:, :2]), ShapeError, "losses.dpo: mask must have the shape of policy (4, 3), got (4, 2)"),
-    "head_mask_shape": (lambda: orpo(HEAD, mask=MASK), ShapeError, "losses.orpo: mask must have the shape of policy (3, 2), got (4, 3)"),
-    "flat_policy": (lambda: cpo(X[0], mask=MASK[0]), ShapeError, "losses.cpo: policy must be (sequences, tokens), got (3,)"),
+    "float_mask": (
+        lambda: dpo(X, X, mask=MASK.float()),
+        DtypeError,
+        "losses.dpo: mask must be bool or an integer, got torch.float32",
+    ),
+    "mask_shape": (
+        lambda: dpo(X, X, mask=MASK[:, :2]),
+        ShapeError,
+        "losses.dpo: mask must have the shape of policy (4, 3), got (4, 2)",
+    ),
+    "head_mask_shape": (
+        lambda: orpo(HEAD, mask=MASK),
+        ShapeError,
+        "losses.orpo: mask must have the shape of policy (3, 2), got (4, 3)",
+    ),
+    "flat_policy": (
+        lambda: cpo(X[0], mask=MASK[0]),
+        ShapeError,
+        "losses.cpo: policy must be (sequences, tokens), got (3,)",
+    ),
     "list": (lambda: cpo([1.0], mask=MASK), DtypeError, "losses.cpo: policy must be a tensor, got list"),
-    "integers": (lambda: cpo(X.long(), mask=MASK), DtypeError, "losses.cpo: policy must have a floating dtype, got torch.int64"),
-    "no_reference": (lambda: dpo(X, None, mask=MASK), DtypeError, "losses.dpo: reference must be a tensor, got NoneType"),
+    "integers": (
+        lambda: cpo(X.long(), mask=MASK),
+        DtypeError,
+        "losses.cpo: policy must have a floating dtype, got torch.int64",
+    ),
+    "no_reference": (
+        lambda: dpo(X, None, mask=MASK),
+        DtypeError,
+        "losses.dpo: reference must be a tensor, got NoneType",
+    ),
     "reference_shape": (
         lambda: dpo(X, X[:, :2], mask=MASK),
         ShapeError,
@@ -80,10 +107,20 @@ WRONG: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
         ShapeError,
         "losses.Averaging: count must be one number, got a tensor of shape (2,)",
     ),
-    "negative_count": (lambda: Averaging(count=-3), OptionError, "losses.Averaging: count must be a finite number ≥ 0, got -3"),
-    "nan_count": (lambda: Averaging(count=float("nan")), OptionError, "losses.Averaging: count must be a finite number ≥ 0, got nan"),
+    "negative_count": (
+        lambda: Averaging(count=-3),
+        OptionError,
+        "losses.Averaging: count must be a finite number ≥ 0, got -3",
+    ),
+    "nan_count": (
+        lambda: Averaging(count=float("nan")),
+        OptionError,
+        "losses.Averaging: count must be a finite number ≥ 0, got nan",
+    ),
     "statistics": (
-        lambda: Head(torch.randn(3, 2, 4), torch.randn(9, 4), torch.zeros(3, 2, dtype=torch.int64), return_statistics=True),
+        lambda: Head(
+            torch.randn(3, 2, 4), torch.randn(9, 4), torch.zeros(3, 2, dtype=torch.int64), return_statistics=True
+        ),
         OptionError,
         "losses.Head: return_statistics must be False, since losses take log-probabilities and entropies, got True; "
         "call linear_log_prob for the rest",
@@ -98,12 +135,32 @@ WRONG: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
         OptionError,
         "losses.dft: averaging must be of type Averaging, got 'token'",
     ),
-    "cpo_averaging": (lambda: cpo(X, mask=MASK, averaging=1), OptionError, "losses.cpo: averaging must be of type Averaging, got 1"),
-    "penalty": (lambda: grpo(X, X, X, mask=MASK, penalty=0.04), OptionError, "losses.grpo: penalty must be of type Penalty, got 0.04"),
-    "off_policy": (lambda: grpo(X, X, X, mask=MASK, off_policy=2), OptionError, "losses.grpo: off_policy must be of type OffPolicy, got 2"),
+    "cpo_averaging": (
+        lambda: cpo(X, mask=MASK, averaging=1),
+        OptionError,
+        "losses.cpo: averaging must be of type Averaging, got 1",
+    ),
+    "penalty": (
+        lambda: grpo(X, X, X, mask=MASK, penalty=0.04),
+        OptionError,
+        "losses.grpo: penalty must be of type Penalty, got 0.04",
+    ),
+    "off_policy": (
+        lambda: grpo(X, X, X, mask=MASK, off_policy=2),
+        OptionError,
+        "losses.grpo: off_policy must be of type OffPolicy, got 2",
+    ),
     "clip": (lambda: ppo(X, X, X, mask=MASK, clip=0.2), OptionError, "losses.ppo: clip must be of type Clip, got 0.2"),
-    "no_clip": (lambda: ppo(X, X, X, mask=MASK, clip=0.0), OptionError, "losses.ppo: clip must be of type Clip, got 0.0"),
-    "beta": (lambda: dpo(X, X, mask=MASK, beta=0.0), OptionError, "losses.dpo: beta must be a finite number > 0, got 0.0"),
+    "no_clip": (
+        lambda: ppo(X, X, X, mask=MASK, clip=0.0),
+        OptionError,
+        "losses.ppo: clip must be of type Clip, got 0.0",
+    ),
+    "beta": (
+        lambda: dpo(X, X, mask=MASK, beta=0.0),
+        OptionError,
+        "losses.dpo: beta must be a finite number > 0, got 0.0",
+    ),
     "variant": (
         lambda: dpo(X, X, mask=MASK, variant="ppo"),
         OptionError,
@@ -130,7 +187,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
         OptionError,
         "losses.dpo: label_smoothing must be between 0 and 1 with variant='exo', got 0.0; the paper takes 1e-3",
     ),
-    "desirable": (lambda: kto(X, X, GOOD.long(), mask=MASK), DtypeError, "losses.kto: desirable must be bool, got torch.int64"),
+    "desirable": (
+        lambda: kto(X, X, GOOD.long(), mask=MASK),
+        DtypeError,
+        "losses.kto: desirable must be bool, got torch.int64",
+    ),
     "desirable_shape": (
         lambda: kto(X, X, GOOD[:2], mask=MASK),
         ShapeError,
@@ -139,7 +200,10 @@ WRONG: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
     "grpo_variant": (
         lambda: grpo(X, X, X, mask=MASK, variant="bnpo"),
         OptionError,
-        "losses.grpo: variant must be one of 'grpo', 'dr-grpo', 'dapo', 'gspo', 'luspo', 'cispo', 'sapo', 'vespo', got 'bnpo'",
+        (
+            "losses.grpo: variant must be one of 'grpo', 'dr-grpo', 'dapo', 'gspo', 'luspo', 'cispo', 'sapo', 'vespo', "
+            "got 'bnpo'"
+        ),
     ),
     "dr_grpo": (
         lambda: grpo(X, X, X, mask=MASK, variant="dr-grpo"),
@@ -161,11 +225,26 @@ WRONG: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
     "vespo": (
         lambda: grpo(X, X, X, mask=MASK, variant=Vespo(), off_policy=OffPolicy(X)),
         OptionError,
-        "losses.grpo: off_policy must have weight=None with vespo, which corrects by itself: pass the log-probabilities of the sampler as old",
+        (
+            "losses.grpo: off_policy must have weight=None with vespo, which corrects by itself: pass the "
+            "log-probabilities of the sampler as old"
+        ),
     ),
-    "delta": (lambda: Clip(0.2, 0.3, delta=1.2), OptionError, "losses.Clip: delta must be above 1 + high = 1.3, got 1.2"),
-    "level": (lambda: Clip(level="word"), OptionError, "losses.Clip: level must be one of 'token', 'sequence', got 'word'"),
-    "estimator": (lambda: Penalty(X, estimator="k4"), OptionError, "losses.Penalty: estimator must be one of 'k1', 'k2', 'k3', got 'k4'"),
+    "delta": (
+        lambda: Clip(0.2, 0.3, delta=1.2),
+        OptionError,
+        "losses.Clip: delta must be above 1 + high = 1.3, got 1.2",
+    ),
+    "level": (
+        lambda: Clip(level="word"),
+        OptionError,
+        "losses.Clip: level must be one of 'token', 'sequence', got 'word'",
+    ),
+    "estimator": (
+        lambda: Penalty(X, estimator="k4"),
+        OptionError,
+        "losses.Penalty: estimator must be one of 'k1', 'k2', 'k3', got 'k4'",
+    ),
     "weight": (
         lambda: OffPolicy(X, weight="clip"),
         OptionError,
@@ -205,7 +284,9 @@ def test_a_wrong_argument_is_named(wrong: tuple[Callable[[], Any], type[LigerErr
 def test_no_function_has_more_than_eight_parameters() -> None:
     import inspect
 
-    counts = {name: len(inspect.signature(getattr(losses, name)).parameters) for name in losses.__all__ if name != "Head"}
+    counts = {
+        name: len(inspect.signature(getattr(losses, name)).parameters) for name in losses.__all__ if name != "Head"
+    }
     assert max(counts[name] for name in counts if not name.endswith("Metrics")) <= 8
 
 
@@ -213,6 +294,9 @@ def test_the_losses_are_imported_where_they_are_used() -> None:
     import subprocess
     import sys
 
-    code = "import sys, liger_core; print('liger_core.losses' in sys.modules); liger_core.losses.dpo; print('liger_core.losses' in sys.modules)"
+    code = (
+        "import sys, liger_core; print('liger_core.losses' in sys.modules); liger_core.losses.dpo; "
+        "print('liger_core.losses' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True"]

@@ -14,9 +14,17 @@ from losses import papers
 from losses.cases import CASES, Case
 from losses.test_papers import from_tensors, in_dtype, random_batch
 
-# Their loss of an impossible rejected answer is infinite: they pull it back to a finite reward, reward it for being far away, or keep a
-# weight on its logarithm.
-UNBOUNDED = {"dpo_ipo", "dpo_sppo", "grpo_cispo_bounds", "dpo_robust", "dpo_label_smoothing", "cpo_label_smoothing", "simpo_constants"}
+# Their loss of an impossible rejected answer is infinite: they pull it back to a finite reward, reward it for being far
+# away, or keep a weight on its logarithm.
+UNBOUNDED = {
+    "dpo_ipo",
+    "dpo_sppo",
+    "grpo_cispo_bounds",
+    "dpo_robust",
+    "dpo_label_smoothing",
+    "cpo_label_smoothing",
+    "simpo_constants",
+}
 # The divergence of an impossible token is infinite.
 DIVERGING = {"grpo_k1", "grpo_k2", "grpo_k2_unbiased", "grpo_k1_unbiased"}
 
@@ -31,7 +39,9 @@ def test_an_impossible_token_leaves_the_loss_and_its_gradients_finite(case: Case
     assert all(bool(g.isfinite().all()) for g in gradients.values())
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in UNBOUNDED - {"dpo_ipo", "dpo_sppo"}], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.name in UNBOUNDED - {"dpo_ipo", "dpo_sppo"}], ids=lambda case: case.name
+)
 def test_an_infinite_loss_still_has_finite_gradients(case: Case) -> None:
     batch = in_dtype(random_batch(), torch.float32)
     batch.policy[2, 3] = -torch.inf
@@ -74,7 +84,9 @@ def test_a_clipped_ratio_has_no_gradient_however_far_it_is(sign: float, distance
 
 def loss_of_a_negative_advantage(log_ratio: float, **options: float) -> tuple[float, float]:
     policy = torch.full((1, 1), -1.0, requires_grad=True)
-    loss, _ = grpo(policy, policy.detach() - log_ratio, torch.tensor([-1.0]), mask=torch.ones(1, 1).bool(), variant=Clip(**options))
+    loss, _ = grpo(
+        policy, policy.detach() - log_ratio, torch.tensor([-1.0]), mask=torch.ones(1, 1).bool(), variant=Clip(**options)
+    )
     (gradient,) = torch.autograd.grad(loss, policy)
     return float(loss.detach()), float(gradient)
 
@@ -99,7 +111,9 @@ def test_log_ratios_of_long_answers_keep_their_digits() -> None:
     policy = -3.0 * torch.rand(2, 100_000)
     reference = policy + 1e-5 * torch.randn(2, 100_000)
     counted = torch.ones(2, 100_000, dtype=torch.bool)
-    exact = -torch.nn.functional.logsigmoid(0.1 * torch.tensor([1.0, -1.0]).double() @ (policy.double() - reference.double()).sum(-1))
+    exact = -torch.nn.functional.logsigmoid(
+        0.1 * torch.tensor([1.0, -1.0]).double() @ (policy.double() - reference.double()).sum(-1)
+    )
     for given in (reference, reference.double().sum(-1)):
         loss, _ = dpo(policy, given, mask=counted)
         assert float((loss.double() - exact).abs()) < (1e-6 if given is reference else 2e-3)

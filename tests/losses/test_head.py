@@ -65,10 +65,14 @@ def test_a_reference_may_be_a_head_or_cached_for_tokens_or_cached_for_answers() 
     policy, reference = head(), head()
     reference.target = policy.target
     log_prob, _ = reference.log_prob()
-    first, *others = (dpo(policy, given)[0] for given in (reference, log_prob, log_prob.sum(-1), log_prob.sum(-1).double()))
+    first, *others = (
+        dpo(policy, given)[0] for given in (reference, log_prob, log_prob.sum(-1), log_prob.sum(-1).double())
+    )
     for other in others:
         torch.testing.assert_close(first, other)
-    first, second = (kto(policy, given, torch.tensor([True, False, True, False]))[0] for given in (reference, log_prob.sum(-1)))
+    first, second = (
+        kto(policy, given, torch.tensor([True, False, True, False]))[0] for given in (reference, log_prob.sum(-1))
+    )
     torch.testing.assert_close(first, second)
 
 
@@ -111,7 +115,9 @@ def test_old_log_probabilities_of_a_head_get_no_gradient() -> None:
 def test_nothing_but_the_policy_gets_a_gradient() -> None:
     policy, mask = -torch.rand(4, 5).requires_grad_(), torch.ones(4, 5, dtype=torch.bool)
     old, reference, sampling, advantages = (torch.randn(4, 5, requires_grad=True) for _ in range(4))
-    loss, _ = grpo(policy, old, advantages, mask=mask, penalty=Penalty(reference), off_policy=OffPolicy(sampling, threshold=1.0))
+    loss, _ = grpo(
+        policy, old, advantages, mask=mask, penalty=Penalty(reference), off_policy=OffPolicy(sampling, threshold=1.0)
+    )
     assert torch.autograd.grad(loss, [old, reference, sampling, advantages], allow_unused=True) == (None,) * 4
 
 
@@ -131,5 +137,9 @@ def test_kto_takes_no_baseline_below_zero() -> None:
 
 def test_the_loss_has_the_dtype_of_the_policy_whatever_the_reference_has() -> None:
     policy = head()
-    for reference in (torch.zeros(4, 5, dtype=torch.float64), torch.zeros(4, dtype=torch.float64), torch.zeros(4, 5, dtype=torch.bfloat16)):
+    for reference in (
+        torch.zeros(4, 5, dtype=torch.float64),
+        torch.zeros(4, dtype=torch.float64),
+        torch.zeros(4, 5, dtype=torch.bfloat16),
+    ):
         assert dpo(policy, reference)[0].dtype == torch.float32

@@ -23,7 +23,9 @@ def test_metrics_are_detached_numbers(case: Case) -> None:
 def test_rewards_of_dpo_are_scaled_log_ratios() -> None:
     batch = random_batch()
     _, metrics = dpo(batch.policy, batch.reference, mask=batch.mask, beta=0.3)
-    ratio = torch.stack([(own - other).sum() for own, other in zip(batch.rows(batch.policy), batch.rows(batch.reference), strict=True)])
+    ratio = torch.stack(
+        [(own - other).sum() for own, other in zip(batch.rows(batch.policy), batch.rows(batch.reference), strict=True)]
+    )
     sums = torch.stack([own.sum() for own in batch.rows(batch.policy)])
     chosen, rejected = 0.3 * ratio.view(2, 2)
     assert list(map(float, metrics[:4])) == pytest.approx(
@@ -50,8 +52,18 @@ def test_rewards_without_a_reference_are_scaled_log_probabilities() -> None:
 
 def test_kto_reports_the_rewards_of_both_kinds_and_how_many_there_are() -> None:
     batch = random_batch()
-    _, metrics = kto(batch.policy, batch.reference, torch.tensor([True, False, False, False]), mask=batch.mask, beta=0.5, baseline=0.2)
-    rewards = [0.5 * float((own - other).sum()) for own, other in zip(batch.rows(batch.policy), batch.rows(batch.reference), strict=True)]
+    _, metrics = kto(
+        batch.policy,
+        batch.reference,
+        torch.tensor([True, False, False, False]),
+        mask=batch.mask,
+        beta=0.5,
+        baseline=0.2,
+    )
+    rewards = [
+        0.5 * float((own - other).sum())
+        for own, other in zip(batch.rows(batch.policy), batch.rows(batch.reference), strict=True)
+    ]
     expected = [rewards[0], sum(rewards[1:]) / 3, rewards[0] - sum(rewards[1:]) / 3, 1, 3, 0.2]
     assert list(map(float, metrics)) == pytest.approx(expected)
 
@@ -65,11 +77,20 @@ def test_kto_reports_zero_for_a_kind_that_is_missing() -> None:
 def test_a_policy_loss_reports_ratios_bounds_and_divergences() -> None:
     mask = torch.ones(1, 4, dtype=torch.bool)
     log_ratio = torch.tensor([[0.5, -0.5, 0.05, -0.6]], dtype=torch.float64)
-    old, advantages = torch.full((1, 4), -1.0, dtype=torch.float64), torch.tensor([[1.0, -1.0, 1.0, 1.0]], dtype=torch.float64)
+    old, advantages = (
+        torch.full((1, 4), -1.0, dtype=torch.float64),
+        torch.tensor([[1.0, -1.0, 1.0, 1.0]], dtype=torch.float64),
+    )
     policy, reference, entropy = old + log_ratio, old + 0.2, torch.tensor([[0.1, 0.2, 0.3, 0.6]], dtype=torch.float64)
     off_policy = OffPolicy(old - 0.1, high=2.0, threshold=10.0)
     _, metrics = grpo(
-        (policy, entropy), old, advantages, mask=mask, variant=Clip(0.2, 0.2), penalty=Penalty(reference), off_policy=off_policy
+        (policy, entropy),
+        old,
+        advantages,
+        mask=mask,
+        variant=Clip(0.2, 0.2),
+        penalty=Penalty(reference),
+        off_policy=off_policy,
     )
     d = reference - policy
     expected = {
@@ -88,7 +109,9 @@ def test_a_policy_loss_reports_ratios_bounds_and_divergences() -> None:
 def test_the_surrogate_is_reported_without_the_penalties() -> None:
     batch = random_batch()
     plain, _ = grpo(batch.policy, batch.old, batch.advantage, mask=batch.mask)
-    loss, metrics = grpo(batch.policy, batch.old, batch.advantage, mask=batch.mask, penalty=Penalty(batch.reference, beta=1.0))
+    loss, metrics = grpo(
+        batch.policy, batch.old, batch.advantage, mask=batch.mask, penalty=Penalty(batch.reference, beta=1.0)
+    )
     torch.testing.assert_close(metrics.surrogate, plain)
     assert float(loss) > float(plain)
 

@@ -69,7 +69,9 @@ def batch_of_hundreds() -> Given:
 
 
 BATCHES = pytest.mark.parametrize(
-    "batch", [random_batch, one_token_batch, long_batch, batch_of_hundreds], ids=["random", "one_token", "long", "hundreds"]
+    "batch",
+    [random_batch, one_token_batch, long_batch, batch_of_hundreds],
+    ids=["random", "one_token", "long", "hundreds"],
 )
 
 
@@ -98,12 +100,17 @@ def from_paper(case: Case, batch: Given) -> tuple[Tensor, dict[str, Tensor]]:
     return loss, dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
-def assert_equal(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]], rtol: float, atol: float) -> None:
-    """Gradients within atol of the largest one of their tensor; where all have vanished, a sigmoid rounds them as if they were SMALL."""
+def assert_equal(
+    got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]], rtol: float, atol: float
+) -> None:
+    """Gradients within atol of the largest one of their tensor; where all have vanished, a sigmoid rounds them as if
+    they were SMALL."""
     torch.testing.assert_close(got[0].double().cpu(), want[0], rtol=rtol, atol=atol)
     for name, expected in want[1].items():
         largest = max(float(expected.abs().max()), SMALL)
-        torch.testing.assert_close(got[1][name].double().cpu(), expected, rtol=rtol, atol=atol * largest, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            got[1][name].double().cpu(), expected, rtol=rtol, atol=atol * largest, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.matrix
@@ -117,7 +124,9 @@ def test_a_loss_in_float64_is_the_formula_of_its_paper(case: Case, batch: Callab
 @pytest.mark.matrix
 @EACH
 @BATCHES
-def test_a_loss_in_float32_is_the_formula_of_its_paper(case: Case, batch: Callable[[], Given], device: torch.device) -> None:
+def test_a_loss_in_float32_is_the_formula_of_its_paper(
+    case: Case, batch: Callable[[], Given], device: torch.device
+) -> None:
     drawn = in_dtype(batch(), torch.float32)
     loss, gradients = from_paper(case, drawn)
     if float(loss.detach().abs()) > 0.01 * torch.finfo(torch.float32).max:
@@ -151,7 +160,10 @@ def head_batch() -> tuple[Given, dict[str, Tensor], Tensor]:
     target = torch.where(batch.mask, torch.randint(20, (4, 7)), -100)
     every = torch.log_softmax(leaves["hidden"] @ leaves["weight"].t() + leaves["bias"], -1)
     policy = every.gather(-1, target.clamp(min=0)[..., None])[..., 0]
-    noise = {name: policy.double() + 0.5 * torch.randn(4, 7, dtype=torch.float64) for name in ("reference", "old", "sampling")}
+    noise = {
+        name: policy.double() + 0.5 * torch.randn(4, 7, dtype=torch.float64)
+        for name in ("reference", "old", "sampling")
+    }
     return in_dtype(replace(batch, policy=policy.double(), **noise), torch.float32), leaves, target
 
 

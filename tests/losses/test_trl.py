@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL's trainers compute the same losses: their own methods run on stand-ins for models. docs/losses.md lists what differs."""
+"""TRL's trainers compute the same losses: their own methods run on stand-ins for models. docs/losses.md lists what
+differs."""
 
 from __future__ import annotations
 
@@ -12,7 +13,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_core.losses import Averaging, Cispo, Clip, Head, OffPolicy, Penalty, cpo, dft, dpo, grpo, kto, kto_baseline, orpo, pairs, simpo
+from liger_core.losses import (
+    Averaging,
+    Cispo,
+    Clip,
+    Head,
+    OffPolicy,
+    Penalty,
+    cpo,
+    dft,
+    dpo,
+    grpo,
+    kto,
+    kto_baseline,
+    orpo,
+    pairs,
+    simpo,
+)
 
 trl = pytest.importorskip("trl", reason="needs trl: pip install trl")
 pytestmark = pytest.mark.slow
@@ -78,13 +95,22 @@ class Answers:
         """What TRL's patched model returns."""
         nothing = torch.zeros_like(self.policy)
         return SimpleNamespace(
-            log_probs=self.policy, entropy=self.entropy, mean_logits=nothing, is_top1=nothing.bool(), label_mask=self.mask, aux_loss=None
+            log_probs=self.policy,
+            entropy=self.entropy,
+            mean_logits=nothing,
+            is_top1=nothing.bool(),
+            label_mask=self.mask,
+            aux_loss=None,
         )
 
     @property
     def inputs(self) -> dict[str, Tensor]:
         whole = torch.cat([torch.zeros(4, 1, dtype=torch.bool), self.mask], 1)
-        return {"input_ids": torch.ones_like(whole, dtype=torch.int64), "attention_mask": whole.long(), "completion_mask": whole.long()}
+        return {
+            "input_ids": torch.ones_like(whole, dtype=torch.int64),
+            "attention_mask": whole.long(),
+            "completion_mask": whole.long(),
+        }
 
     def model(self, **_: Any) -> SimpleNamespace:
         return self.outputs
@@ -138,7 +164,14 @@ def test_dpo_is_that_of_trl(theirs: str) -> None:
     loss, metrics = dpo(answers.policy, answers.reference, mask=answers.mask, variant=variant, beta=beta, **options)
     assert_same(loss, expected, answers.leaf)
     if "length_normalized" not in options:
-        names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected")
+        names = (
+            "rewards/chosen",
+            "rewards/rejected",
+            "rewards/margins",
+            "rewards/accuracies",
+            "logps/chosen",
+            "logps/rejected",
+        )
         assert list(map(float, metrics[:6])) == pytest.approx([logged[name][0] for name in names])
 
 
@@ -189,7 +222,14 @@ def test_kto_is_that_of_trl(kind: str) -> None:
     }
     expected = trainer._compute_loss(answers.model, inputs, False)
     baseline = kto_baseline(others.policy, others.reference, mask=others.mask) if kind == "kto" else 0.0
-    loss, metrics = kto(answers.policy, answers.reference, answers.desirable, mask=answers.mask, baseline=baseline, undesirable_weight=1.33)
+    loss, metrics = kto(
+        answers.policy,
+        answers.reference,
+        answers.desirable,
+        mask=answers.mask,
+        baseline=baseline,
+        undesirable_weight=1.33,
+    )
     assert_same(loss, expected, answers.leaf)
     logged = trainer._metrics["train"]
     assert [
@@ -213,7 +253,9 @@ ARGUMENTS = {
 }
 
 
-def trl_grpo(answers: Answers, kind: str, inputs: dict[str, Any] | None = None, **changes: Any) -> tuple[Tensor, dict[str, Any]]:
+def trl_grpo(
+    answers: Answers, kind: str, inputs: dict[str, Any] | None = None, **changes: Any
+) -> tuple[Tensor, dict[str, Any]]:
     settings = {
         "loss_type": kind,
         "beta": 0.0,
@@ -293,7 +335,9 @@ def test_the_entropy_bonus_is_that_of_trl_where_tokens_are_averaged() -> None:
     answers = Answers()
     expected, logged = trl_grpo(answers, "bnpo", _entropy_bonus_enabled=True, entropy_coef=0.2)
     policy, averaging = (answers.policy, answers.entropy), Averaging("token")
-    loss, metrics = grpo(policy, answers.old, answers.advantage, mask=answers.mask, averaging=averaging, penalty=Penalty(entropy=0.2))
+    loss, metrics = grpo(
+        policy, answers.old, answers.advantage, mask=answers.mask, averaging=averaging, penalty=Penalty(entropy=0.2)
+    )
     assert_same(loss, expected, answers.leaf, answers.entropies)
     assert float(metrics.entropy) == pytest.approx(logged["entropy"][0])
 
@@ -316,10 +360,22 @@ def test_importance_weights_enter_the_loss_as_in_trl(kind: str, level: str, mode
     answers = Answers()
     off_policy = OffPolicy(answers.sampling, weight=mode, level=level, low=0.5, high=2.0)
     weights = off_policy.weights(answers.old, answers.sampling)
-    theirs = {"use_vllm": True, "vllm_importance_sampling_correction": True, "beta": 0.3, "epsilon_high": 1.2 if kind == "cispo" else 0.2}
+    theirs = {
+        "use_vllm": True,
+        "vllm_importance_sampling_correction": True,
+        "beta": 0.3,
+        "epsilon_high": 1.2 if kind == "cispo" else 0.2,
+    }
     expected, _ = trl_grpo(answers, kind, {"importance_sampling_ratio": weights}, **theirs)
-    options: dict[str, Any] = {"mask": answers.mask, "penalty": Penalty(answers.reference, beta=0.3), "off_policy": off_policy}
-    variant, averaging = (Cispo(high=1.2) if kind == "cispo" else Clip()), Averaging("sequence" if kind == "grpo" else "token")
+    options: dict[str, Any] = {
+        "mask": answers.mask,
+        "penalty": Penalty(answers.reference, beta=0.3),
+        "off_policy": off_policy,
+    }
+    variant, averaging = (
+        (Cispo(high=1.2) if kind == "cispo" else Clip()),
+        Averaging("sequence" if kind == "grpo" else "token"),
+    )
     loss, _ = grpo(answers.policy, answers.old, answers.advantage, variant=variant, averaging=averaging, **options)
     assert_same(loss, expected, answers.leaf)
 
@@ -461,7 +517,9 @@ def test_difference_token_weights_of_gspo_weigh_the_gradients_of_their_tokens() 
     theirs = {"use_vllm": True, "vllm_importance_sampling_correction": True, **SEQUENCE}
     expected, _ = trl_grpo(answers, "grpo", {"importance_sampling_ratio": weights}, **theirs)
     clip = Clip(level="sequence")
-    loss, _ = grpo(answers.policy, answers.old, answers.advantage, mask=answers.mask, variant=clip, off_policy=off_policy)
+    loss, _ = grpo(
+        answers.policy, answers.old, answers.advantage, mask=answers.mask, variant=clip, off_policy=off_policy
+    )
     torch.testing.assert_close(loss, expected)
     ours, shared = (torch.autograd.grad(x, answers.leaf)[0] for x in (loss, expected))
     # The sum over an answer is the same; TRL shares it equally.

@@ -49,7 +49,9 @@ class Mutant:
             pattern, new = old.value, [new[0].value]  # type: ignore[list-item]
         matches = [(node, names) for node in ast.walk(self._scope(tree)) if matched(pattern, node, names := {})]
         if len(matches) != 1:
-            raise LookupError(f"mutant {self.name!r}: {self.old!r} must occur once in {self.where}, it occurs {len(matches)} times")
+            raise LookupError(
+                f"mutant {self.name!r}: {self.old!r} must occur once in {self.where}, it occurs {len(matches)} times"
+            )
         target, names = matches[0]
         filled = [Replace(lambda n: names.get(getattr(n, "id", ""))).visit(deepcopy(statement)) for statement in new]
         inserted = filled if isinstance(target, ast.stmt) else filled[0]

@@ -60,7 +60,9 @@ def main() -> int:
     table = Table("planted bug", "file", "verdict", "seconds")
     failures = [(mutant, complaint, result) for mutant, (result, complaint) in runs.items() if complaint]
     for mutant, (result, complaint) in runs.items():
-        table.add_row(mutant.name, mutant.file, f"[red]{complaint}[/red]" if complaint else "seen", f"{result.seconds:.0f}")
+        table.add_row(
+            mutant.name, mutant.file, f"[red]{complaint}[/red]" if complaint else "seen", f"{result.seconds:.0f}"
+        )
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     for mutant, complaint, result in failures:
@@ -82,7 +84,10 @@ def judged(mutants: list[Mutant], jobs: int) -> dict[Mutant, tuple[Run, str]]:
         together: dict[tuple[str, ...], set[str]] = {}
         for options, selected in map(slice_of, mutants):
             together.setdefault(options, set()).add(selected)
-        wholes = [(options, "" if "" in each else " or ".join(f"({one})" for one in sorted(each))) for options, each in together.items()]
+        wholes = [
+            (options, "" if "" in each else " or ".join(f"({one})" for one in sorted(each)))
+            for options, each in together.items()
+        ]
         baselines = dict(zip(together, pool.map(lambda whole: run(None, whole), wholes), strict=True))
         runs = list(pool.map(lambda m: run(m, slice_of(m)), mutants))
     return {m: (result, judge(m, result, baselines[slice_of(m)[0]])) for m, result in zip(mutants, runs, strict=True)}
@@ -137,7 +142,9 @@ def run_tests(folder: str, tests: Slice, log: str) -> None:
     os.dup2(output, 2)
     ours = sorted(name for name in sys.modules if name.partition(".")[0] in PACKAGES)
     if ours:
-        raise SystemExit(f"the sources must be imported from the copy, but these are already imported: {', '.join(ours)}")
+        raise SystemExit(
+            f"the sources must be imported from the copy, but these are already imported: {', '.join(ours)}"
+        )
     # The path comes before installed packages, so that the copy is what the tests import.
     os.environ["PYTHONPATH"] = folder
     sys.path.insert(0, folder)

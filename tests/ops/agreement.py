@@ -16,7 +16,8 @@ from liger_core.matmul import plain_matmuls
 
 
 def disagreements(call: Callable[..., Any], formula: Callable[..., Any], **arguments: Any) -> list[str]:
-    """Where outputs, or gradients of the arguments that require one, are further from the formula in float64 than the formula itself."""
+    """Where outputs, or gradients of the arguments that require one, are further from the formula in float64 than the
+    formula itself."""
     names = [n for n, v in arguments.items() if isinstance(v, Tensor) and v.requires_grad]
     dtype = next(v.dtype for v in arguments.values() if isinstance(v, Tensor) and v.is_floating_point())
     with plain_matmuls():

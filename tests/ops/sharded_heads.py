@@ -58,7 +58,9 @@ def takes_a_dtensor() -> None:
 def takes_rows_of_another_dimension(reduction: str) -> None:
     """Rows over two ranks, the vocabulary over two."""
     hidden, weight, target, bias = call()
-    expected = linear_cross_entropy(hidden, weight, target, bias=bias, reduction=reduction, z_loss=0.01, normalizer=None)
+    expected = linear_cross_entropy(
+        hidden, weight, target, bias=bias, reduction=reduction, z_loss=0.01, normalizer=None
+    )
     factor = torch.linspace(-1, 1, 12) if reduction == "none" else torch.tensor(2.0)
     (expected * factor).sum().backward()
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -108,7 +110,8 @@ def scatters_the_gradient(pack: bool) -> None:
 def scatters_the_gradient_of_a_divergence(options: dict[str, Any], sums: list[tuple[str, int]]) -> None:
     """The same for two heads, in float64; `sums`: what adds up the gradient of hidden, and how many rows at a time."""
     hidden, weight, bias, theirs, their_weight, their_bias = (
-        torch.randn(*shape, dtype=torch.float64) for shape in ((12, 8), (CLASSES, 8), (CLASSES,), (12, 5), (CLASSES, 5), (CLASSES,))
+        torch.randn(*shape, dtype=torch.float64)
+        for shape in ((12, 8), (CLASSES, 8), (CLASSES,), (12, 5), (CLASSES, 5), (CLASSES,))
     )
     target = torch.randint(CLASSES, (12,))
     target[[1, 5, 6]] = -100
@@ -126,7 +129,11 @@ def scatters_the_gradient_of_a_divergence(options: dict[str, Any], sums: list[tu
     loss = linear_divergence(rows, ours, other_rows, their, bias=our_bias, teacher_bias=other_bias, **options)
     (loss.to_local() * factor).sum().backward()
     # The other sums have three numbers a row.
-    found = [(name, numbers // 8) for name, numbers in counting.calls if name != "all_gather_into_tensor" and numbers % 8 == 0]
+    found = [
+        (name, numbers // 8)
+        for name, numbers in counting.calls
+        if name != "all_gather_into_tensor" and numbers % 8 == 0
+    ]
     assert found == sums, counting.calls
     for got, wanted in zip((loss, *(t.grad for t in leaves)), (expected, x.grad, w.grad, b.grad), strict=True):
         torch.testing.assert_close(got.full_tensor(), wanted.detach(), rtol=1e-12, atol=1e-14)
@@ -191,7 +198,13 @@ def exchanges_once() -> None:
     assert shard.classes == CLASSES
     counting = shards._c10d = Counting(shards._c10d)  # type: ignore[assignment]
     loss = linear_cross_entropy(
-        hidden, weight[shard.start :][: 19 - dist.get_rank()], target, vocab=shard, label_smoothing=0.1, z_loss=0.1, budget=9 * 19 * 4
+        hidden,
+        weight[shard.start :][: 19 - dist.get_rank()],
+        target,
+        vocab=shard,
+        label_smoothing=0.1,
+        z_loss=0.1,
+        budget=9 * 19 * 4,
     )
     rows = int((target != -100).sum())
     assert counting.calls == [("all_gather_into_tensor", rows * 8)], counting.calls
@@ -210,7 +223,9 @@ def compiles() -> None:
     rank = dist.get_rank()
     shard = VocabShard(dist.group.WORLD.group_name, 20 * rank, CLASSES)
     x, w = hidden.detach().requires_grad_(), weight.detach()[20 * rank :][:20].clone().requires_grad_()
-    step = torch.compile(lambda x, w, t: linear_cross_entropy(x, w, t, vocab=shard), backend="aot_eager", fullgraph=True)
+    step = torch.compile(
+        lambda x, w, t: linear_cross_entropy(x, w, t, vocab=shard), backend="aot_eager", fullgraph=True
+    )
     loss = step(x, w, target)
     loss.backward()
     same(loss, expected)
@@ -230,19 +245,24 @@ def leaves_padding_alone() -> None:
     linear_log_prob(hidden, w, target, vocab=VocabShard(dist.group.WORLD, start, CLASSES)).sum().backward()
     assert not w.grad[mine.shape[0] :].any()
     assert w.grad[: mine.shape[0]].any()
-    linear_log_prob(hidden, w, target, vocab=VocabShard(dist.group.WORLD, start, CLASSES), main_grad=given).sum().backward()
+    linear_log_prob(
+        hidden, w, target, vocab=VocabShard(dist.group.WORLD, start, CLASSES), main_grad=given
+    ).sum().backward()
     same(given, w.grad)
 
 
 def holds_a_budget_of_an_even_share() -> None:
-    """36 classes on one rank and 1 on the other: 100 bytes are more than a row of half of them, and less than one of the first."""
+    """36 classes on one rank and 1 on the other: 100 bytes are more than a row of half of them, and less than one of
+    the first."""
     hidden, weight, target, _ = call()
     expected = linear_cross_entropy(hidden, weight, target, reduction="none").detach()
     shard = VocabShard.of(part := weight.detach()[:36] if dist.get_rank() == 0 else weight.detach()[36:])
     same(linear_cross_entropy(hidden, part, target, reduction="none", vocab=shard, budget=100), expected)
     named = shard._replace(group=shard.group.group_name)
     compiled = torch.compile(
-        lambda: linear_cross_entropy(hidden, part, target, reduction="none", vocab=named, budget=100), fullgraph=True, backend="eager"
+        lambda: linear_cross_entropy(hidden, part, target, reduction="none", vocab=named, budget=100),
+        fullgraph=True,
+        backend="eager",
     )
     same(compiled(), expected)
     with pytest.raises(LigerError, match="budget must hold at least one row of logits, 76 bytes, got 70"):

@@ -108,7 +108,10 @@ def test_a_gradient_that_grows_by_other_uses_does_not_grow_for_the_other_input(a
 
 def test_one_tensor_as_both_inputs_gets_both_gradients(device: torch.device) -> None:
     tensors = {"x": leaf(6, 40, device=device), "weight": leaf(40, device=device)}
-    assert disagreements(lambda x, weight: add_rms_norm(x, x, weight), lambda x, weight: plain(x, x, weight), **tensors) == []
+    assert (
+        disagreements(lambda x, weight: add_rms_norm(x, x, weight), lambda x, weight: plain(x, x, weight), **tensors)
+        == []
+    )
 
 
 def test_the_sum_alone_passes_its_gradient_on(arguments: Named) -> None:

@@ -26,7 +26,13 @@ def test_it_is_attention_with_normalized_keys(device: torch.device) -> None:
     def formula(layers: torch.Tensor, query: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         value = layers.movedim(0, -2)
         key = torch.nn.functional.rms_norm(value, (24,), weight, 1e-6)
-        return torch.nn.functional.scaled_dot_product_attention(query.expand(3, 1, 24), key, value, scale=1.0).squeeze(-2)
+        return torch.nn.functional.scaled_dot_product_attention(query.expand(3, 1, 24), key, value, scale=1.0).squeeze(
+            -2
+        )
 
-    given = {"layers": leaf(5, 3, 24, device=device), "query": leaf(24, device=device), "weight": leaf(24, device=device)}
+    given = {
+        "layers": leaf(5, 3, 24, device=device),
+        "query": leaf(24, device=device),
+        "weight": leaf(24, device=device),
+    }
     assert disagreements(attention_residual, formula, **given) == []

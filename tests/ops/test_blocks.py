@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""References that walk large inputs in blocks of rows give the same results however they are cut: no sample is as large as a block."""
+"""References that walk large inputs in blocks of rows give the same results however they are cut: no sample is as large
+as a block."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from conformance.running import run
 from liger_core import Op
 from liger_core.builtin import CATALOGUE
 
-IN_BLOCKS = [m for name, m in sys.modules.items() if name.startswith("liger_core.ops.") and hasattr(m, "REFERENCE_BLOCK")]
+IN_BLOCKS = [
+    m for name, m in sys.modules.items() if name.startswith("liger_core.ops.") and hasattr(m, "REFERENCE_BLOCK")
+]
 
 
 @pytest.mark.parametrize("op", CATALOGUE, ids=lambda op: op.name)
@@ -28,8 +31,14 @@ def test_results_do_not_depend_on_how_rows_are_cut(elements: int, op: Op, monkey
                 patch.setattr(module, "REFERENCE_BLOCK", elements)
             cut = run(lambda given: op.reference(**given), arguments, names, whole.cotangents)
         for got, want in ((cut.outputs, whole.outputs), (cut.gradients, whole.gradients)):
-            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9, equal_nan=True, msg=f"{sample.name}: {{}}".format)
+            torch.testing.assert_close(
+                got, want, rtol=1e-9, atol=1e-9, equal_nan=True, msg=f"{sample.name}: {{}}".format
+            )
 
 
 def test_references_walk_in_blocks() -> None:
-    assert {m.__name__.removeprefix("liger_core.ops.") for m in IN_BLOCKS} >= {"_divergence", "_low_rank", "_token_passes"}
+    assert {m.__name__.removeprefix("liger_core.ops.") for m in IN_BLOCKS} >= {
+        "_divergence",
+        "_low_rank",
+        "_token_passes",
+    }

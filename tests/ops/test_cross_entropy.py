@@ -31,7 +31,11 @@ def some_targets(classes: int, *shape: int, device: torch.device, ignored: int =
 @pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
 @pytest.mark.parametrize("ignore_index", [-100, 5])
 def test_cross_entropy_equals_the_function_of_pytorch(
-    reduction: Literal["mean", "sum", "none"], label_smoothing: float, weighted: bool, ignore_index: int, device: torch.device
+    reduction: Literal["mean", "sum", "none"],
+    label_smoothing: float,
+    weighted: bool,
+    ignore_index: int,
+    device: torch.device,
 ) -> None:
     target = some_targets(30, 9, device=device, ignored=ignore_index)
     weight = torch.rand(30, device=device) + 0.5 if weighted else None
@@ -73,7 +77,11 @@ OFFSETS = pytest.mark.parametrize("offset", [-1e4, 1e5, 1e6, 1e7], ids=str)
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1], ids=["hard", "smoothed"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
 def test_what_logits_have_in_common_cancels(
-    offset: float, reduction: Literal["mean", "sum", "none"], label_smoothing: float, weighted: bool, device: torch.device
+    offset: float,
+    reduction: Literal["mean", "sum", "none"],
+    label_smoothing: float,
+    weighted: bool,
+    device: torch.device,
 ) -> None:
     target = some_targets(1000, 9, device=device)
     weight = torch.rand(1000, device=device) + 0.5 if weighted else None
@@ -83,7 +91,10 @@ def test_what_logits_have_in_common_cancels(
     def formula(logits: Tensor) -> Tensor:
         return F.cross_entropy(logits, target, None if weight is None else weight.to(logits.dtype), **options)
 
-    assert disagreements(lambda logits: cross_entropy(logits, target, weight=weight, **options), formula, logits=logits) == []
+    assert (
+        disagreements(lambda logits: cross_entropy(logits, target, weight=weight, **options), formula, logits=logits)
+        == []
+    )
 
 
 @pytest.mark.parametrize("level", [0.0, 1e18, -1e18, 1e30], ids=str)
@@ -101,7 +112,9 @@ def test_an_infinite_logit_gives_what_pytorch_gives(device: torch.device) -> Non
     logits[0, 3], logits[1, 5], logits[2, :], logits[3, 9] = torch.inf, -torch.inf, -torch.inf, torch.inf
     target = torch.tensor([3, 5, 1, 2], device=device)
     torch.testing.assert_close(
-        cross_entropy(logits, target, reduction="none"), F.cross_entropy(logits, target, reduction="none"), equal_nan=True
+        cross_entropy(logits, target, reduction="none"),
+        F.cross_entropy(logits, target, reduction="none"),
+        equal_nan=True,
     )
 
 
@@ -122,7 +135,12 @@ def test_the_normalizer_divides_the_sum(as_tensor: bool, device: torch.device) -
         return F.cross_entropy(logits, target, reduction="sum") / 37
 
     assert (
-        disagreements(lambda logits: cross_entropy(logits, target, normalizer=normalizer), formula, logits=leaf(9, 30, device=device)) == []
+        disagreements(
+            lambda logits: cross_entropy(logits, target, normalizer=normalizer),
+            formula,
+            logits=leaf(9, 30, device=device),
+        )
+        == []
     )
 
 
@@ -175,7 +193,9 @@ def test_all_ignored_is_zero_with_zero_gradients(device: torch.device) -> None:
     assert not logits.grad.any()
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")], ids=["nan", "plus_infinity", "minus_infinity"])
+@pytest.mark.parametrize(
+    "poison", [float("nan"), float("inf"), -float("inf")], ids=["nan", "plus_infinity", "minus_infinity"]
+)
 def test_an_ignored_row_is_not_looked_at(poison: float, device: torch.device) -> None:
     logits = torch.randn(3, 30, device=device)
     logits[1] = poison
@@ -264,6 +284,8 @@ def test_any_shape_and_option_is_the_naive_formula(
         return {"mean": loss.sum() / counted.sum().clamp(min=1), "sum": loss.sum(), "none": loss}[reduction]
 
     def call(logits: Tensor) -> Tensor:
-        return cross_entropy(logits, target, label_smoothing=smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction)
+        return cross_entropy(
+            logits, target, label_smoothing=smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction
+        )
 
     assert disagreements(call, naive, logits=leaf(rows, classes, device=device)) == []

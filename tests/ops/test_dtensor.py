@@ -54,7 +54,9 @@ def spread() -> Iterator[Callable[..., Any]]:
     """Makes a DTensor on a mesh of this process alone."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    yield lambda tensor, *placements: distributed.distribute_tensor(tensor, mesh, placements or [distributed.Replicate()])
+    yield lambda tensor, *placements: distributed.distribute_tensor(
+        tensor, mesh, placements or [distributed.Replicate()]
+    )
     torch.distributed.destroy_process_group()
 
 
@@ -62,7 +64,9 @@ def spread() -> Iterator[Callable[..., Any]]:
 def test_elementwise_ops_and_norms_take_dtensors(op: str, args: tuple[Tensor, ...], spread: Callable[..., Any]) -> None:
     with use("auto"):
         result, expected = getattr(liger_core, op)(*map(spread, args)), getattr(liger_core, op)(*args)
-    for got, wanted in zip(*(value if isinstance(value, tuple) else (value,) for value in (result, expected)), strict=True):
+    for got, wanted in zip(
+        *(value if isinstance(value, tuple) else (value,) for value in (result, expected)), strict=True
+    ):
         assert isinstance(got, distributed.DTensor)
         torch.testing.assert_close(got.full_tensor(), wanted)
 
@@ -75,7 +79,9 @@ def test_a_dtensor_beside_a_plain_tensor_is_an_error_that_says_what_to_do(
     with use("auto"), pytest.raises(DeviceError) as raised:
         getattr(liger_core, op)(spread(args[0]), *args[1:])
     message = str(raised.value)
-    assert message.startswith(f"{op}: tensors must all be DTensors or all be plain, got {first} as DTensor and {second}")
+    assert message.startswith(
+        f"{op}: tensors must all be DTensors or all be plain, got {first} as DTensor and {second}"
+    )
     assert message.endswith("over the same mesh with distribute_tensor, or pass local tensors with .to_local()")
 
 
@@ -88,7 +94,8 @@ def test_dtensors_where_none_are_supported_are_an_error_that_says_what_to_do(
     message = str(raised.value)
     assert message.startswith(f"{op}: tensors must be plain, since the op does not support DTensor yet, got ")
     assert (
-        "pass whole tensors with .full_tensor() (grad_placements=[Partial()] where ranks have rows of their own), or local ones" in message
+        "pass whole tensors with .full_tensor() (grad_placements=[Partial()] where ranks have rows of their own), or "
+        "local ones" in message
     )
 
 
@@ -164,7 +171,9 @@ def test_heads_stay_sharded_and_tables_whole(spread: Callable[..., Any]) -> None
 
 
 def test_tensors_of_different_meshes_are_an_error(spread: Callable[..., Any]) -> None:
-    other = distributed.distribute_tensor(WEIGHT, torch.distributed.init_device_mesh("cpu", (1, 1)), [distributed.Replicate()] * 2)
+    other = distributed.distribute_tensor(
+        WEIGHT, torch.distributed.init_device_mesh("cpu", (1, 1)), [distributed.Replicate()] * 2
+    )
     with pytest.raises(DeviceError, match="rms_norm: weight must be on the mesh of x"):
         liger_core.rms_norm(spread(X), other)
 
@@ -173,7 +182,9 @@ def test_a_compiled_call_takes_dtensors(spread: Callable[..., Any]) -> None:
     x, weight = spread(X, distributed.Shard(1)).requires_grad_(), spread(WEIGHT).requires_grad_()
     with use("reference"):
         expected = liger_core.rms_norm(x, weight)
-        compiled = torch.compile(lambda x, weight: liger_core.rms_norm(x, weight), backend="aot_eager", fullgraph=True)(x, weight)
+        compiled = torch.compile(lambda x, weight: liger_core.rms_norm(x, weight), backend="aot_eager", fullgraph=True)(
+            x, weight
+        )
     assert compiled.placements == expected.placements
     torch.testing.assert_close(compiled.full_tensor(), expected.full_tensor())
     gradients = [torch.autograd.grad(result.sum(), (x, weight)) for result in (compiled, expected)]

@@ -25,7 +25,11 @@ def test_dyt_is_a_scaled_tanh_with_weight_and_bias(device: torch.device) -> None
 
 def test_the_module_has_the_parameters_of_the_paper(device: torch.device) -> None:
     module = nn.DyT(8).to(device)
-    assert {name: p.flatten()[0].item() for name, p in module.named_parameters()} == {"alpha": 0.5, "weight": 1.0, "bias": 0.0}
+    assert {name: p.flatten()[0].item() for name, p in module.named_parameters()} == {
+        "alpha": 0.5,
+        "weight": 1.0,
+        "bias": 0.0,
+    }
     x = torch.randn(3, 8, device=device)
     torch.testing.assert_close(module(x), torch.tanh(0.5 * x))
     assert nn.DyT(8, bias=False, alpha=2.0).bias is None

@@ -29,7 +29,9 @@ def arguments(device: torch.device, dtype: torch.dtype = torch.float32) -> dict[
         "weight": (TOKENS, TOP),
     }
     scales = {"gate_up": HIDDEN**-0.5, "down": INNER**-0.5}
-    return {n: (leaf(*s, device=device) * scales.get(n, 1.0)).detach().to(dtype).requires_grad_() for n, s in sizes.items()}
+    return {
+        n: (leaf(*s, device=device) * scales.get(n, 1.0)).detach().to(dtype).requires_grad_() for n, s in sizes.items()
+    }
 
 
 def test_one_expert_that_all_tokens_go_to_is_a_gated_mlp(device: torch.device) -> None:
@@ -48,7 +50,13 @@ def test_one_expert_that_all_tokens_go_to_is_a_gated_mlp(device: torch.device) -
 def test_experts_are_those_of_transformers(device: torch.device) -> None:
     moe = pytest.importorskip("transformers.integrations.moe")
     index = routing(device)
-    declared = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False, "_is_expert_parallel": False}
+    declared = {
+        "has_gate": True,
+        "has_bias": False,
+        "is_transposed": False,
+        "has_post_expert_norm": False,
+        "_is_expert_parallel": False,
+    }
 
     def theirs(x: Tensor, gate_up: Tensor, down: Tensor, weight: Tensor) -> Tensor:
         weights = {"gate_up_proj": gate_up, "down_proj": down, "num_experts": EXPERTS}
@@ -56,7 +64,12 @@ def test_experts_are_those_of_transformers(device: torch.device) -> None:
         # Unlike its grouped matmul, this one supports float64.
         return moe.batched_mm_experts_forward(module, x, index, weight)
 
-    assert disagreements(lambda x, gate_up, down, weight: experts(x, gate_up, down, index, weight), theirs, **arguments(device)) == []
+    assert (
+        disagreements(
+            lambda x, gate_up, down, weight: experts(x, gate_up, down, index, weight), theirs, **arguments(device)
+        )
+        == []
+    )
 
 
 def test_an_index_of_no_expert_is_a_weight_of_zero(device: torch.device) -> None:
@@ -67,7 +80,9 @@ def test_an_index_of_no_expert_is_a_weight_of_zero(device: torch.device) -> None
     silenced = torch.where(outside == index, given["weight"], 0.0)
     rest = [given[name] for name in ("x", "gate_up", "down")]
     biases = leaf(EXPERTS, 2 * INNER, device=device), leaf(EXPERTS, HIDDEN, device=device)
-    torch.testing.assert_close(experts(*rest, outside, given["weight"], *biases), experts(*rest, index, silenced, *biases))
+    torch.testing.assert_close(
+        experts(*rest, outside, given["weight"], *biases), experts(*rest, index, silenced, *biases)
+    )
 
 
 def test_experts_spread_over_ranks_add_up_to_all_of_them(device: torch.device) -> None:
@@ -81,10 +96,14 @@ def test_experts_spread_over_ranks_add_up_to_all_of_them(device: torch.device) -
 def test_the_order_of_a_tokens_experts_does_not_matter(device: torch.device) -> None:
     given, index = arguments(device), routing(device)
     rest = [given[name] for name in ("x", "gate_up", "down")]
-    torch.testing.assert_close(experts(*rest, index.flip(1), given["weight"].flip(1)), experts(*rest, index, given["weight"]))
+    torch.testing.assert_close(
+        experts(*rest, index.flip(1), given["weight"].flip(1)), experts(*rest, index, given["weight"])
+    )
 
 
-@pytest.mark.parametrize(("half", "options"), [(1, {"limit": 0.5}), (0, {"activation": "relu_squared"})], ids=["limit", "relu_squared"])
+@pytest.mark.parametrize(
+    ("half", "options"), [(1, {"limit": 0.5}), (0, {"activation": "relu_squared"})], ids=["limit", "relu_squared"]
+)
 def test_where_the_activation_is_flat_the_gradient_is_zero_also_beside_an_overflow(
     half: int, options: dict[str, Any], device: torch.device
 ) -> None:
@@ -98,9 +117,12 @@ def test_where_the_activation_is_flat_the_gradient_is_zero_also_beside_an_overfl
 
 
 def test_large_upstream_gradients_give_router_weights_a_gradient_that_fits(device: torch.device) -> None:
-    """In float16 down's transpose times the upstream gradient leaves the range; times the activation and in the sum it does not."""
+    """In float16 down's transpose times the upstream gradient leaves the range; times the activation and in the sum it
+    does not."""
     weight = torch.ones(1, 1, dtype=torch.float16, device=device, requires_grad=True)
-    x, gate_up, down = (torch.ones(shape, dtype=torch.float16, device=device) for shape in ((1, 1), (1, 2, 1), (1, 8, 1)))
+    x, gate_up, down = (
+        torch.ones(shape, dtype=torch.float16, device=device) for shape in ((1, 1), (1, 2, 1), (1, 8, 1))
+    )
     x = x.expand(1, 8).contiguous() / 1024
     gate_up = gate_up.expand(1, 2, 8).contiguous()
     y = experts(x, gate_up, down, torch.zeros(1, 1, dtype=torch.int64, device=device), weight)
@@ -146,7 +168,9 @@ def saved(call: Any) -> list[Tensor]:
     return kept
 
 
-def test_a_fused_backend_keeps_one_tensor_of_as_many_rows_as_there_are_slots(device: torch.device, chosen_backend: str) -> None:
+def test_a_fused_backend_keeps_one_tensor_of_as_many_rows_as_there_are_slots(
+    device: torch.device, chosen_backend: str
+) -> None:
     if chosen_backend == "reference" or (chosen_backend == "auto" and device.type == "cpu"):
         pytest.skip("the reference keeps what autograd keeps")
     given, index = arguments(device), routing(device)
@@ -190,7 +214,9 @@ def test_torch_gets_matrices_only_in_the_layouts_that_it_multiplies() -> None:
 
 @pytest.mark.parametrize("targets", [("gate_up",), ("down",), ("gate_up", "down")], ids=["gate_up", "down", "both"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_an_adapter_is_added_to_its_matrices(dtype: torch.dtype, targets: tuple[str, ...], device: torch.device) -> None:
+def test_an_adapter_is_added_to_its_matrices(
+    dtype: torch.dtype, targets: tuple[str, ...], device: torch.device
+) -> None:
     index, values = routing(device), arguments(device, dtype)
     for name, rank in zip(targets, (3, 8), strict=False):
         count, outer, inner = values[name].shape

@@ -33,7 +33,12 @@ def test_a_packed_tensor_is_its_two_halves(approximate: Literal["tanh", "none"],
     def split(packed: Tensor) -> Tensor:
         return geglu.reference(*packed.chunk(2, dim=-1), approximate=approximate)
 
-    assert disagreements(lambda packed: geglu(packed, approximate=approximate), split, packed=leaf(5, 2 * 37, device=device)) == []
+    assert (
+        disagreements(
+            lambda packed: geglu(packed, approximate=approximate), split, packed=leaf(5, 2 * 37, device=device)
+        )
+        == []
+    )
 
 
 def test_tanh_is_the_default_and_differs_from_the_exact_gelu(device: torch.device) -> None:

@@ -19,7 +19,12 @@ def test_group_norm_is_that_of_torch(shape: tuple[int, ...], device: torch.devic
     formula = partial(F.group_norm, num_groups=4)
     op = partial(group_norm, num_groups=4)
     assert (
-        disagreements(lambda x, **affine: op(x, **affine), lambda x, **affine: formula(x, **affine), x=leaf(*shape, device=device), **given)
+        disagreements(
+            lambda x, **affine: op(x, **affine),
+            lambda x, **affine: formula(x, **affine),
+            x=leaf(*shape, device=device),
+            **given,
+        )
         == []
     )
 

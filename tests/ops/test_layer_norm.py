@@ -16,12 +16,19 @@ from liger_core import layer_norm
 from ops.agreement import disagreements, leaf
 
 
-@pytest.mark.parametrize("parts", [(), ("weight",), ("weight", "bias"), ("bias",)], ids=lambda p: "_and_".join(p) or "neither")
+@pytest.mark.parametrize(
+    "parts", [(), ("weight",), ("weight", "bias"), ("bias",)], ids=lambda p: "_and_".join(p) or "neither"
+)
 def test_layer_norm_equals_the_function_of_pytorch(parts: tuple[str, ...], device: torch.device) -> None:
     def formula(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         return F.layer_norm(x, (x.shape[-1],), weight, bias, 1e-5)
 
-    assert disagreements(layer_norm, formula, x=leaf(2, 3, 40, device=device), **{name: leaf(40, device=device) for name in parts}) == []
+    assert (
+        disagreements(
+            layer_norm, formula, x=leaf(2, 3, 40, device=device), **{name: leaf(40, device=device) for name in parts}
+        )
+        == []
+    )
 
 
 def test_layer_norm_ignores_a_shift_of_its_input(device: torch.device) -> None:
@@ -74,7 +81,10 @@ def test_any_shape_and_option_is_the_naive_formula(
         return y if bias is None else y + bias
 
     arguments: dict[str, Any] = {name: leaf(width, device=device) for name in sorted(parts)}
-    assert disagreements(lambda **a: layer_norm(**a, eps=eps), naive, x=leaf(rows, width, device=device), **arguments) == []
+    assert (
+        disagreements(lambda **a: layer_norm(**a, eps=eps), naive, x=leaf(rows, width, device=device), **arguments)
+        == []
+    )
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1e8, 1e18], ids=str)

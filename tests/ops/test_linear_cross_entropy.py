@@ -20,8 +20,13 @@ from ops.test_cross_entropy import REDUCTIONS, some_targets
 CHUNKS = pytest.mark.parametrize("chunk", [None, 4, "report"], ids=["one_chunk", "chunked", "report"])
 
 
-def head(device: torch.device, rows: int = 9, width: int = 20, classes: int = 30, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    return {"hidden": leaf(rows, width, device=device, dtype=dtype), "weight": leaf(classes, width, device=device, dtype=dtype, scale=0.3)}
+def head(
+    device: torch.device, rows: int = 9, width: int = 20, classes: int = 30, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    return {
+        "hidden": leaf(rows, width, device=device, dtype=dtype),
+        "weight": leaf(classes, width, device=device, dtype=dtype, scale=0.3),
+    }
 
 
 @CHUNKS
@@ -31,7 +36,8 @@ def head(device: torch.device, rows: int = 9, width: int = 20, classes: int = 30
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no_bias", "bias"])
 @pytest.mark.parametrize("ignore_index", [-100, 5])
 def test_linear_cross_entropy_equals_the_two_functions_of_pytorch(
-    chunk: Any, reduction: Literal["mean", "sum", "none"], label_smoothing: float, weighted: bool, has_bias: bool, ignore_index: int,
+    chunk: Any, reduction: Literal["mean", "sum", "none"], label_smoothing: float, weighted: bool, has_bias: bool,
+    ignore_index: int,
     device: torch.device,
 ) -> None:  # fmt: skip
     target = some_targets(30, 9, device=device, ignored=ignore_index)
@@ -43,14 +49,18 @@ def test_linear_cross_entropy_equals_the_two_functions_of_pytorch(
         return F.cross_entropy(F.linear(hidden, weight, bias), target, class_weight, **options)
 
     def call(hidden: Tensor, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None) -> Tensor:
-        return linear_cross_entropy(hidden, weight, target, bias=bias, class_weight=class_weight, chunk=chunk, **options)
+        return linear_cross_entropy(
+            hidden, weight, target, bias=bias, class_weight=class_weight, chunk=chunk, **options
+        )
 
     assert disagreements(call, formula, **head(device), bias=bias, class_weight=class_weight) == []
 
 
 @CHUNKS
 @REDUCTIONS
-def test_scale_softcap_and_z_loss_are_their_formulas(chunk: Any, reduction: Literal["mean", "sum", "none"], device: torch.device) -> None:
+def test_scale_softcap_and_z_loss_are_their_formulas(
+    chunk: Any, reduction: Literal["mean", "sum", "none"], device: torch.device
+) -> None:
     target = torch.randint(30, (9,), device=device)
 
     def formula(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -59,14 +69,18 @@ def test_scale_softcap_and_z_loss_are_their_formulas(chunk: Any, reduction: Lite
         return {"mean": rows.mean(), "sum": rows.sum(), "none": rows}[reduction]
 
     def call(hidden: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden, weight, target, logit_scale=0.5, softcap=2.0, z_loss=0.01, reduction=reduction, chunk=chunk)
+        return linear_cross_entropy(
+            hidden, weight, target, logit_scale=0.5, softcap=2.0, z_loss=0.01, reduction=reduction, chunk=chunk
+        )
 
     assert disagreements(call, formula, **head(device)) == []
 
 
 @CHUNKS
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_token_weights_multiply_each_loss_but_not_the_count(chunk: Any, reduction: Literal["mean", "sum"], device: torch.device) -> None:
+def test_token_weights_multiply_each_loss_but_not_the_count(
+    chunk: Any, reduction: Literal["mean", "sum"], device: torch.device
+) -> None:
     target, token_weight = some_targets(30, 9, device=device), torch.rand(9, device=device)
 
     def formula(hidden: Tensor, weight: Tensor, token_weight: Tensor) -> Tensor:
@@ -105,7 +119,9 @@ def test_micro_batches_with_one_normalizer_add_up_to_the_batch(device: torch.dev
 
     def accumulated(hidden: Tensor, weight: Tensor) -> Tensor:
         parts = zip(hidden.split(5), target.split(5), strict=True)
-        return sum((linear_cross_entropy(x, weight, t, normalizer=count) for x, t in parts), torch.zeros((), device=device))
+        return sum(
+            (linear_cross_entropy(x, weight, t, normalizer=count) for x, t in parts), torch.zeros((), device=device)
+        )
 
     def whole(hidden: Tensor, weight: Tensor) -> Tensor:
         return F.cross_entropy(hidden @ weight.t(), target)
@@ -115,11 +131,15 @@ def test_micro_batches_with_one_normalizer_add_up_to_the_batch(device: torch.dev
 
 @CHUNKS
 @REDUCTIONS
-def test_metrics_are_those_of_the_logits(chunk: Any, reduction: Literal["mean", "sum", "none"], device: torch.device) -> None:
+def test_metrics_are_those_of_the_logits(
+    chunk: Any, reduction: Literal["mean", "sum", "none"], device: torch.device
+) -> None:
     given, target = head(device), some_targets(30, 9, device=device)
     with torch.no_grad():
         target[3] = (given["hidden"][3] @ given["weight"].t()).argmax()
-        loss, metrics = linear_cross_entropy(**given, target=target, z_loss=0.01, reduction=reduction, chunk=chunk, return_metrics=True)
+        loss, metrics = linear_cross_entropy(
+            **given, target=target, z_loss=0.01, reduction=reduction, chunk=chunk, return_metrics=True
+        )
         logits = given["hidden"] @ given["weight"].t()
         expected = cross_entropy.reference(logits, target, z_loss=0.01, reduction=reduction, return_metrics=True)
     assert isinstance(metrics, LossMetrics)
@@ -136,7 +156,9 @@ def test_all_ignored_is_zero_with_zero_gradients(device: torch.device) -> None:
 
 def test_an_ignored_row_is_not_looked_at(device: torch.device) -> None:
     if device.type != "cpu":
-        pytest.skip("elsewhere ignored rows take part in the products, with zeros: leaving them out would wait for the device")
+        pytest.skip(
+            "elsewhere ignored rows take part in the products, with zeros: leaving them out would wait for the device"
+        )
     hidden, weight = head(device).values()
     hidden = hidden.detach()
     hidden[3] = float("nan")
@@ -167,7 +189,8 @@ def test_the_upstream_gradient_scales_the_gradients(device: torch.device) -> Non
 
 
 def test_gradients_do_not_underflow_in_float16(device: torch.device) -> None:
-    """With a million tokens a probability divided by their number is below the least float16; the sum over classes is not."""
+    """With a million tokens a probability divided by their number is below the least float16; the sum over classes is
+    not."""
     target = torch.randint(30, (9,), device=device)
     million = torch.tensor(1e6, device=device)
 
@@ -202,16 +225,22 @@ def test_a_second_derivative_is_refused(device: torch.device) -> None:
     given, target = head(device), some_targets(30, 9, device=device)
     loss = linear_cross_entropy(**given, target=target)
     with pytest.raises(
-        GradientError, match="the gradient must not be differentiated again, got create_graph=True; write that part in plain PyTorch"
+        GradientError,
+        match="the gradient must not be differentiated again, got create_graph=True; write that part in plain PyTorch",
     ):
         torch.autograd.grad(loss, given["hidden"], create_graph=True)
 
 
 @pytest.mark.parametrize("chunks", [2, 64])
 def test_weight_gradients_of_many_chunks_are_as_accurate_as_of_one(chunks: int, device: torch.device) -> None:
-    given, target = head(device, rows=128, width=16, classes=40, dtype=torch.bfloat16), torch.randint(40, (128,), device=device)
+    given, target = (
+        head(device, rows=128, width=16, classes=40, dtype=torch.bfloat16),
+        torch.randint(40, (128,), device=device),
+    )
     wide = {n: t.detach().double().requires_grad_() for n, t in given.items()}
-    (exact,) = torch.autograd.grad(linear_cross_entropy.reference(**wide, target=target, reduction="sum"), wide["weight"])
+    (exact,) = torch.autograd.grad(
+        linear_cross_entropy.reference(**wide, target=target, reduction="sum"), wide["weight"]
+    )
 
     def error(**options: Any) -> float:
         loss = linear_cross_entropy(**given, target=target, reduction="sum", **options)
@@ -246,17 +275,23 @@ def test_any_shape_and_option_is_the_naive_formula(
     def naive(hidden: Tensor, weight: Tensor) -> Tensor:
         logits = scale * (hidden @ weight.t())
         losses = F.cross_entropy(logits, target, label_smoothing=smoothing, reduction="none")
-        return {"mean": losses.sum() / (target != -100).sum().clamp(min=1), "sum": losses.sum(), "none": losses}[reduction]
+        return {"mean": losses.sum() / (target != -100).sum().clamp(min=1), "sum": losses.sum(), "none": losses}[
+            reduction
+        ]
 
     def call(hidden: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden, weight, target, label_smoothing=smoothing, logit_scale=scale, reduction=reduction, chunk=chunk)
+        return linear_cross_entropy(
+            hidden, weight, target, label_smoothing=smoothing, logit_scale=scale, reduction=reduction, chunk=chunk
+        )
 
     assert disagreements(call, naive, **head(device, rows, width, classes)) == []
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("chunk", [None, 4], ids=["one_chunk", "chunked"])
-def test_main_grad_takes_the_gradient_of_weight(chunk: int | None, reduction: Literal["mean", "none"], device: torch.device) -> None:
+def test_main_grad_takes_the_gradient_of_weight(
+    chunk: int | None, reduction: Literal["mean", "none"], device: torch.device
+) -> None:
     given = head(device)
     hidden, weight = given["hidden"].requires_grad_(), given["weight"].requires_grad_()
     target = torch.arange(9, device=device)
@@ -321,18 +356,25 @@ def test_main_grad_is_refused_where_the_call_is_traced(device: torch.device) -> 
 
 
 @CHUNKS
-def test_stacked_depths_are_the_weighted_sum_of_their_means(chunk: int | Literal["report"] | None, device: torch.device) -> None:
+def test_stacked_depths_are_the_weighted_sum_of_their_means(
+    chunk: int | Literal["report"] | None, device: torch.device
+) -> None:
     """Multi-token prediction: several hidden states, targets and factors, and one weight."""
     depths, factors = 3, (1.0, 0.3, 0.1)
     given = head(device, rows=depths * 12)
-    hidden, weight = given["hidden"].reshape(depths, 2, 6, 20).detach().requires_grad_(), given["weight"].requires_grad_()
+    hidden, weight = (
+        given["hidden"].reshape(depths, 2, 6, 20).detach().requires_grad_(),
+        given["weight"].requires_grad_(),
+    )
     target = torch.randint(30, (depths, 2, 6), device=device)
     for depth in range(depths):
         target[depth, :, 6 - depth :] = -100
     counted = (target != -100).sum((1, 2))
     token_weight = (torch.tensor(factors, device=device) / counted)[:, None, None].expand(target.shape)
     together = linear_cross_entropy(hidden, weight, target, token_weight=token_weight, reduction="sum", chunk=chunk)
-    alone = sum(f * F.cross_entropy((hidden[k] @ weight.t()).flatten(0, 1), target[k].flatten()) for k, f in enumerate(factors))
+    alone = sum(
+        f * F.cross_entropy((hidden[k] @ weight.t()).flatten(0, 1), target[k].flatten()) for k, f in enumerate(factors)
+    )
     torch.testing.assert_close(together, alone)
     for got, expected in zip(
         torch.autograd.grad(together, (hidden, weight)), torch.autograd.grad(alone, (hidden, weight)), strict=True

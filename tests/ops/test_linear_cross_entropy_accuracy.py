@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients of linear_cross_entropy in bfloat16 against float64, beside those of plain PyTorch in bfloat16.
 
-On a GPU the shapes are those of real heads, where sums over 64 chunks and 262144 classes show what a low-precision sum would lose.
+On a GPU the shapes are those of real heads, where sums over 64 chunks and 262144 classes show what a low-precision sum
+would lose.
 """
 
 from __future__ import annotations

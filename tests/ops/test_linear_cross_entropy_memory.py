@@ -75,7 +75,9 @@ def test_chunks_need_less_memory_than_the_logits_of_plain_pytorch(measured_devic
     pair = tensors(measured_device)
 
     def plain() -> None:
-        loss = torch.nn.functional.cross_entropy(torch.nn.functional.linear(*pair), torch.arange(ROWS, device=measured_device))
+        loss = torch.nn.functional.cross_entropy(
+            torch.nn.functional.linear(*pair), torch.arange(ROWS, device=measured_device)
+        )
         torch.autograd.grad(loss, pair)
 
     fused = allocations(lambda: step(*pair, chunk=32), measured_device)
@@ -84,7 +86,13 @@ def test_chunks_need_less_memory_than_the_logits_of_plain_pytorch(measured_devic
 
 @pytest.mark.parametrize(
     ("rows", "width", "classes", "expected"),
-    [(16384, 4096, 128256, 512), (8192, 4096, 128256, 256), (16384, 2048, 32000, 1024), (1000, 4096, 4096, 1024), (3, 8, 800, 1)],
+    [
+        (16384, 4096, 128256, 512),
+        (8192, 4096, 128256, 256),
+        (16384, 2048, 32000, 1024),
+        (1000, 4096, 4096, 1024),
+        (3, 8, 800, 1),
+    ],
 )
 def test_the_chunk_of_the_report_is_its_formula(rows: int, width: int, classes: int, expected: int) -> None:
     assert expected == 2 ** math.ceil(math.log2(math.ceil(rows / math.ceil(classes / width))))
@@ -101,7 +109,9 @@ def test_the_default_chunk_covers_all_rows_or_is_long(device_type: str) -> None:
 
 
 @pytest.mark.parametrize(("width", "expected"), [(2048, (4096, torch.float32)), (4096, (8192, torch.bfloat16))])
-def test_two_long_halves_are_the_default_where_they_take_less_than_one_chunk(width: int, expected: tuple[int, torch.dtype]) -> None:
+def test_two_long_halves_are_the_default_where_they_take_less_than_one_chunk(
+    width: int, expected: tuple[int, torch.dtype]
+) -> None:
     """Half of the logits against a gradient of weight that is kept in float32 meanwhile."""
     assert chunking(8192, width, 128256, torch.bfloat16, "cuda")[::3] == expected
 
@@ -121,7 +131,9 @@ def test_a_given_chunk_is_never_longer_than_the_batch() -> None:
         (9000, (32768, torch.bfloat16)),
     ],
 )
-def test_a_budget_buys_long_chunks_then_a_float32_sum_then_one_chunk(budget: int, expected: tuple[int, torch.dtype]) -> None:
+def test_a_budget_buys_long_chunks_then_a_float32_sum_then_one_chunk(
+    budget: int, expected: tuple[int, torch.dtype]
+) -> None:
     assert chunking(32768, 4096, 128256, torch.bfloat16, "cuda", budget=budget << 20)[::3] == expected
 
 
@@ -130,12 +142,16 @@ def test_float16_is_always_summed_in_float32() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_call_stays_within_its_budget(reduction: str, measured_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_stays_within_its_budget(
+    reduction: str, measured_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The budget counts what is held beside the inputs and gradients; losses and log-sum-exps are a few bytes a row."""
     monkeypatch.setattr("liger_core.ops._token_passes.REFERENCE_BLOCK", CLASSES)
     pair = tensors(measured_device)
     budget = 32 * CLASSES * 4
-    used = allocations(lambda: step(*pair, budget=budget, reduction=reduction, accumulate_dtype=torch.float32), measured_device)
+    used = allocations(
+        lambda: step(*pair, budget=budget, reduction=reduction, accumulate_dtype=torch.float32), measured_device
+    )
     gradients = sum(t.numel() * 4 for t in pair)
     assert used.peak <= gradients + budget + ROWS * 4 * 16 + CLASSES * 4 * 4
 

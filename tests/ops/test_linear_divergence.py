@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about linear_divergence, kl_div, jsd and total_variation that their samples do not say: other formulas, TRL's, what is held."""
+"""Facts about linear_divergence, kl_div, jsd and total_variation that their samples do not say: other formulas, TRL's,
+what is held."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ ROWS, CLASSES, WIDTH = 2048, 8192, 32
 LOGITS = ROWS * CLASSES * 4
 
 
-def heads(device: torch.device, rows: int = 9, classes: int = 30, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def heads(
+    device: torch.device, rows: int = 9, classes: int = 30, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """A student of width 20 and a teacher of width 12."""
     return {
         "hidden": leaf(rows, 20, device=device, dtype=dtype),
@@ -63,16 +66,22 @@ def test_linear_divergence_is_composed_of_functions_of_pytorch(
     kind: Any, chunk: int | None, temperature: float, reduction: Any, device: torch.device
 ) -> None:
     def formula(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor) -> Tensor:
-        found = divergence(hidden @ weight.t() / temperature, teacher_hidden @ teacher_weight.t() / temperature, kind, 0.3)
+        found = divergence(
+            hidden @ weight.t() / temperature, teacher_hidden @ teacher_weight.t() / temperature, kind, 0.3
+        )
         return found if reduction == "none" else found.mean()
 
     def call(**given: Tensor) -> Tensor:
-        return linear_divergence(**given, kind=kind, beta=0.3, chunk=chunk, temperature=temperature, reduction=reduction)
+        return linear_divergence(
+            **given, kind=kind, beta=0.3, chunk=chunk, temperature=temperature, reduction=reduction
+        )
 
     assert disagreements(call, formula, **heads(device)) == []
 
 
-@pytest.mark.parametrize("name", ["kl_div", "kl_div_reverse", "kl_div_skewed", "kl_div_skewed_reverse", "jsd", "total_variation"])
+@pytest.mark.parametrize(
+    "name", ["kl_div", "kl_div_reverse", "kl_div_skewed", "kl_div_skewed_reverse", "jsd", "total_variation"]
+)
 def test_divergences_of_logits_are_composed_of_functions_of_pytorch(name: str, device: torch.device) -> None:
     call, kind, beta = {
         "kl_div": (kl_div, "forward_kl", 0.5),
@@ -86,7 +95,10 @@ def test_divergences_of_logits_are_composed_of_functions_of_pytorch(name: str, d
     def formula(student: Tensor, teacher: Tensor) -> Tensor:
         return divergence(student, teacher, kind, beta).mean()
 
-    assert disagreements(call, formula, student=leaf(7, 30, device=device), teacher=torch.randn(7, 30, device=device)) == []
+    assert (
+        disagreements(call, formula, student=leaf(7, 30, device=device), teacher=torch.randn(7, 30, device=device))
+        == []
+    )
 
 
 def test_log_probabilities_are_logits(device: torch.device) -> None:
@@ -99,12 +111,16 @@ def test_a_mixture_that_is_nearly_one_side_tends_to_the_kl_of_the_other(device: 
     student, teacher = torch.randn(5, 40, device=device), torch.randn(5, 40, device=device)
     torch.testing.assert_close(kl_div(student, teacher, skew=1e-7), kl_div(student, teacher), rtol=1e-5, atol=0)
     torch.testing.assert_close(jsd(student, teacher, beta=1e-6) / 1e-6, kl_div(student, teacher), rtol=1e-4, atol=0)
-    torch.testing.assert_close(jsd(student, teacher, beta=1 - 1e-6) / 1e-6, kl_div(student, teacher, reverse=True), rtol=0.1, atol=0)
+    torch.testing.assert_close(
+        jsd(student, teacher, beta=1 - 1e-6) / 1e-6, kl_div(student, teacher, reverse=True), rtol=0.1, atol=0
+    )
 
 
 @KIND
 @NUMBER_OF_CLASSES
-def test_a_student_close_to_its_teacher_has_a_divergence_of_all_digits(kind: Any, width: int, device: torch.device) -> None:
+def test_a_student_close_to_its_teacher_has_a_divergence_of_all_digits(
+    kind: Any, width: int, device: torch.device
+) -> None:
     teacher = torch.randn(4, width, device=device, dtype=torch.float64)
     student = (teacher + 1e-3 * torch.randn(4, width, device=device, dtype=torch.float64)).float()
     teacher = teacher.float()
@@ -143,7 +159,9 @@ def test_a_wide_kl_and_its_gradient_are_exact_for_logits_of_any_size(
     assert (slope.double() - exact_slope).norm() <= 1e-6 / min(scale / temperature, 1.0) * exact_slope.norm()
 
 
-def test_a_mixture_with_little_of_the_student_keeps_the_digits_of_classes_that_it_has_alone(device: torch.device) -> None:
+def test_a_mixture_with_little_of_the_student_keeps_the_digits_of_classes_that_it_has_alone(
+    device: torch.device,
+) -> None:
     student, teacher = torch.tensor([1.54, -0.29], device=device), torch.tensor([46.2, -8.8], device=device)
     exact = divergence(student.double(), teacher.double(), "jsd", 0.999)
     torch.testing.assert_close(jsd(student, teacher, beta=0.999, reduction="none").double(), exact, rtol=1e-6, atol=0)
@@ -165,16 +183,24 @@ def of_logits(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
 @KIND
 @NUMBER_OF_CLASSES
 def test_classes_that_are_impossible_on_both_sides_change_nothing(kind: Any, width: int, device: torch.device) -> None:
-    student, teacher, upstream = leaf(4, 30, device=device), torch.randn(4, 30, device=device), torch.randn(4, device=device)
+    student, teacher, upstream = (
+        leaf(4, 30, device=device),
+        torch.randn(4, 30, device=device),
+        torch.randn(4, device=device),
+    )
     padding = torch.full((4, width), -torch.inf, device=device)
     plain = of_logits(kind)(student, teacher)
     padded = of_logits(kind)(torch.cat((padding, student, padding), -1), torch.cat((padding, teacher, padding), -1))
     torch.testing.assert_close(padded, plain)
-    torch.testing.assert_close(torch.autograd.grad(padded, student, upstream), torch.autograd.grad(plain, student, upstream))
+    torch.testing.assert_close(
+        torch.autograd.grad(padded, student, upstream), torch.autograd.grad(plain, student, upstream)
+    )
 
 
 @pytest.mark.parametrize("padding", [0, 9000])
-def test_a_class_that_one_side_rules_out_is_infinite_for_one_kl_and_finite_for_the_other(padding: int, device: torch.device) -> None:
+def test_a_class_that_one_side_rules_out_is_infinite_for_one_kl_and_finite_for_the_other(
+    padding: int, device: torch.device
+) -> None:
     student, teacher = torch.full((2, 1, 3 + padding), torch.finfo(torch.float32).min, device=device)
     student[0, :3], teacher[0, :3] = 0.0, 0.0
     student[0, 2] = -torch.inf
@@ -221,14 +247,18 @@ def test_huge_logits_give_finite_divergences_and_gradients(kind: Any, device: to
 @KIND
 @pytest.mark.parametrize("chunk", [None, 2], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("pack", [True, False], ids=["packed", "not_packed"])
-def test_an_ignored_row_has_nothing_whatever_arrives(kind: Any, chunk: int | None, pack: bool, device: torch.device) -> None:
+def test_an_ignored_row_has_nothing_whatever_arrives(
+    kind: Any, chunk: int | None, pack: bool, device: torch.device
+) -> None:
     given, target = heads(device), some_targets(30, 9, device=device)
     given["teacher_hidden"][target == -100] = torch.nan
     if pack and device.type == "cpu":
         # A matmul that has the row makes NaN of 0 · ∞.
         with torch.no_grad():
             given["hidden"][target == -100] = torch.inf
-    loss = linear_divergence(**given, kind=kind, target=target, chunk=chunk, reduction="none", hard_weight=0.3, pack=pack)
+    loss = linear_divergence(
+        **given, kind=kind, target=target, chunk=chunk, reduction="none", hard_weight=0.3, pack=pack
+    )
     upstream = torch.where(target == -100, torch.inf, 1.0)
     of_hidden, of_weight = torch.autograd.grad(loss, (given["hidden"], given["weight"]), upstream)
     assert not loss[target == -100].any()
@@ -296,9 +326,13 @@ def test_main_grad_of_float16_gets_what_weight_would(
 ) -> None:
     # Several blocks of classes, the last one short.
     monkeypatch.setattr("liger_core.ops.head.gradients.SCALED", 7 * 20)
-    given = {name: tensor.detach().half().requires_grad_(tensor.requires_grad) for name, tensor in heads(device).items()}
+    given = {
+        name: tensor.detach().half().requires_grad_(tensor.requires_grad) for name, tensor in heads(device).items()
+    }
     upstream = 1e-6 * torch.randn(9, device=device)
-    (expected,) = torch.autograd.grad(linear_divergence(**given, reduction="none", **options), given["weight"], 1e6 * upstream)
+    (expected,) = torch.autograd.grad(
+        linear_divergence(**given, reduction="none", **options), given["weight"], 1e6 * upstream
+    )
     main_grad = torch.zeros(30, 20, device=device)
     linear_divergence(**given, reduction="none", main_grad=main_grad, **options).backward(upstream)
     assert given["weight"].grad is None
@@ -315,7 +349,9 @@ def test_a_teacher_may_have_another_dtype(dtype: torch.dtype, device: torch.devi
 def test_a_teacher_that_wants_a_gradient_is_an_error_unless_gradients_are_off(device: torch.device) -> None:
     given = heads(device)
     given["teacher_weight"].requires_grad_()
-    with pytest.raises(OptionError, match=r"teacher_weight must not require a gradient.*pass teacher_weight.detach\(\)"):
+    with pytest.raises(
+        OptionError, match=r"teacher_weight must not require a gradient.*pass teacher_weight.detach\(\)"
+    ):
         linear_divergence(**given)
     with torch.no_grad():
         assert linear_divergence(**given).isfinite()
@@ -339,7 +375,9 @@ def wide_heads(device: torch.device) -> dict[str, Tensor]:
 @pytest.mark.matrix
 @REDUCTION
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "recomputed"])
-def test_what_is_held_beyond_gradients_fits_the_budget(reduction: Any, kept: bool, measured_device: torch.device) -> None:
+def test_what_is_held_beyond_gradients_fits_the_budget(
+    reduction: Any, kept: bool, measured_device: torch.device
+) -> None:
     given = wide_heads(measured_device)
     budget = LOGITS + LOGITS // 2 + (1 << 20) if kept else LOGITS // 4 + (2 << 20)
     gradients = (ROWS + CLASSES) * WIDTH * 4
@@ -355,8 +393,11 @@ def test_what_is_held_beyond_gradients_fits_the_budget(reduction: Any, kept: boo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "recomputed"])
-def test_main_grad_takes_no_second_gradient_of_weight(kept: bool, dtype: torch.dtype, measured_device: torch.device) -> None:
-    # A head that is larger than the logits of its rows. On the CPU the gradient of hidden in float16 would have the head in float32.
+def test_main_grad_takes_no_second_gradient_of_weight(
+    kept: bool, dtype: torch.dtype, measured_device: torch.device
+) -> None:
+    # A head that is larger than the logits of its rows. On the CPU the gradient of hidden in float16 would have the
+    # head in float32.
     rows, width, classes = 16, 2048, 3000
     given = {
         "hidden": torch.randn(rows, width, device=measured_device).to(dtype),
@@ -398,17 +439,29 @@ def test_a_frozen_weight_gets_no_memory(measured_device: torch.device) -> None:
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_linear_divergence_agrees_with_the_chunked_function_of_trl(beta: float, temperature: float) -> None:
-    chunked = pytest.importorskip("trl.kernels.chunked_divergence", reason="TRL with a chunked divergence is not installed")
+    chunked = pytest.importorskip(
+        "trl.kernels.chunked_divergence", reason="TRL with a chunked divergence is not installed"
+    )
     given = heads(torch.device("cpu"))
     kind: Any = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
     caps = {"logit_scale": 0.5, "softcap": 3.0, "teacher_logit_scale": 2.0, "teacher_softcap": 4.0}
     ours = linear_divergence(**given, kind=kind, beta=beta or 0.5, temperature=temperature, reduction="none", **caps)
     theirs, _ = chunked.ChunkedDivergenceFunction.apply(
-        given["hidden"], given["weight"], None, given["teacher_hidden"], given["teacher_weight"], None, beta, temperature, *caps.values()
+        given["hidden"],
+        given["weight"],
+        None,
+        given["teacher_hidden"],
+        given["teacher_weight"],
+        None,
+        beta,
+        temperature,
+        *caps.values(),
     )
     torch.testing.assert_close(ours, theirs)
     inputs, upstream = (given["hidden"], given["weight"]), torch.randn(9)
-    torch.testing.assert_close(torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(theirs, inputs, upstream))
+    torch.testing.assert_close(
+        torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(theirs, inputs, upstream)
+    )
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about linear_log_prob that its samples do not say: other formulas for it, losses built from it, what it allocates."""
+"""Facts about linear_log_prob that its samples do not say: other formulas for it, losses built from it, what it
+allocates."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def documented() -> dict[str, Callable[..., Tensor]]:
     """The functions of the recipe, with what it imports."""
     found: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```", RECIPE.read_text(), re.DOTALL | re.MULTILINE):
-        defined = [node for node in ast.parse(block).body if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef)]
+        defined = [
+            node for node in ast.parse(block).body if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef)
+        ]
         exec(compile(ast.Module(defined, []), str(RECIPE), "exec"), found)
     return found
 
@@ -56,7 +59,9 @@ def answers(device: torch.device, rows: int = 4, tokens: int = 5) -> tuple[dict[
 @CHUNKS
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no_bias", "bias"])
 @pytest.mark.parametrize("ignore_index", [-100, 5])
-def test_linear_log_prob_is_gathered_from_the_log_softmax(chunk: Any, has_bias: bool, ignore_index: int, device: torch.device) -> None:
+def test_linear_log_prob_is_gathered_from_the_log_softmax(
+    chunk: Any, has_bias: bool, ignore_index: int, device: torch.device
+) -> None:
     target = some_targets(30, 9, device=device, ignored=ignore_index)
     bias = leaf(30, device=device) if has_bias else None
 
@@ -64,7 +69,9 @@ def test_linear_log_prob_is_gathered_from_the_log_softmax(chunk: Any, has_bias: 
         return plain(F.linear(hidden, weight, bias), target, ignore_index)
 
     def call(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        return linear_log_prob(hidden, weight, target, bias=bias, ignore_index=ignore_index, chunk=chunk, return_entropy=True)
+        return linear_log_prob(
+            hidden, weight, target, bias=bias, ignore_index=ignore_index, chunk=chunk, return_entropy=True
+        )
 
     assert disagreements(call, formula, **head(device), bias=bias) == []
 
@@ -86,7 +93,10 @@ def test_the_temperature_divides_what_scale_and_softcap_left(chunk: Any, device:
 def test_log_prob_is_minus_the_loss_of_each_token(device: torch.device) -> None:
     given, target = head(device), some_targets(30, 9, device=device)
     torch.testing.assert_close(
-        linear_log_prob(**given, target=target), -linear_cross_entropy(**given, target=target, reduction="none"), rtol=0, atol=0
+        linear_log_prob(**given, target=target),
+        -linear_cross_entropy(**given, target=target, reduction="none"),
+        rtol=0,
+        atol=0,
     )
 
 
@@ -143,7 +153,8 @@ def test_an_implementation_gives_nan_for_a_target_out_of_range(device: torch.dev
 def test_gradients_do_not_underflow_in_float16(which: int, device: torch.device) -> None:
     """A mean over many tokens sends 1e-6 upstream, and a probability times that is below what float16 resolves."""
     target = torch.randint(30, (9,), device=device)
-    # The same logits from long hidden rows and short weights, so that the gradient of weight is a number that float16 can hold.
+    # The same logits from long hidden rows and short weights, so that the gradient of weight is a number that float16
+    # can hold.
     hidden, weight = (
         (leaf(9, 20, device=device) * 256).half(),
         (leaf(30, 20, device=device, scale=0.3) / 256).half().detach().requires_grad_(),
@@ -161,7 +172,8 @@ def test_gradients_do_not_underflow_in_float16(which: int, device: torch.device)
 
 
 def test_loss_scaling_keeps_the_gradients_of_nearly_certain_tokens_in_float16(device: torch.device) -> None:
-    # The other class has p = 1e-6, and p · weight is below what float16 holds unless the factor of the loss is part of the product.
+    # The other class has p = 1e-6, and p · weight is below what float16 holds unless the factor of the loss is part of
+    # the product.
     hidden = torch.tensor([[4096.0]], dtype=torch.float16, device=device, requires_grad=True)
     weight = torch.tensor([[0.0034], [0.0]], dtype=torch.float16, device=device)
     factor = torch.tensor([65536.0], device=device)
@@ -180,14 +192,19 @@ def test_a_second_derivative_is_refused(device: torch.device) -> None:
 
 
 @CHUNKS
-def test_dpo_as_documented_has_the_gradients_of_the_plain_computation(chunk: Any, device: torch.device, documented: dict[str, Any]) -> None:
+def test_dpo_as_documented_has_the_gradients_of_the_plain_computation(
+    chunk: Any, device: torch.device, documented: dict[str, Any]
+) -> None:
     given, target = answers(device)
     frozen = leaf(30, 20, device=device, scale=0.3)
     with torch.no_grad():
         reference = linear_log_prob(given["hidden"], frozen, target, chunk=chunk).sum(-1)
 
     def formula(hidden: Tensor, weight: Tensor) -> Tensor:
-        ours, theirs = (plain(hidden.detach() @ frozen.to(hidden).t() if w is None else hidden @ w.t(), target)[0] for w in (weight, None))
+        ours, theirs = (
+            plain(hidden.detach() @ frozen.to(hidden).t() if w is None else hidden @ w.t(), target)[0]
+            for w in (weight, None)
+        )
         chosen, rejected = (ours.sum(-1) - theirs.sum(-1)).chunk(2)
         return -torch.log(torch.sigmoid(0.1 * (chosen - rejected))).mean()
 
@@ -206,7 +223,9 @@ def test_grpo_as_documented_has_the_gradients_of_the_plain_computation(
     advantage = torch.tensor([1.0, -0.5, 0.3, -2.0], device=device)
     with torch.no_grad():
         # Ratios on both sides of the clip; what stands at ignored tokens must not matter.
-        old = plain(given["hidden"] @ given["weight"].t() / 0.7, target)[0] + 0.4 * torch.randn(target.shape, device=device)
+        old = plain(given["hidden"] @ given["weight"].t() / 0.7, target)[0] + 0.4 * torch.randn(
+            target.shape, device=device
+        )
         old[target == -100] = 3.0
 
     def formula(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -250,8 +269,11 @@ def test_main_grad_takes_the_gradient_of_weight(device: torch.device) -> None:
     torch.testing.assert_close(hidden.grad, expected[0])
 
 
-# Kept whole, kept in part, recomputed in blocks of classes, and in groups of rows. One logit has 4 bytes, and all have 1080.
-HELD = pytest.mark.parametrize("options", [{}, {"budget": 720}, {"budget": 288}, {"budget": 120}, {"chunk": 4}], ids=str)
+# Kept whole, kept in part, recomputed in blocks of classes, and in groups of rows. One logit has 4 bytes, and all have
+# 1080.
+HELD = pytest.mark.parametrize(
+    "options", [{}, {"budget": 720}, {"budget": 288}, {"budget": 120}, {"chunk": 4}], ids=str
+)
 
 
 def statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
@@ -271,7 +293,9 @@ def several_targets(device: torch.device) -> Tensor:
 
 @HELD
 @pytest.mark.parametrize("scale", [None, 0.5, -2.0], ids=str)
-def test_every_statistic_of_several_targets_is_its_formula(options: dict[str, int], scale: float | None, device: torch.device) -> None:
+def test_every_statistic_of_several_targets_is_its_formula(
+    options: dict[str, int], scale: float | None, device: torch.device
+) -> None:
     target, more = several_targets(device), {} if scale is None else {"logit_scale": scale, "softcap": 4.0}
 
     def formula(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -305,7 +329,9 @@ def test_every_statistic_has_a_gradient_of_its_own(which: int, options: dict[str
         log_prob, found = linear_log_prob(hidden, weight, target, return_statistics=True, **options)
         return (log_prob, *found)[which]
 
-    assert disagreements(call, lambda hidden, weight: statistics(hidden @ weight.t(), target)[which], **head(device)) == []
+    assert (
+        disagreements(call, lambda hidden, weight: statistics(hidden @ weight.t(), target)[which], **head(device)) == []
+    )
 
 
 @HELD
@@ -326,7 +352,9 @@ def test_each_token_may_have_its_own_temperature(options: dict[str, int], device
         return plain(4.0 * torch.tanh(hidden @ weight.t() / 4.0) / temperature[:, None], target)
 
     def call(hidden: Tensor, weight: Tensor) -> Any:
-        return linear_log_prob(hidden, weight, target, softcap=4.0, temperature=temperature, return_entropy=True, **options)
+        return linear_log_prob(
+            hidden, weight, target, softcap=4.0, temperature=temperature, return_entropy=True, **options
+        )
 
     assert disagreements(call, formula, **head(device)) == []
 
@@ -387,14 +415,18 @@ def test_float32_logits_are_not_rounded(device: torch.device) -> None:
         (131072, 128256, 12000, Cut(131072, 8448, 31232, torch.bfloat16)),
     ],
 )
-def test_a_budget_keeps_logits_then_recomputes_them_then_cuts_rows(rows: int, classes: int, budget: int, expected: Cut) -> None:
+def test_a_budget_keeps_logits_then_recomputes_them_then_cuts_rows(
+    rows: int, classes: int, budget: int, expected: Cut
+) -> None:
     assert tiling(rows, 4096, classes, torch.bfloat16, "cuda", False, budget=budget << 20) == expected
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("rows", [ROWS, 8 * ROWS])
 @pytest.mark.parametrize("share", [2, 3, 8])
-def test_a_call_stays_within_its_budget(rows: int, share: int, measured_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_stays_within_its_budget(
+    rows: int, share: int, measured_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("liger_core.ops._token_passes.REFERENCE_BLOCK", CLASSES)
     weight = tensors(measured_device)[1]
     hidden = torch.randn(rows, weight.shape[1], device=measured_device, requires_grad=True)
@@ -437,7 +469,9 @@ def test_one_chunk_holds_them_as_the_measurement_must_notice(measured_device: to
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["recomputed", "kept"])
-def test_the_backward_pass_keeps_inputs_and_a_few_numbers_a_row_and_logits_that_fit(kept: bool, measured_device: torch.device) -> None:
+def test_the_backward_pass_keeps_inputs_and_a_few_numbers_a_row_and_logits_that_fit(
+    kept: bool, measured_device: torch.device
+) -> None:
     saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linear_log_prob where hidden alone needs a gradient and the logits do not fit: its derivative is summed in the forward pass."""
+"""linear_log_prob where hidden alone needs a gradient and the logits do not fit: its derivative is summed in the
+forward pass."""
 
 from __future__ import annotations
 
@@ -55,9 +56,13 @@ def test_a_frozen_head_has_two_matmuls_and_none_in_the_backward_pass(several: in
 
 
 @pytest.mark.parametrize(
-    "options", [{"budget": 1 << 20}, {"return_entropy": True}, {"chunk": 4}, {"trained": True}], ids=["fits", "entropy", "chunk", "trained"]
+    "options",
+    [{"budget": 1 << 20}, {"return_entropy": True}, {"chunk": 4}, {"trained": True}],
+    ids=["fits", "entropy", "chunk", "trained"],
 )
-def test_the_derivative_is_not_summed_where_it_does_not_pay_or_hold(options: dict[str, Any], device: torch.device) -> None:
+def test_the_derivative_is_not_summed_where_it_does_not_pay_or_hold(
+    options: dict[str, Any], device: torch.device
+) -> None:
     hidden, weight = hidden_and_weight(device)
     given = {"budget": None if "chunk" in options else BUDGET, **options}
     weight.requires_grad_(given.pop("trained", False))
@@ -91,7 +96,11 @@ def test_the_derivative_of_a_frozen_head_is_that_of_the_log_softmax(
     options: dict[str, Any], several: int, values: str, device: torch.device
 ) -> None:
     hidden, weight = hidden_and_weight(device)
-    target, bias, given = targets(device, several), torch.randn(CLASSES, device=device), {"budget": BUDGET + 4 * ROWS * WIDTH, **options}
+    target, bias, given = (
+        targets(device, several),
+        torch.randn(CLASSES, device=device),
+        {"budget": BUDGET + 4 * ROWS * WIDTH, **options},
+    )
     if values == "certain":
         bias[target.view(ROWS, -1)[-1, 0]] += 30.0
     elif values == "offset":
@@ -119,7 +128,9 @@ def test_the_derivative_of_a_frozen_head_is_that_of_the_log_softmax(
 @pytest.mark.parametrize("several", [0, 5])
 @pytest.mark.parametrize("softcap", [None, 20.0])
 @pytest.mark.parametrize("certain", [False, True], ids=["uncertain", "certain"])
-def test_nothing_cancels_in_16_bits(certain: bool, softcap: float | None, several: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_nothing_cancels_in_16_bits(
+    certain: bool, softcap: float | None, several: int, dtype: torch.dtype, device: torch.device
+) -> None:
     """Where the model is certain the gradient is small, but its error is as small as where logits are recomputed."""
     hidden, weight = hidden_and_weight(device, dtype)
     target = targets(device, several)

@@ -21,7 +21,13 @@ ROWS, INNER, OUTER, RANK = 200, 64, 96, 8
 
 
 def peft(
-    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, bias: Tensor | None = None, column_scale: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+    column_scale: Tensor | None = None,
 ) -> Tensor:
     """The forward of a LoRA layer of PEFT, and of a DoRA layer, whose norms make column_scale."""
     result = F.linear(x, weight, bias)
@@ -33,20 +39,32 @@ def peft(
 
 
 def call(device: torch.device, dtype: torch.dtype, adapter: torch.dtype) -> dict[str, Any]:
-    x, weight = leaf(2, ROWS // 2, INNER, device=device, dtype=dtype), leaf(OUTER, INNER, device=device, dtype=dtype, scale=INNER**-0.5)
-    a, b = leaf(RANK, INNER, device=device, dtype=adapter, scale=INNER**-0.5), leaf(OUTER, RANK, device=device, dtype=adapter, scale=0.3)
+    x, weight = (
+        leaf(2, ROWS // 2, INNER, device=device, dtype=dtype),
+        leaf(OUTER, INNER, device=device, dtype=dtype, scale=INNER**-0.5),
+    )
+    a, b = (
+        leaf(RANK, INNER, device=device, dtype=adapter, scale=INNER**-0.5),
+        leaf(OUTER, RANK, device=device, dtype=adapter, scale=0.3),
+    )
     return {"x": x, "weight": weight.detach(), "a": a, "b": b, "scale": 2.0}
 
 
 @pytest.mark.parametrize("adapter", [torch.float32, None], ids=["float32_adapter", "adapter_as_x"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
+)
 def test_it_is_a_layer_of_peft(dtype: torch.dtype, adapter: torch.dtype | None, device: torch.device) -> None:
     assert disagreements(lora_linear, peft, **call(device, dtype, adapter or dtype)) == []
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
-def test_with_factors_of_columns_it_is_a_dora_layer_of_peft(dtype: torch.dtype, bias: bool, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
+)
+def test_with_factors_of_columns_it_is_a_dora_layer_of_peft(
+    dtype: torch.dtype, bias: bool, device: torch.device
+) -> None:
     given = call(device, dtype, torch.float32) | {"column_scale": leaf(OUTER, device=device, dtype=torch.float32)}
     if bias:
         given["bias"] = leaf(OUTER, device=device, dtype=dtype)
@@ -54,13 +72,18 @@ def test_with_factors_of_columns_it_is_a_dora_layer_of_peft(dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("columns", [False, True], ids=["lora", "dora"])
-def test_gradients_of_a_float32_adapter_are_as_close_to_float64_as_those_of_peft(columns: bool, device: torch.device) -> None:
+def test_gradients_of_a_float32_adapter_are_as_close_to_float64_as_those_of_peft(
+    columns: bool, device: torch.device
+) -> None:
     given = call(device, torch.bfloat16, torch.float32)
     if columns:
         given["column_scale"] = leaf(OUTER, device=device, dtype=torch.float32)
     upstream = torch.randn(2, ROWS // 2, OUTER, device=device).bfloat16()
     got = torch.autograd.grad(lora_linear(**given), (given["a"], given["b"]), upstream)
-    exact = {name: value.detach().double().requires_grad_() if isinstance(value, Tensor) else value for name, value in given.items()}
+    exact = {
+        name: value.detach().double().requires_grad_() if isinstance(value, Tensor) else value
+        for name, value in given.items()
+    }
     expected = torch.autograd.grad(peft(**exact), (exact["a"], exact["b"]), upstream.double())
     theirs = torch.autograd.grad(peft(**given), (given["a"], given["b"]), upstream)
     assert all(value.dtype == torch.float32 for value in got)
@@ -69,7 +92,10 @@ def test_gradients_of_a_float32_adapter_are_as_close_to_float64_as_those_of_peft
 
 
 def test_an_adapter_may_leave_the_range_of_float16_where_the_sum_does_not(device: torch.device) -> None:
-    x, weight = (torch.full(shape, value, dtype=torch.float16, device=device) for shape, value in (((1, 2), 200.0), ((1, 2), -100.0)))
+    x, weight = (
+        torch.full(shape, value, dtype=torch.float16, device=device)
+        for shape, value in (((1, 2), 200.0), ((1, 2), -100.0))
+    )
     a, b = torch.full((1, 2), 100.0, device=device), torch.full((1, 1), 2.0, device=device)
     assert lora_linear(x, weight, a, b).item() == 40_000.0
 
@@ -104,7 +130,11 @@ def test_only_x_and_the_small_projection_are_kept(device: torch.device) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         lora_linear(**given)
     fresh = [
-        t for t in kept if not any(t is value or t.data_ptr() == value.data_ptr() for value in given.values() if isinstance(value, Tensor))
+        t
+        for t in kept
+        if not any(
+            t is value or t.data_ptr() == value.data_ptr() for value in given.values() if isinstance(value, Tensor)
+        )
     ]
     assert [tuple(t.shape) for t in fresh] == [(ROWS, 4 * RANK)]
 
@@ -115,7 +145,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for kernel in KERNELS.values():
         if "::lora_" in kernel.name:
             monkeypatch.setattr(
-                kernel, "launch", lambda *args, kernel=kernel, launch=kernel.launch: (names.append(kernel.name), launch(*args))
+                kernel,
+                "launch",
+                lambda *args, kernel=kernel, launch=kernel.launch: (names.append(kernel.name), launch(*args)),
             )
     return names
 
@@ -147,7 +179,8 @@ def test_the_graph_is_freed_with_the_backward_pass(device: torch.device) -> None
 
 def test_a_bias_that_is_trained_alone_gets_its_gradient(device: torch.device) -> None:
     given = {
-        name: value.detach() if isinstance(value, Tensor) else value for name, value in call(device, torch.float32, torch.float32).items()
+        name: value.detach() if isinstance(value, Tensor) else value
+        for name, value in call(device, torch.float32, torch.float32).items()
     }
     bias = torch.zeros(OUTER, device=device, requires_grad=True)
     lora_linear(**given, bias=bias).sum().backward()
@@ -160,7 +193,9 @@ def test_autocast_computes_in_its_dtype(low: torch.dtype, device: torch.device) 
     given = call(device, torch.float32, torch.float32)
     with torch.autocast(device.type, dtype=low):
         y, expected = lora_linear(**given), peft(**given)
-        base = lora_linear(given["x"], None, given["a"], given["b"], 2.0, base=F.linear(given["x"], given["weight"]).float())
+        base = lora_linear(
+            given["x"], None, given["a"], given["b"], 2.0, base=F.linear(given["x"], given["weight"]).float()
+        )
     assert y.dtype == expected.dtype == low
     assert base.dtype == torch.float32
     exact = peft(**{name: value.double() if isinstance(value, Tensor) else value for name, value in given.items()})

@@ -30,7 +30,9 @@ def call(device: torch.device, dtype: torch.dtype, adapter: torch.dtype, layers:
 
 def separately(x: Tensor, scale: float, **given: Any) -> tuple[Tensor, ...]:
     return tuple(
-        lora_linear(x, *(given[f"{name}{suffix}"] for name in ("weight", "a", "b")), scale) for suffix in SUFFIXES if f"a{suffix}" in given
+        lora_linear(x, *(given[f"{name}{suffix}"] for name in ("weight", "a", "b")), scale)
+        for suffix in SUFFIXES
+        if f"a{suffix}" in given
     )
 
 
@@ -47,20 +49,31 @@ def written_out(x: Tensor, scale: float, **given: Any) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("layers", [2, 3], ids=["two", "three"])
 @pytest.mark.parametrize("adapter", [torch.float32, None], ids=["float32_adapters", "adapters_as_x"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
-def test_they_are_layers_of_peft(dtype: torch.dtype, adapter: torch.dtype | None, layers: int, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
+)
+def test_they_are_layers_of_peft(
+    dtype: torch.dtype, adapter: torch.dtype | None, layers: int, device: torch.device
+) -> None:
     assert disagreements(lora_linears, written_out, **call(device, dtype, adapter or dtype, layers)) == []
 
 
-def test_gradients_of_float32_adapters_are_as_close_to_float64_as_those_of_one_layer_at_a_time(device: torch.device) -> None:
+def test_gradients_of_float32_adapters_are_as_close_to_float64_as_those_of_one_layer_at_a_time(
+    device: torch.device,
+) -> None:
     given = call(device, torch.bfloat16, torch.float32)
     names = [name for name in given if name[0] in "ab"]
     upstream = [torch.randn(2, ROWS // 2, outer, device=device).bfloat16() for outer, _ in LAYERS]
 
     def gradients(function: Any, values: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(function(**values), [values[name] for name in names], [grad.to(dtype) for grad in upstream])
+        return torch.autograd.grad(
+            function(**values), [values[name] for name in names], [grad.to(dtype) for grad in upstream]
+        )
 
-    wide = {name: value.detach().double().requires_grad_() if isinstance(value, Tensor) else value for name, value in given.items()}
+    wide = {
+        name: value.detach().double().requires_grad_() if isinstance(value, Tensor) else value
+        for name, value in given.items()
+    }
     exact = gradients(written_out, wide, torch.float64)
     ours, theirs = (gradients(function, given, torch.bfloat16) for function in (lora_linears, separately))
     assert all(value.dtype == torch.float32 for value in ours)

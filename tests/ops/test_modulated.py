@@ -15,7 +15,11 @@ def test_modulated_layer_norm_is_ada_ln(device: torch.device) -> None:
     def formula(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:]) * (1 + scale[:, None]) + shift[:, None]
 
-    given = {"x": leaf(3, 7, 48, device=device), "scale": leaf(3, 48, device=device), "shift": leaf(3, 48, device=device)}
+    given = {
+        "x": leaf(3, 7, 48, device=device),
+        "scale": leaf(3, 48, device=device),
+        "shift": leaf(3, 48, device=device),
+    }
     assert disagreements(modulated_layer_norm, formula, **given) == []
 
 

@@ -16,7 +16,9 @@ from ops.agreement import disagreements, leaf
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-def arguments(device: torch.device, dtype: torch.dtype = torch.float32, tokens: int = 7, width: int = 16) -> dict[str, Any]:
+def arguments(
+    device: torch.device, dtype: torch.dtype = torch.float32, tokens: int = 7, width: int = 16
+) -> dict[str, Any]:
     cos, sin = (t[None].expand(2, -1, -1) for t in angles(device, dtype, tokens, width))
     return {
         "q": leaf(2, 4, tokens, width, device=device, dtype=dtype),
@@ -36,7 +38,9 @@ def test_it_is_what_qwen3_computes(dtype: torch.dtype, device: torch.device) -> 
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
-    def formula(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def formula(
+        q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = modeling.apply_rotary_pos_emb(norm(q, q_weight), norm(k, k_weight), cos, sin)
         return result
 
@@ -49,13 +53,22 @@ def test_with_an_offset_and_float32_cast_it_is_what_gemma3_computes(dtype: torch
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + weight.to(wide.dtype))).to(x.dtype)
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + weight.to(wide.dtype))).to(
+            x.dtype
+        )
 
-    def formula(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def formula(
+        q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = modeling.apply_rotary_pos_emb(norm(q, q_weight), norm(k, k_weight), cos, sin)
         return result
 
-    assert disagreements(lambda **a: qk_norm_rope(**a, weight_offset=1.0, cast="float32"), formula, **arguments(device, dtype)) == []
+    assert (
+        disagreements(
+            lambda **a: qk_norm_rope(**a, weight_offset=1.0, cast="float32"), formula, **arguments(device, dtype)
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
@@ -64,7 +77,9 @@ def test_it_is_rope_of_rms_norm(rotary: int, interleaved: bool, device: torch.de
     given = arguments(device)
     given["cos"], given["sin"] = angles(device, torch.float32, 7, rotary, interleaved=interleaved)
 
-    def separately(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def separately(
+        q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         normed = rms_norm.reference(q, q_weight, 1e-5), rms_norm.reference(k, k_weight, 1e-5)
         return rope.reference(*normed, cos, sin, interleaved=interleaved)
 
@@ -82,9 +97,13 @@ def test_sections_of_the_angles_may_belong_to_several_positions(device: torch.de
     given = arguments(device)
     time, height = angles(device, torch.float32, 7, 16), angles(device, torch.float32, 14, 16)
     section = torch.tensor([True, True, False, True] * 4, device=device)
-    given["cos"], given["sin"] = (torch.where(section, a, b[7:])[None].repeat(2, 1, 1) for a, b in zip(time, height, strict=True))
+    given["cos"], given["sin"] = (
+        torch.where(section, a, b[7:])[None].repeat(2, 1, 1) for a, b in zip(time, height, strict=True)
+    )
 
-    def separately(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def separately(
+        q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return rope.reference(rms_norm.reference(q, q_weight), rms_norm.reference(k, k_weight), cos, sin)
 
     assert disagreements(qk_norm_rope, separately, **given) == []
@@ -92,7 +111,9 @@ def test_sections_of_the_angles_may_belong_to_several_positions(device: torch.de
 
 def test_results_lie_in_memory_as_projections_do(device: torch.device) -> None:
     given = arguments(device)
-    given |= {name: given[name].detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for name in ("q", "k")}
+    given |= {
+        name: given[name].detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for name in ("q", "k")
+    }
     out = qk_norm_rope(**given)
     grads = torch.autograd.grad(out, [given["q"], given["k"]], [torch.randn_like(o) for o in out])
     assert [t.stride() for t in (*out, *grads)] == 2 * [given["q"].stride(), given["k"].stride()]

@@ -58,7 +58,10 @@ def test_offset_and_float32_cast_are_the_norm_of_gemma(dtype: torch.dtype, devic
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return (normed * (1.0 + weight.to(wide.dtype))).to(x.dtype)
 
-    arguments = {"x": leaf(6, 40, device=device, dtype=dtype), "weight": leaf(40, device=device, dtype=dtype, scale=0.1)}
+    arguments = {
+        "x": leaf(6, 40, device=device, dtype=dtype),
+        "weight": leaf(40, device=device, dtype=dtype, scale=0.1),
+    }
     assert disagreements(lambda **a: rms_norm(**a, weight_offset=1.0, cast="float32"), gemma, **arguments) == []
 
 

@@ -20,9 +20,16 @@ LAYOUTS = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "
 
 
 def heads(
-    device: torch.device, tokens: int = 7, width: int = 16, query: int = 4, key: int = 2, dtype: torch.dtype = torch.float32
+    device: torch.device,
+    tokens: int = 7,
+    width: int = 16,
+    query: int = 4,
+    key: int = 2,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    return leaf(2, query, tokens, width, device=device, dtype=dtype), leaf(2, key, tokens, width, device=device, dtype=dtype)
+    return leaf(2, query, tokens, width, device=device, dtype=dtype), leaf(
+        2, key, tokens, width, device=device, dtype=dtype
+    )
 
 
 @LAYOUTS
@@ -174,7 +181,15 @@ def test_low_precision_angles_are_not_needed(device: torch.device) -> None:
     interleaved=st.booleans(),
 )
 def test_any_shape_is_the_rotation_of_complex_numbers(
-    device: torch.device, draw: int, batch: int, key_heads: int, group: int, tokens: int, half: int, rest: int, interleaved: bool
+    device: torch.device,
+    draw: int,
+    batch: int,
+    key_heads: int,
+    group: int,
+    tokens: int,
+    half: int,
+    rest: int,
+    interleaved: bool,
 ) -> None:
     torch.manual_seed(draw)
 
@@ -182,7 +197,9 @@ def test_any_shape_is_the_rotation_of_complex_numbers(
         part = x[..., : 2 * half]
         pairs = part.unflatten(-1, (half, 2)) if interleaved else part.unflatten(-1, (2, half)).transpose(-1, -2)
         step = slice(0, None, 2) if interleaved else slice(0, half)
-        turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.complex(cos[:, step], sin[:, step]))
+        turned = torch.view_as_real(
+            torch.view_as_complex(pairs.contiguous()) * torch.complex(cos[:, step], sin[:, step])
+        )
         turned = turned.flatten(-2) if interleaved else turned.transpose(-1, -2).flatten(-2)
         return torch.cat((turned, x[..., 2 * half :]), dim=-1)
 
@@ -207,7 +224,8 @@ def test_complex_angles_are_interleaved_tables(device: torch.device) -> None:
 
 
 def test_sections_of_several_positions_are_columns_of_the_tables(device: torch.device) -> None:
-    """mRoPE of Qwen-VL, and 2-D RoPE of images: each section of columns has the angles of its own position (time, height, width)."""
+    """mRoPE of Qwen-VL, and 2-D RoPE of images: each section of columns has the angles of its own position (time,
+    height, width)."""
     sections, frequency = (2, 3, 3), 10.0 ** -torch.arange(8, device=device)
     position = torch.randint(50, (3, 2, 5), device=device)
     q, k = torch.randn(2, 4, 5, 16, device=device), torch.randn(2, 2, 5, 16, device=device)
@@ -229,12 +247,16 @@ def test_packed_tokens_are_one_sequence_whose_positions_begin_again(device: torc
     position = torch.cat([torch.arange(n, device=device) for n in lengths])
     packed = rope(*(x.transpose(0, 1)[None] for x in (q, k)), cos[position], sin[position])
     for got, x in zip(packed, (q, k), strict=True):
-        alone = [rope(*2 * (part.transpose(0, 1)[None],), cos[: len(part)], sin[: len(part)])[0] for part in x.split(lengths)]
+        alone = [
+            rope(*2 * (part.transpose(0, 1)[None],), cos[: len(part)], sin[: len(part)])[0] for part in x.split(lengths)
+        ]
         torch.testing.assert_close(got, torch.cat(alone, dim=2))
 
 
 @pytest.mark.parametrize("total", [torch.positive, torch.square], ids=["sum", "squares"])
-def test_a_second_derivative_in_place_is_right_or_refused(total: Callable[[Tensor], Tensor], device: torch.device) -> None:
+def test_a_second_derivative_in_place_is_right_or_refused(
+    total: Callable[[Tensor], Tensor], device: torch.device
+) -> None:
     cos, sin = angles(device, torch.float32, 7, 16)
 
     def penalized(inplace: bool) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,9 @@ def test_rows_that_are_sharded_like_the_vocabulary_get_the_gradient_of_their_own
     ],
     ids=["packed", "not_packed", "kept", "recomputed", "chunks"],
 )
-def test_the_gradient_of_a_divergence_is_scattered_where_all_rows_come_at_once(options: dict[str, Any], sums: list[Any]) -> None:
+def test_the_gradient_of_a_divergence_is_scattered_where_all_rows_come_at_once(
+    options: dict[str, Any], sums: list[Any]
+) -> None:
     on_ranks(2, work.on_gloo, work.scatters_the_gradient_of_a_divergence, options, sums)
 
 
@@ -76,8 +78,14 @@ def test_rows_of_weight_past_the_classes_are_padding() -> None:
     ("message", "options"),
     [
         ("linear_cross_entropy: reduction='mean' needs a normalizer where rows are distributed", {}),
-        ("linear_cross_entropy: weight must be replicated, or sharded over its classes", {"dimension": 1, "reduction": "sum"}),
-        ("linear_cross_entropy: target must be a DTensor like hidden, whose rows are distributed", {"plain": True, "reduction": "sum"}),
+        (
+            "linear_cross_entropy: weight must be replicated, or sharded over its classes",
+            {"dimension": 1, "reduction": "sum"},
+        ),
+        (
+            "linear_cross_entropy: target must be a DTensor like hidden, whose rows are distributed",
+            {"plain": True, "reduction": "sum"},
+        ),
     ],
     ids=["mean", "width", "plain_target"],
 )

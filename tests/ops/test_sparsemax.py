@@ -10,7 +10,9 @@ from liger_core import sparsemax
 
 def test_the_results_are_those_that_the_paper_names(device: torch.device) -> None:
     x = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.5, 0.0], [5.0, 0.0]], device=device)
-    torch.testing.assert_close(sparsemax(x), torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.75, 0.25], [1.0, 0.0]], device=device))
+    torch.testing.assert_close(
+        sparsemax(x), torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.75, 0.25], [1.0, 0.0]], device=device)
+    )
 
 
 def test_rows_sum_to_one_and_the_rest_is_exactly_zero(device: torch.device) -> None:

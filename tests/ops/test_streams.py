@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about sinkhorn, mix_streams and merge_streams that their samples do not say: hyper-connections are those of Transformers."""
+"""Facts about sinkhorn, mix_streams and merge_streams that their samples do not say: hyper-connections are those of
+Transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ from liger_core import merge_streams, mix_streams, nn, sinkhorn
 from ops.agreement import disagreements, leaf
 
 CONFIG = SimpleNamespace(hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-5, hidden_size=24)
-MODELS = {"deepseek_v4.modeling_deepseek_v4": "DeepseekV4HyperConnection", "glm5_next.modeling_glm5_next": "Glm5NextTextHyperConnection"}
+MODELS = {
+    "deepseek_v4.modeling_deepseek_v4": "DeepseekV4HyperConnection",
+    "glm5_next.modeling_glm5_next": "Glm5NextTextHyperConnection",
+}
 
 
 @pytest.mark.parametrize("file", MODELS)
@@ -55,12 +59,18 @@ def test_eps_is_added_to_every_divisor(device: torch.device) -> None:
 
 def test_streams_mixed_by_a_doubly_stochastic_matrix_keep_their_sum(device: torch.device) -> None:
     x, nothing = torch.randn(6, 4, 16, device=device), torch.zeros(6, 16, device=device)
-    merged = merge_streams(x, nothing, torch.ones(6, 4, device=device), sinkhorn(torch.randn(6, 4, 4, device=device), 40))
+    merged = merge_streams(
+        x, nothing, torch.ones(6, 4, device=device), sinkhorn(torch.randn(6, 4, 4, device=device), 40)
+    )
     torch.testing.assert_close(merged.sum(1), x.sum(1), atol=1e-4, rtol=1e-4)
 
 
 def test_without_a_matrix_streams_are_kept(device: torch.device) -> None:
-    x, y, post = torch.randn(6, 3, 16, device=device), torch.randn(6, 16, device=device), torch.randn(6, 3, device=device)
+    x, y, post = (
+        torch.randn(6, 3, 16, device=device),
+        torch.randn(6, 16, device=device),
+        torch.randn(6, 3, device=device),
+    )
     identity = torch.eye(3, device=device).expand(6, 3, 3)
     torch.testing.assert_close(merge_streams(x, y, post), merge_streams(x, y, post, identity))
 

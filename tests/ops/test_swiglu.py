@@ -44,8 +44,15 @@ def test_large_gates_pass_or_close(device: torch.device) -> None:
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
-@given(draw=st.integers(0, 99), shape=st.lists(st.integers(0, 6), min_size=1, max_size=3), width=st.integers(1, 90), packed=st.booleans())
-def test_any_shape_is_the_naive_formula(device: torch.device, draw: int, shape: list[int], width: int, packed: bool) -> None:
+@given(
+    draw=st.integers(0, 99),
+    shape=st.lists(st.integers(0, 6), min_size=1, max_size=3),
+    width=st.integers(1, 90),
+    packed=st.booleans(),
+)
+def test_any_shape_is_the_naive_formula(
+    device: torch.device, draw: int, shape: list[int], width: int, packed: bool
+) -> None:
     torch.manual_seed(draw)
 
     def naive(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -58,7 +65,9 @@ def test_any_shape_is_the_naive_formula(device: torch.device, draw: int, shape: 
     assert disagreements(swiglu, naive, **arguments) == []
 
 
-def gradients(shape: tuple[int, ...], device: torch.device, *, overwrite: bool, packed: bool) -> tuple[list[Tensor], list[Tensor]]:
+def gradients(
+    shape: tuple[int, ...], device: torch.device, *, overwrite: bool, packed: bool
+) -> tuple[list[Tensor], list[Tensor]]:
     """The gradients by a backward that keeps its graph, and then by one that frees it."""
     torch.manual_seed(0)
     inputs = [leaf(*shape, device=device) for _ in range(1 if packed else 2)]

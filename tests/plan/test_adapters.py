@@ -37,7 +37,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4},
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_key_value_heads": 2}
-COMMON = {"vocab_size": 2000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+COMMON = {
+    "vocab_size": 2000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +54,9 @@ def nothing_is_remembered() -> Iterator[None]:
 
 
 def save(kind: str, fields: dict[str, Any], folder: Path) -> None:
-    AutoConfig.for_model(kind, **{**COMMON, "bos_token_id": None, "eos_token_id": None, **fields}).save_pretrained(folder)
+    AutoConfig.for_model(kind, **{**COMMON, "bos_token_id": None, "eos_token_id": None, **fields}).save_pretrained(
+        folder
+    )
 
 
 def predict_both(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> list[Prediction]:
@@ -68,8 +76,12 @@ def without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("changes", SETUPS.values(), ids=SETUPS)
-def test_a_plan_is_that_of_a_model_that_peft_has_adapted(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    setup = Setup("tiny", **({"batch": 2, "sequence": 64, "adapter": "lora", "device": "cuda", "checkpoint": "full"} | changes))
+def test_a_plan_is_that_of_a_model_that_peft_has_adapted(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = Setup(
+        "tiny", **({"batch": 2, "sequence": 64, "adapter": "lora", "device": "cuda", "checkpoint": "full"} | changes)
+    )
     with_peft, without = predict_both(setup, monkeypatch)
     assert without == with_peft
 
@@ -85,7 +97,9 @@ def test_the_same_layers_get_adapters(kind: str, tmp_path: Path, monkeypatch: py
 def test_adapters_beside_experts_need_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_peft(monkeypatch)
     save("qwen3_moe", EXPERTS, tmp_path)
-    with pytest.raises(OptionError, match=r"plan: --adapter lora needs peft for a model with experts; pip install peft$"):
+    with pytest.raises(
+        OptionError, match=r"plan: --adapter lora needs peft for a model with experts; pip install peft$"
+    ):
         predict(Setup(str(tmp_path), batch=2, sequence=64, adapter="lora", device="cuda"))
 
 
@@ -99,9 +113,13 @@ def test_an_alternative_that_needs_peft_names_it(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_a_plan_needs_no_adapter_library(device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_needs_no_adapter_library(
+    device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     without_peft(monkeypatch)
-    monkeypatch.setattr("sys.argv", ["liger", "plan", "--model", "tiny", "--sequence", "64", "--device", device, "--json"])
+    monkeypatch.setattr(
+        "sys.argv", ["liger", "plan", "--model", "tiny", "--sequence", "64", "--device", device, "--json"]
+    )
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code

@@ -23,7 +23,8 @@ def predicting(size: Callable[[Setup], float]) -> Callable[[Setup], Prediction]:
 
 
 def counted(setup: Setup) -> float:
-    """Return a GiB less for each technique of the checklist, two less for GaLore and four for offloading, which replace others."""
+    """Return a GiB less for each technique of the checklist, two less for GaLore and four for offloading, which replace
+    others."""
     used = {(option, value) for _, changes in CHECKLIST for option, value in changes.items() if value != BARE[option]}
     saved = {("optimizer", "galore"): 2, ("offload", "optimizer"): 4, ("offload", "parameters"): 4}
     return (20 - sum(saved.get((option, value), 1) for option, value in used if getattr(setup, option) == value)) * GiB
@@ -43,17 +44,27 @@ def test_the_checklist_passes_over_what_needs_more_ranks() -> None:
 
 def test_several_ranks_share() -> None:
     items = list(checklist(Setup("tiny", ranks=4), 0, predicting(counted)))
-    assert [item.prediction.setup.shard for item in items if item.prediction][:5] == ["none", "none", "none", "zero2", "zero2"]
+    assert [item.prediction.setup.shard for item in items if item.prediction][:5] == [
+        "none",
+        "none",
+        "none",
+        "zero2",
+        "zero2",
+    ]
 
 
 def test_the_checklist_passes_over_what_excludes_an_earlier_item() -> None:
     items = {item.title: item for item in checklist(Setup("tiny", ranks=4), 0, predicting(counted))}
     assert items["GaLore"].prediction is None
-    assert items["GaLore"].problem.startswith("with the items before it, --optimizer galore cannot be combined with --shard zero2")
+    assert items["GaLore"].problem.startswith(
+        "with the items before it, --optimizer galore cannot be combined with --shard zero2"
+    )
 
 
 def test_the_checklist_passes_over_what_saves_nothing() -> None:
-    items = list(checklist(Setup("tiny"), 0, predicting(lambda setup: 20 * GiB if setup.mlp == "tiled" else counted(setup))))
+    items = list(
+        checklist(Setup("tiny"), 0, predicting(lambda setup: 20 * GiB if setup.mlp == "tiled" else counted(setup)))
+    )
     assert "tiled MLPs" not in [item.title for item in items]
     peaks = [item.prediction.peak_bytes for item in items if item.prediction]
     assert peaks == sorted(set(peaks), reverse=True)
@@ -94,7 +105,9 @@ def test_a_setup_that_fits_is_advised_as_it_is(limit: int, monkeypatch: pytest.M
 
 
 @given(st.integers(0, 500), st.integers(1, 50), st.integers(0, 300), st.integers(0, 40), st.integers(1, 2000))
-def test_the_largest_batch_fits_and_one_more_does_not(static: int, slope: int, bend: int, steeper: int, limit: int) -> None:
+def test_the_largest_batch_fits_and_one_more_does_not(
+    static: int, slope: int, bend: int, steeper: int, limit: int
+) -> None:
     def size(setup: Setup) -> int:
         return static + slope * setup.batch + steeper * max(0, setup.batch - bend)
 
@@ -103,7 +116,9 @@ def test_the_largest_batch_fits_and_one_more_does_not(static: int, slope: int, b
     assert size(replace(Setup("tiny"), batch=found + 1)) > limit
 
 
-@given(st.integers(0, 10**9), st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 10**6), st.integers(1, 10**12))
+@given(
+    st.integers(0, 10**9), st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 10**6), st.integers(1, 10**12)
+)
 def test_the_largest_batch_takes_few_predictions(static: int, slope: int, bend: int, steeper: int, limit: int) -> None:
     asked: list[int] = []
 
@@ -137,7 +152,9 @@ def test_an_alternative_changes_one_option() -> None:
 
 def test_an_unsupported_alternative_has_the_reason() -> None:
     found = {
-        a.technique.value: a for a in alternatives(Setup("tiny", shard="zero3"), predicting(counted)) if a.technique.option == "precision"
+        a.technique.value: a
+        for a in alternatives(Setup("tiny", shard="zero3"), predicting(counted))
+        if a.technique.option == "precision"
     }
     assert found["bf16-pure"].prediction is None
     assert "DeepSpeed keeps float32 weights" in found["bf16-pure"].problem

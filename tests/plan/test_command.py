@@ -62,7 +62,12 @@ def test_the_batch_auto_is_the_largest_that_fits(plan: Plan) -> None:
     code, output, _ = plan(*arguments, "--batch", "auto")
     found = json.loads(output)
     assert code == 0
-    assert found["prediction"]["setup"]["batch"] == found["largest_batch"] == json.loads(plan(*arguments)[1])["largest_batch"] > 1
+    assert (
+        found["prediction"]["setup"]["batch"]
+        == found["largest_batch"]
+        == json.loads(plan(*arguments)[1])["largest_batch"]
+        > 1
+    )
 
 
 def test_the_batch_auto_is_one_sequence_where_none_fits(plan: Plan) -> None:
@@ -74,7 +79,17 @@ def test_the_batch_auto_is_one_sequence_where_none_fits(plan: Plan) -> None:
 
 def test_what_does_not_fit_is_an_exit_code_and_a_way_out(plan: Plan) -> None:
     code, output, _ = plan(
-        "--model", "tiny", "--batch", "8", "--sequence", "256", "--liger", "none", "--memory-limit", "768MiB", "--no-techniques"
+        "--model",
+        "tiny",
+        "--batch",
+        "8",
+        "--sequence",
+        "256",
+        "--liger",
+        "none",
+        "--memory-limit",
+        "768MiB",
+        "--no-techniques",
     )
     assert code == 1
     assert "does not fit" in output
@@ -104,13 +119,22 @@ def test_without_a_limit_no_verdict_is_given(plan: Plan) -> None:
         (("--model", "tiny", "--batch", "0"), "plan: --batch must be from 1 to"),
         (
             ("--model", "tiny", "--device", "cpu", "--batch", "auto"),
-            "plan: --batch auto needs a limit to stay within, and --device cpu has none; give, for instance, --memory-limit 24GiB",
+            (
+                "plan: --batch auto needs a limit to stay within, and --device cpu has none; give, for instance, "
+                "--memory-limit 24GiB"
+            ),
         ),
         (("--model", "tiny", "--memory-limit", "much"), "must be a size like 24GiB"),
-        (("--model", "tiny", "--memory-limit", "24"), "must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB?"),
+        (
+            ("--model", "tiny", "--memory-limit", "24"),
+            "must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB?",
+        ),
         (
             ("--compare", "nothing.json"),
-            "plan: --compare must name results of `liger train` or `liger bench model`, but nothing.json has no such rows",
+            (
+                "plan: --compare must name results of `liger train` or `liger bench model`, but nothing.json has no "
+                "such rows"
+            ),
         ),
         (("--model", "tiny", "--offload", "parameters"), "plan: --offload parameters needs --shard zero3 or fsdp2"),
     ],
@@ -134,12 +158,17 @@ def test_a_comparison_shows_the_error_and_whether_it_was_right(plan: Plan, tmp_p
     code, output, _ = plan("--compare", str(tmp_path), "--out", str(tmp_path))
     page = (tmp_path / "plan-accuracy.md").read_text()
     assert code == 0
-    assert "1 peak, with a largest error of 5.0% (10% is allowed). Whether it fits: correct for 2 of 2 setups." in " ".join(output.split())
+    assert (
+        "1 peak, with a largest error of 5.0% (10% is allowed). Whether it fits: correct for 2 of 2 setups."
+        in " ".join(output.split())
+    )
     assert "| +5.0% |" in page
     assert "out of memory" in page
 
 
-@pytest.mark.parametrize("results", [{"peak_bytes": 1 << 40}, {"out_of_memory": True}], ids=["far off", "wrong about fitting"])
+@pytest.mark.parametrize(
+    "results", [{"peak_bytes": 1 << 40}, {"out_of_memory": True}], ids=["far off", "wrong about fitting"]
+)
 def test_a_comparison_fails_if_a_prediction_does(plan: Plan, tmp_path: Path, results: dict[str, Any]) -> None:
     _results(tmp_path, (Setup("tiny", 2, 64, memory_limit=1 << 40), results))
     assert plan("--compare", str(tmp_path))[0] == 1

@@ -34,7 +34,10 @@ def test_of_another_gpu_it_names_the_peak_alone() -> None:
 def test_a_run_that_does_not_fit_is_sent_to_the_plan() -> None:
     found = sentence(replace(SETUP, memory_limit=32 << 20), "NVIDIA A100", 80 * GIB)
     assert found is not None
-    assert found.endswith("of 32 MiB, which does not fit; `liger plan` with the same options and --memory-limit 32MiB looks for what does.")
+    assert found.endswith(
+        "of 32 MiB, which does not fit; `liger plan` with the same options and --memory-limit 32MiB looks for what "
+        "does."
+    )
 
 
 def test_a_model_without_a_plan_gets_no_sentence() -> None:

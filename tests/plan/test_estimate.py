@@ -46,7 +46,9 @@ def test_tensor_parallelism_shares_the_matmuls_and_adds_its_collectives() -> Non
     one, two = (estimate(replace(ONE, ranks=tp, tp=tp), RATES, WEIGHTS) for tp in (1, 2))
     assert one.tensor == one.sharding == 0
     assert 0.4 < two.operations / one.operations < 0.8
-    gathered, fused = (estimate(replace(ONE, ranks=2, tp=2, liger=liger), RATES, WEIGHTS).tensor for liger in ("none", "all"))
+    gathered, fused = (
+        estimate(replace(ONE, ranks=2, tp=2, liger=liger), RATES, WEIGHTS).tensor for liger in ("none", "all")
+    )
     logits = 4 * 1024 * 128_256 * 2
     assert gathered - fused == pytest.approx(logits / 2 / RATES.links)
 
@@ -58,5 +60,7 @@ def test_fsdp2_counts_only_where_it_takes_longer_than_the_step() -> None:
 
 
 def test_recomputing_half_of_the_layers_takes_half_of_the_time_that_recomputing_all_adds() -> None:
-    none, some, every = (estimate(replace(ONE, checkpoint=how), RATES, WEIGHTS).operations for how in ("none", "8", "full"))
+    none, some, every = (
+        estimate(replace(ONE, checkpoint=how), RATES, WEIGHTS).operations for how in ("none", "8", "full")
+    )
     assert some == pytest.approx((none + every) / 2)

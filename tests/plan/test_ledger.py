@@ -90,4 +90,6 @@ def test_the_ledger_agrees_with_torchs_own_tracker() -> None:
             for tensor in (*model.parameters(), x) if watch is ledger else ():
                 ledger.note(tensor)
             model(x).square().sum().backward()
-    assert ledger.peak().total == pytest.approx(theirs.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"], rel=0.001)
+    assert ledger.peak().total == pytest.approx(
+        theirs.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"], rel=0.001
+    )

@@ -42,7 +42,9 @@ def step(loss: Callable[..., Tensor], given: list[Tensor]) -> object:
 
 @pytest.mark.parametrize("needs", NEEDS.values(), ids=NEEDS)
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-def test_a_plan_counts_the_memory_of_a_loss(loss: Callable[..., Tensor], needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_counts_the_memory_of_a_loss(
+    loss: Callable[..., Tensor], needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (_token_passes, devices):
         monkeypatch.setattr(module, "REFERENCE_BLOCK", 4 * CLASSES)
     # On a CPU that multiplies matrices of bfloat16 itself, oneDNN copies them into buffers of its own first.

@@ -16,7 +16,14 @@ from liger_train.train.arguments import training_arguments
 from plan.measuring import tiny
 
 # Compiled for minutes, for a GPU, or without a state that could be looked at.
-UNSEEN = ("adamw-torchao-8bit", "adamw-torchao-4bit", "galore-8bit", "galore-layerwise", "paged-adamw", "paged-adamw-8bit")
+UNSEEN = (
+    "adamw-torchao-8bit",
+    "adamw-torchao-4bit",
+    "galore-8bit",
+    "galore-layerwise",
+    "paged-adamw",
+    "paged-adamw-8bit",
+)
 
 
 class Small(nn.Module):
@@ -46,7 +53,11 @@ def test_the_memory_of_an_optimizer_is_as_predicted(name: str, tmp_path: Path) -
     trainer.create_optimizer()
     model(torch.arange(8)).backward()
     trainer.optimizer.step()
-    state = [vars(v) if hasattr(v, "ortho_matrix") else v for values in trainer.optimizer.state.values() for v in values.values()]
+    state = [
+        vars(v) if hasattr(v, "ortho_matrix") else v
+        for values in trainer.optimizer.state.values()
+        for v in values.values()
+    ]
     tensors = [t for v in state for t in (v.values() if isinstance(v, dict) else [v]) if isinstance(t, torch.Tensor)]
     said = sum(map(OPTIMIZERS[name].state, weights_of(model)))
     held = held_bytes(tensors)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of tensor and context parallelism: the shards that Transformers makes, and the memory that two ranks take on the CPU."""
+"""Plans of tensor and context parallelism: the shards that Transformers makes, and the memory that two ranks take on
+the CPU."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def work(rank: int, folder: str) -> None:
     functional.wait_tensor = _patient(functional.wait_tensor)
     # The least of three runs is that of a thread in time.
     peaks = {
-        name: min(measured_bytes(tiny(ranks=2, **options)) for _ in range(1 if "Liger" in name or "cp" in options else 3))
+        name: min(
+            measured_bytes(tiny(ranks=2, **options)) for _ in range(1 if "Liger" in name or "cp" in options else 3)
+        )
         for name, options in SETUPS.items()
     }
     (Path(folder) / f"{rank}.json").write_text(json.dumps({"shapes": shapes, "peaks": peaks}))
@@ -95,12 +98,16 @@ def test_the_prediction_for_a_rank_is_its_peak(name: str, found: dict[str, dict[
 
 
 def test_only_the_fused_loss_leaves_the_logits_of_other_ranks_to_them() -> None:
-    one, plain, fused = (predict(tiny(tp=tp, ranks=tp, liger=liger)) for tp, liger in ((1, "none"), (2, "none"), (2, "all")))
+    one, plain, fused = (
+        predict(tiny(tp=tp, ranks=tp, liger=liger)) for tp, liger in ((1, "none"), (2, "none"), (2, "all"))
+    )
     assert plain.held[LOGITS] == one.held[LOGITS]
     assert fused.held[LOGITS] < one.held[LOGITS] / 2
     assert plain.parameters == fused.parameters == one.parameters
 
 
 def test_tensor_parallelism_without_a_plan_of_linear_layers_cannot_be_planned() -> None:
-    with pytest.raises(OptionError, match="plan: --tp needs a model whose tensor-parallel plan shards linear layers alone"):
+    with pytest.raises(
+        OptionError, match="plan: --tp needs a model whose tensor-parallel plan shards linear layers alone"
+    ):
         parallel.shard(make("mixtral"), Setup("mixtral", tp=2, ranks=2))

@@ -93,7 +93,9 @@ MEASURED = [
 ]
 
 
-@pytest.mark.parametrize("row", MEASURED, ids=[f"{r['model']} {r['batch']}x{r['sequence']} {r['implementation']}" for r in MEASURED])
+@pytest.mark.parametrize(
+    "row", MEASURED, ids=[f"{r['model']} {r['batch']}x{r['sequence']} {r['implementation']}" for r in MEASURED]
+)
 @pytest.mark.usefixtures("kernels")
 def test_forward_and_backward_take_on_an_h200_what_was_measured(row: dict[str, Any]) -> None:
     (found,) = compared([row])
@@ -103,13 +105,19 @@ def test_forward_and_backward_take_on_an_h200_what_was_measured(row: dict[str, A
 
 
 # Those with adapters were measured before lora_linear.
-TRAINED = [row for row in _rows("2026-11-21-h200-techniques", "train.json") if row["liger"] == "all" and row["checkpoint"] in ("full", "8")]
+TRAINED = [
+    row
+    for row in _rows("2026-11-21-h200-techniques", "train.json")
+    if row["liger"] == "all" and row["checkpoint"] in ("full", "8")
+]
 TRAINED = [row for row in TRAINED if row["adapter"] == "none"]
 PACKAGES = ("peft", "bitsandbytes", "galore_torch")
 
 
 @pytest.mark.parametrize(
-    "row", TRAINED, ids=["-".join(str(r[n]) for n in ("precision", "checkpoint", "optimizer", "adapter")) for r in TRAINED]
+    "row",
+    TRAINED,
+    ids=["-".join(str(r[n]) for n in ("precision", "checkpoint", "optimizer", "adapter")) for r in TRAINED],
 )
 @pytest.mark.usefixtures("kernels")
 def test_a_run_on_an_h200_needs_what_was_measured(row: dict[str, Any]) -> None:
@@ -129,7 +137,14 @@ SHARDED = [row for row in SHARDED if row["strategy"] == "fsdp2" and row["impleme
 @pytest.mark.parametrize("row", SHARDED, ids=[f"{r['strategy']} {r['implementation']}" for r in SHARDED])
 @pytest.mark.usefixtures("kernels")
 def test_the_prediction_for_a_rank_on_two_h200s_is_what_was_measured(row: dict[str, Any]) -> None:
-    setup = Setup("llama-3.2-1b", row["batch"], row["sequence"], liger=LIGER[row["implementation"]], shard="fsdp2", ranks=row["ranks"])
+    setup = Setup(
+        "llama-3.2-1b",
+        row["batch"],
+        row["sequence"],
+        liger=LIGER[row["implementation"]],
+        shard="fsdp2",
+        ranks=row["ranks"],
+    )
     assert predict(setup).peak_bytes == pytest.approx(row["peak_bytes"], rel=0.02)
 
 
@@ -156,7 +171,10 @@ def test_liger_makes_no_logits_of_a_whole_batch() -> None:
 def test_of_offloaded_checkpoints_the_device_holds_two(tmp_path: Path) -> None:
     tokens, layers = 8192, 8
     AutoConfig.for_model("llama", **(LLAMA | {"num_hidden_layers": layers})).save_pretrained(tmp_path)
-    full, offload = (predict(Setup(str(tmp_path), sequence=tokens, checkpoint=how, random_weights=True)) for how in ("full", "offload"))
+    full, offload = (
+        predict(Setup(str(tmp_path), sequence=tokens, checkpoint=how, random_weights=True))
+        for how in ("full", "offload")
+    )
     assert full.held[CHECKPOINTS] - offload.held[CHECKPOINTS] == (layers - 2) * tokens * LLAMA["hidden_size"] * 4
     assert offload.peak_bytes < full.peak_bytes
 
@@ -216,7 +234,9 @@ def test_a_plan_notes_if_the_kernels_are_unavailable(monkeypatch: pytest.MonkeyP
 
 def test_float32_on_a_gpu_has_scores_where_query_heads_share_keys() -> None:
     """FlashAttention takes no float32, and no other fused attention shares keys."""
-    mixed, exact = (predict(Setup("tiny", 1, 2048, checkpoint="none", precision=precision)) for precision in ("bf16", "fp32"))
+    mixed, exact = (
+        predict(Setup("tiny", 1, 2048, checkpoint="none", precision=precision)) for precision in ("bf16", "fp32")
+    )
     scores = 4 * 2048 * 2048 * 4
     assert exact.peak_bytes - mixed.peak_bytes > scores
 

@@ -19,18 +19,16 @@ from liger_train.setup import Setup
 pytestmark = [pytest.mark.slow, pytest.mark.cpu, pytest.mark.matrix]
 
 NO_CHECKPOINTING = r"^train: --checkpoint must be none, since \w+ does not support it, got 'full'$"
-READS_VALUES = (
-    r"^plan: the model must be able to take a step on fake tensors, but .* is not: it reads values of tensors \(aten\.\w+\.default\); "
-)
-FAILS = (
-    r"^plan: the model must be able to take a step on fake tensors, but .* is not: \w+Error: .*; to measure its memory, run `liger train`$"
-)
-# Since Transformers 5.24, the expert layers of Aria read no values, the configurations of MusicGen lack a field that its decoder reads,
-# and Llama 4 reads a field of its language model's outputs that they do not have.
+READS_VALUES = r"^plan: the model must be able to take a step on fake tensors, but .* is not: it reads values of tensors \(aten\.\w+\.default\); "
+FAILS = r"^plan: the model must be able to take a step on fake tensors, but .* is not: \w+Error: .*; to measure its memory, run `liger train`$"
+# Since Transformers 5.24, the expert layers of Aria read no values, the configurations of MusicGen lack a field that
+# its decoder reads, and Llama 4 reads a field of its language model's outputs that they do not have.
 NEW = version.parse(transformers.__version__) >= version.parse("5.24")
 # What has no plan, and how that begins.
 UNPLANNED: dict[str, str] = {
-    **dict.fromkeys(("cpmant", "ctrl", "gpt_neox_japanese", "jetmoe", "openai-gpt", "reformer", "xlm", "xlnet"), NO_CHECKPOINTING),
+    **dict.fromkeys(
+        ("cpmant", "ctrl", "gpt_neox_japanese", "jetmoe", "openai-gpt", "reformer", "xlm", "xlnet"), NO_CHECKPOINTING
+    ),
     **dict.fromkeys(("blt", "dbrx", "gemma3", "longcat_flash", "modernbert-decoder", "phi4_multimodal"), READS_VALUES),
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "xmod"), READS_VALUES),
     **dict.fromkeys(("llama4", "musicgen", "musicgen_melody") if NEW else (), FAILS),

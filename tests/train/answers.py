@@ -34,5 +34,11 @@ def answer(job: None, connection: Connection) -> Answer:
     except Exception as error:
         return failure(error)
     variables = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")}
-    notes = [f"{os.getpid()}", f"{variables['CUDA_VISIBLE_DEVICES']}", f"{variables['OMP_NUM_THREADS']}", f"{begun}", f"{time.monotonic()}"]
+    notes = [
+        f"{os.getpid()}",
+        f"{variables['CUDA_VISIBLE_DEVICES']}",
+        f"{variables['OMP_NUM_THREADS']}",
+        f"{begun}",
+        f"{time.monotonic()}",
+    ]
     return DONE, {"row": row_of(setup, WHERE, {"tokens_per_second": 10.0, "notes": notes})}

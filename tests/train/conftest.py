@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The smallest model that has every part, and a text that says the same again and again, so that it is learnt in a few steps."""
+"""The smallest model that has every part, and a text that says the same again and again, so that it is learnt in a few
+steps."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import pytest
 import forks
 from liger_train.setup import Setup
 
-TEXT = "A step reads a batch of sequences, and each of them is its own label.\nWhat was read before is read again.\n" * 300
+TEXT = (
+    "A step reads a batch of sequences, and each of them is its own label.\nWhat was read before is read again.\n" * 300
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -42,7 +45,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from liger_train.train.data import _trained
 
     folder = tmp_path_factory.mktemp("model")
-    sizes = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    sizes = {
+        "vocab_size": 400,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "tie_word_embeddings": True,
+    }
     torch.manual_seed(0)
     LlamaForCausalLM(
         LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None)

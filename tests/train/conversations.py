@@ -20,7 +20,8 @@ CHATML = (
 )
 TAGS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-    "{% generation %}{{ m.content }}{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}{% endfor %}<|im_end|>"
+    "{% generation %}{{ m.content }}{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}{% endfor "
+    "%}<|im_end|>"
     "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -34,9 +35,13 @@ def model_with(template: str | None, folder: Path, end: str = "<|im_end|>") -> P
     saved_model(folder, vocab_size=400, max_position_embeddings=1024)
     inner = Tokenizer(models.BPE())
     newlines = pre_tokenizers.Split(Regex(r"[^\s\w]?\w+|\s*[\r\n]+|\s+|[^\s\w]+"), "isolated")
-    inner.pre_tokenizer = pre_tokenizers.Sequence([newlines, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [newlines, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     inner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     inner.train_from_iterator(["a\n\nb\n\n what is two and two and three four seven of course"] * 9, trainer)
     inner.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=end, pad_token="<|pad|>")

@@ -44,7 +44,9 @@ def test_torchao_trains_with_liger_to_the_losses_without(bits: int, folder: Path
 def test_compiled_layers_train_to_the_losses_of_eager_mode(folder: Path, device: torch.device) -> None:
     setup = setup_of(folder, device=device.type, liger="all")
     expected = trained(setup).losses
-    assert trained(replace(setup, compile="default")).losses == pytest.approx(expected, rel=1e-5 if device.type == "cpu" else 1e-4)
+    assert trained(replace(setup, compile="default")).losses == pytest.approx(
+        expected, rel=1e-5 if device.type == "cpu" else 1e-4
+    )
     # Forward and backward of both layers.
     counters = torch._dynamo.utils.counters["inductor"]
     assert counters["fxgraph_cache_hit"] + counters["fxgraph_cache_miss"] == 2
@@ -62,7 +64,9 @@ def test_deepspeed_updates_on_the_host_by_its_own_adam(folder: Path, device: tor
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "full"])
-def test_weights_on_a_disk_train_to_the_losses_of_those_in_memory(checkpoint: str, device: torch.device, tmp_path: Path) -> None:
+def test_weights_on_a_disk_train_to_the_losses_of_those_in_memory(
+    checkpoint: str, device: torch.device, tmp_path: Path
+) -> None:
     pytest.importorskip("deepspeed")
     if device.type == "cpu":
         pytest.skip("needs a GPU, to which weights are copied from the buffers that they are read into")
@@ -71,7 +75,9 @@ def test_weights_on_a_disk_train_to_the_losses_of_those_in_memory(checkpoint: st
     # Smaller ones than 1 MiB stay in memory, and more go to the disk than there are buffers.
     wide = saved_model(tmp_path / "model", hidden_size=1024, intermediate_size=1024, num_key_value_heads=4)
     expected = trained(setup_of(wide, device=device.type, learning_rate=1e-4)).losses
-    offloaded = setup_of(wide, device=device.type, learning_rate=1e-4, shard="zero3", offload="nvme", nvme_folder=str(tmp_path))
+    offloaded = setup_of(
+        wide, device=device.type, learning_rate=1e-4, shard="zero3", offload="nvme", nvme_folder=str(tmp_path)
+    )
     for liger in ("none", "all"):
         done = trained(replace(offloaded, liger=liger, checkpoint=checkpoint))
         assert done.losses == pytest.approx(expected, rel=1e-4)

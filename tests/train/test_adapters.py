@@ -26,19 +26,26 @@ pytest.importorskip("peft")
 def test_adapters_have_the_rank_the_scale_and_the_places_that_were_asked_for(small: Setup) -> None:
     setup = replace(small, adapter="lora", adapter_rank=4, adapter_alpha=6, adapter_targets="q_proj, v_proj")
     built = build(setup, torch.device("cpu"))
-    layers = {name: one for name, one in built.model.named_modules() if hasattr(one, "lora_A") and hasattr(one, "scaling")}
+    layers = {
+        name: one for name, one in built.model.named_modules() if hasattr(one, "lora_A") and hasattr(one, "scaling")
+    }
     assert {name.rpartition(".")[2] for name in layers} == {"q_proj", "v_proj"}
     assert len(layers) == 4
     assert {(one.r["default"], one.scaling["default"]) for one in layers.values()} == {(4, 1.5)}
     assert built.notes[0] == (
-        "Training adapters of rank 4 on 4 linear layers (q_proj, v_proj), in float32; the frozen weights are in float32. "
+        "Training adapters of rank 4 on 4 linear layers (q_proj, v_proj), in float32; the frozen weights are in "
+        "float32. "
         "83 % of the layers' weights have none: gate_proj, up_proj, down_proj, o_proj and 1 more."
     )
 
 
 @pytest.mark.parametrize("liger", ["none", "all"])
 def test_a_run_with_such_adapters_learns(small: Setup, liger: str) -> None:
-    row = run(replace(small, adapter="lora", adapter_rank=4, adapter_targets="q_proj,down_proj", liger=liger, learning_rate=3e-2))
+    row = run(
+        replace(
+            small, adapter="lora", adapter_rank=4, adapter_targets="q_proj,down_proj", liger=liger, learning_rate=3e-2
+        )
+    )
     assert not row.failed, row.reason
     assert row.losses[-1] < row.losses[0] - 0.05
     # Two layers with rank 4: 32 to 32 and 64 to 32.
@@ -47,8 +54,14 @@ def test_a_run_with_such_adapters_learns(small: Setup, liger: str) -> None:
 
 
 EXPERTS = {
-    "gpt_oss": ("8 linear layers (q_proj, k_proj, v_proj, o_proj)", "89 % of the layers' weights have none: gate_up_proj, down_proj,"),
-    "qwen3_moe": ("8 linear layers (q_proj, k_proj, v_proj, o_proj) and 6 weights (down_proj, gate_up_proj, gate)", "in float32."),
+    "gpt_oss": (
+        "8 linear layers (q_proj, k_proj, v_proj, o_proj)",
+        "89 % of the layers' weights have none: gate_up_proj, down_proj,",
+    ),
+    "qwen3_moe": (
+        "8 linear layers (q_proj, k_proj, v_proj, o_proj) and 6 weights (down_proj, gate_up_proj, gate)",
+        "in float32.",
+    ),
 }
 
 
@@ -68,7 +81,9 @@ def experts(small: Setup, request: pytest.FixtureRequest, tmp_path: Path) -> Set
     return replace(small, model=str(tmp_path), random_weights=True, adapter="lora", steps=1)
 
 
-@pytest.mark.parametrize(("experts", "places", "left"), [(kind, *words) for kind, words in EXPERTS.items()], indirect=["experts"])
+@pytest.mark.parametrize(
+    ("experts", "places", "left"), [(kind, *words) for kind, words in EXPERTS.items()], indirect=["experts"]
+)
 def test_the_note_counts_adapters_on_the_model(experts: Setup, places: str, left: str) -> None:
     (note,) = (note for note in build(experts, torch.device("cpu")).notes if "adapters of rank" in note)
     assert (f"rank 16 on {places}, in" in note, left in note) == (True, True), note
@@ -82,7 +97,9 @@ def test_experts_that_are_named_are_trained_and_planned(experts: Setup) -> None:
     assert not row.failed, row.reason
     assert any("on 4 weights (down_proj, gate_up_proj)" in note for note in row.notes)
     assert planned.trainable_parameters == row.trainable_parameters
-    assert [note for note in planned.notes if "adapters of rank" in note] == [note for note in row.notes if "adapters of rank" in note]
+    assert [note for note in planned.notes if "adapters of rank" in note] == [
+        note for note in row.notes if "adapters of rank" in note
+    ]
 
 
 @pytest.mark.parametrize("experts", ["gpt_oss"], indirect=True)
@@ -96,7 +113,9 @@ def test_an_adapter_as_a_model_says_what_to_do(small: Setup, model: Path, tmp_pa
     build(replace(small, adapter="lora"), torch.device("cpu")).model.save_pretrained(tmp_path)
     if beside:
         shutil.copy(model / "config.json", tmp_path)
-    with pytest.raises(OptionError, match=r"--model must be a whole model, got .*, an adapter of peft; .*merge_and_unload"):
+    with pytest.raises(
+        OptionError, match=r"--model must be a whole model, got .*, an adapter of peft; .*merge_and_unload"
+    ):
         config_of(replace(small, model=str(tmp_path)))
 
 

@@ -27,7 +27,13 @@ WEIGHTS = "model.safetensors"
 @pytest.fixture
 def seeing(small: Setup, tmp_path: Path) -> Setup:
     """A vision-language model, of which AutoModelForCausalLM takes the language model alone."""
-    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     text |= {"vocab_size": 400, "head_dim": 8, "layer_types": ["full_attention"] * 2, "eos_token_id": None}
     vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 32}
     config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
@@ -40,7 +46,9 @@ def seeing(small: Setup, tmp_path: Path) -> Setup:
 
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
-def test_a_vision_language_model_is_trained_on_text_and_exported_whole(seeing: Setup, tmp_path: Path, adapter: str) -> None:
+def test_a_vision_language_model_is_trained_on_text_and_exported_whole(
+    seeing: Setup, tmp_path: Path, adapter: str
+) -> None:
     if adapter == "lora":
         pytest.importorskip("peft")
     setup = replace(seeing, adapter=adapter)
@@ -50,12 +58,16 @@ def test_a_vision_language_model_is_trained_on_text_and_exported_whole(seeing: S
     before, after = (load_file(Path(folder) / WEIGHTS) for folder in (seeing.model, tmp_path / "exported"))
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert (any("language_model.layers.1" in name for name in changed), any("visual" in name for name in changed)) == (True, False)
+    assert (any("language_model.layers.1" in name for name in changed), any("visual" in name for name in changed)) == (
+        True,
+        False,
+    )
     assert type(AutoModelForImageTextToText.from_pretrained(tmp_path / "exported")) is Qwen3_5ForConditionalGeneration
     assert (tmp_path / "exported" / "preprocessor_config.json").read_text() == "{}"
     beside = sum(weight.numel() for name, weight in before.items() if "visual" in name)
     note = (
-        f"Training the language model of Qwen3_5ForConditionalGeneration; {beside:,} weights that text does not reach are frozen, "
+        f"Training the language model of Qwen3_5ForConditionalGeneration; {beside:,} weights that text does not reach "
+        "are frozen, "
         "and saved with it: model.visual."
     )
     planned = predict(setup)
@@ -88,10 +100,15 @@ def test_weights_that_the_model_leaves_out_are_counted(
 ) -> None:
     monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", ignored)
     setup = changed(
-        {"mtp.layers.0.norm.weight": torch.ones(6), "mtp.layers.1.norm.weight": torch.ones(6), "mtp.head.weight": torch.ones(5, 6)}
+        {
+            "mtp.layers.0.norm.weight": torch.ones(6),
+            "mtp.layers.1.norm.weight": torch.ones(6),
+            "mtp.head.weight": torch.ones(5, 6),
+        }
     )
     assert build(setup, CPU).notes == [
-        f"LlamaForCausalLM leaves out 42 weights of {setup.model}, which are neither trained nor saved: mtp.head, mtp.layers."
+        f"LlamaForCausalLM leaves out 42 weights of {setup.model}, which are neither trained nor saved: mtp.head, "
+        "mtp.layers."
     ]
 
 
@@ -101,4 +118,6 @@ def test_buffers_of_older_versions_do_not_count(changed: Callable[..., Setup]) -
 
 def test_weights_that_the_checkpoint_lacks_are_named(changed: Callable[..., Setup]) -> None:
     setup = changed({}, without="model.norm.weight")
-    assert build(setup, CPU).notes == [f"{setup.model} lacks 1 tensor of LlamaForCausalLM, which starts with random values: model.norm."]
+    assert build(setup, CPU).notes == [
+        f"{setup.model} lacks 1 tensor of LlamaForCausalLM, which starts with random values: model.norm."
+    ]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--compile`: compiled layers and CUDA graphs train to the losses of eager mode, and are refused or given up with a reason."""
+"""`--compile`: compiled layers and CUDA graphs train to the losses of eager mode, and are refused or given up with a
+reason."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GP
 
 @pytest.fixture(autouse=True)
 def compiler(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Dynamo and AOTAutograd trace as always; Inductor, which takes half a minute on the CPU, is left to tests on a GPU and to
-    techniques_that_compile.py.
+    """Dynamo and AOTAutograd trace as always; Inductor, which takes half a minute on the CPU, is left to tests on a GPU
+    and to techniques_that_compile.py.
     """
     if "inductor" not in request.fixturenames:
         monkeypatch.setattr(compiling, "COMPILER", "aot_eager")
@@ -127,11 +128,23 @@ def test_compiled_graphs_are_kept_for_later_runs(monkeypatch: pytest.MonkeyPatch
         ({"compile": "default", "shard": "zero3"}, "--compile default cannot be combined with --shard zero3"),
         ({"compile": "default", "tp": 2, "ranks": 2}, "--compile default cannot be combined with --tp 2"),
         ({"compile": "graphs", "packing": True}, "--compile graphs cannot be combined with --packing"),
-        ({"compile": "graphs", "ranks": 2}, "--compile graphs needs a single GPU, got 2 ranks, .*use --compile default"),
+        (
+            {"compile": "graphs", "ranks": 2},
+            "--compile graphs needs a single GPU, got 2 ranks, .*use --compile default",
+        ),
         ({"compile": "graphs", "shard": "fsdp2"}, "--compile graphs cannot be combined with --shard fsdp2"),
-        ({"compile": "graphs", "checkpoint": "offload"}, "--compile graphs cannot be combined with --checkpoint offload"),
-        ({"compile": "graphs", "optimizer": "galore-layerwise"}, "--compile graphs cannot be combined with --optimizer galore-layerwise"),
-        ({"compile": "default", "set": "torch_compile_mode=max-autotune"}, "--set cannot set torch_compile_mode; use --compile"),
+        (
+            {"compile": "graphs", "checkpoint": "offload"},
+            "--compile graphs cannot be combined with --checkpoint offload",
+        ),
+        (
+            {"compile": "graphs", "optimizer": "galore-layerwise"},
+            "--compile graphs cannot be combined with --optimizer galore-layerwise",
+        ),
+        (
+            {"compile": "default", "set": "torch_compile_mode=max-autotune"},
+            "--set cannot set torch_compile_mode; use --compile",
+        ),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_before_loading(
@@ -150,7 +163,9 @@ def test_cuda_graphs_need_a_gpu(small: Setup) -> None:
 
 def test_compiling_for_the_cpu_needs_a_compiler(small: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert combinations.compiled(replace(small, compile="default")).startswith("needs a C++ compiler on the CPU, not installed here; ")
+    assert combinations.compiled(replace(small, compile="default")).startswith(
+        "needs a C++ compiler on the CPU, not installed here; "
+    )
     assert combinations.compiled(replace(small, compile="default", device="cuda")) == ""
 
 
@@ -210,7 +225,9 @@ class Training:
         self.step = 0
         recorder = self.device if place == "cpu" else None
         eager: Any = lambda inputs, tokens: self._micro(inputs["x"], tokens)  # noqa: E731
-        self.run = Graphs(eager, self.model, lambda: self.step >= 2, self.notes.append, device=recorder) if graphs else eager
+        self.run = (
+            Graphs(eager, self.model, lambda: self.step >= 2, self.notes.append, device=recorder) if graphs else eager
+        )
 
     def _micro(self, x: Tensor, tokens: Any) -> Tensor:
         loss = self.model(x).square().sum() / tokens
@@ -224,7 +241,9 @@ class Training:
 
     def one(self) -> None:
         tokens: Any = torch.tensor(sum(self.sizes)) if self.step % 2 else sum(self.sizes) + 1
-        inputs = [torch.full((size, 4), 0.1 * self.step + place, device=self.place) for place, size in enumerate(self.sizes)]
+        inputs = [
+            torch.full((size, 4), 0.1 * self.step + place, device=self.place) for place, size in enumerate(self.sizes)
+        ]
         losses = [self.run({"x": x}, tokens) for x in inputs]
         self.losses += [float(loss) for loss in losses]
         with torch.no_grad():
@@ -252,7 +271,8 @@ def test_graphs_train_to_the_losses_of_eager_mode(sizes: tuple[int, ...], record
 def test_a_first_micro_batch_of_another_shape_runs_as_usual() -> None:
     eager, graphs = Training((2, 2), graphs=False).train(6), Training((2, 2), graphs=True).train(6)
     for training in (eager, graphs):
-        # The other micro-batch of 3 is recorded while the gradients of the first one are not yet in the memory of the graphs.
+        # The other micro-batch of 3 is recorded while the gradients of the first one are not yet in the memory of the
+        # graphs.
         for training.sizes in ((3, 2), (2, 2), (3, 3), (3, 3)):
             training.one()
     assert graphs.losses == eager.losses
@@ -298,7 +318,10 @@ def test_recomputed_layers_may_draw_no_random_numbers_in_a_graph(draws: bool, sm
         model.zero_grad()
     assert bool(notes) == draws
     assert all("draw random numbers" in note for note in notes)
-    kept = [layer._gradient_checkpointing_func.keywords.get("preserve_rng_state", True) for layer in checkpointing.layers(model)]
+    kept = [
+        layer._gradient_checkpointing_func.keywords.get("preserve_rng_state", True)
+        for layer in checkpointing.layers(model)
+    ]
     assert kept == [draws, draws]
 
 
@@ -306,7 +329,9 @@ def test_layers_with_offloaded_inputs_run_without_graphs(small: Setup) -> None:
     model = build(replace(small, checkpoint="full"), torch.device("cpu")).model
     checkpointing.layers(model)[0]._gradient_checkpointing_func = lambda function, *args: function(*args)
     notes: list[str] = []
-    graphs = Graphs(lambda inputs, tokens: model(**inputs).loss, model, lambda: True, notes.append, device=StandIn(model))
+    graphs = Graphs(
+        lambda inputs, tokens: model(**inputs).loss, model, lambda: True, notes.append, device=StandIn(model)
+    )
     graphs({"input_ids": torch.zeros(2, 16, dtype=torch.int64), "labels": torch.zeros(2, 16, dtype=torch.int64)}, None)
     assert ["offloaded inputs" in note for note in notes] == [True]
 
@@ -369,5 +394,7 @@ def test_a_step_that_waits_for_the_gpu_runs_without_graphs() -> None:
     training = Training((2, 2), graphs=True, place="cuda")
     micro = training.run.step
     training.run.step = lambda inputs, tokens: micro(inputs, tokens) * float(inputs["x"].sum() > 0)
-    assert training.train().losses == pytest.approx(Training((2, 2), graphs=False, place="cuda").train().losses, rel=1e-5)
+    assert training.train().losses == pytest.approx(
+        Training((2, 2), graphs=False, place="cuda").train().losses, rel=1e-5
+    )
     assert [note for note in training.notes if "a step must not wait for the GPU, but one does: " in note]

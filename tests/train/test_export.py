@@ -67,7 +67,9 @@ def test_an_export_that_cannot_be_written_is_a_clear_error(
     small: Setup, liger: InProcess, tmp_path: Path, arguments: tuple[str, ...], sentence: str
 ) -> None:
     (tmp_path / "something").touch()
-    code, said = liger("train", "--model", "tiny", "--device", "cpu", "--data", small.data, "--export", str(tmp_path), *arguments)
+    code, said = liger(
+        "train", "--model", "tiny", "--device", "cpu", "--data", small.data, "--export", str(tmp_path), *arguments
+    )
     assert (code, sentence in " ".join(said.split())) == (2, True), said
 
 

@@ -114,7 +114,15 @@ def names(folder: Path) -> list[str]:
 def test_a_killed_run_resumes_with_the_losses_of_an_uninterrupted_one(
     liger: InProcess, small: Setup, whole: list[float], tmp_path: Path
 ) -> None:
-    arguments = [*small.command().split()[1:], "--output", str(tmp_path / "saved"), "--save-every", "2", "--out", str(tmp_path / "rows")]
+    arguments = [
+        *small.command().split()[1:],
+        "--output",
+        str(tmp_path / "saved"),
+        "--save-every",
+        "2",
+        "--out",
+        str(tmp_path / "rows"),
+    ]
     killed = forks.run(KILLED, *arguments)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert f"step 5/6 · loss {whole[4]:.4f} · " in killed.stderr
@@ -126,7 +134,9 @@ def test_a_killed_run_resumes_with_the_losses_of_an_uninterrupted_one(
 
 def test_sums_have_one_order_where_that_is_asked_for(small: Setup, whole: list[float]) -> None:
     seen: list[bool] = []
-    row = run(small, deterministic=True, observers=[At(1, lambda: seen.append(torch.are_deterministic_algorithms_enabled()))])
+    row = run(
+        small, deterministic=True, observers=[At(1, lambda: seen.append(torch.are_deterministic_algorithms_enabled()))]
+    )
     assert seen == [True]
     assert not torch.are_deterministic_algorithms_enabled()
     assert row.losses == whole
@@ -134,7 +144,9 @@ def test_sums_have_one_order_where_that_is_asked_for(small: Setup, whole: list[f
     assert [note for note in row.notes if note.startswith("--deterministic")]
 
 
-def test_runs_on_one_disk_share_no_files_and_leave_none(small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_on_one_disk_share_no_files_and_leave_none(
+    small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given: list[Path] = []
 
     def training_arguments(setup: Setup, *_: Any, **__: Any) -> Any:
@@ -203,13 +215,16 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_is_used(
     assert row.losses == whole
     assert row.notes is not None
     assert re.fullmatch(
-        rf"checkpoint-4 was damaged \({problem}\) and is now damaged-checkpoint-4; .* the checkpoint before it\.", row.notes[-2]
+        rf"checkpoint-4 was damaged \({problem}\) and is now damaged-checkpoint-4; .* the checkpoint before it\.",
+        row.notes[-2],
     )
     assert row.notes[-1] == f"Resumed from step 2, {stopped / 'checkpoint-2'}."
     assert names(stopped) == ["checkpoint-4", "checkpoint-6", "damaged-checkpoint-4"]
 
 
-def test_without_an_intact_checkpoint_the_run_starts_from_scratch(small: Setup, whole: list[float], stopped: Path) -> None:
+def test_without_an_intact_checkpoint_the_run_starts_from_scratch(
+    small: Setup, whole: list[float], stopped: Path
+) -> None:
     for path in saved.checkpoints(stopped):
         cut(path)
     row = run(small, folder=stopped, resume=True)
@@ -219,7 +234,9 @@ def test_without_an_intact_checkpoint_the_run_starts_from_scratch(small: Setup, 
 
 
 def test_a_run_does_not_resume_from_the_checkpoint_of_another_one(small: Setup, stopped: Path) -> None:
-    with pytest.raises(OptionError, match=r"which had --batch 2, --learning-rate 0\.01; give these, or another --output"):
+    with pytest.raises(
+        OptionError, match=r"which had --batch 2, --learning-rate 0\.01; give these, or another --output"
+    ):
         run(replace(small, batch=4, learning_rate=1.0), folder=stopped, resume=True)
 
 
@@ -234,7 +251,9 @@ def test_a_run_does_not_resume_with_another_text(small: Setup, tmp_path: Path) -
 
 
 def test_checkpoints_are_not_overwritten_by_another_run(small: Setup, stopped: Path) -> None:
-    with pytest.raises(OptionError, match=r"--output must be a folder without checkpoints, got .*; --resume resumes from them"):
+    with pytest.raises(
+        OptionError, match=r"--output must be a folder without checkpoints, got .*; --resume resumes from them"
+    ):
         run(small, folder=stopped)
     assert names(stopped) == ["checkpoint-2", "checkpoint-4"]
 
@@ -250,12 +269,15 @@ def test_two_runs_do_not_write_to_one_folder(
         # Whatever loads comes after the refusal.
         monkeypatch.setattr(command, "_trained", raising(AssertionError("this run begins")))
         refused.extend(
-            liger("train", "--model", "tiny", "--device", "cpu", "--output", str(tmp_path), *more) for more in ([], ["--resume"])
+            liger("train", "--model", "tiny", "--device", "cpu", "--output", str(tmp_path), *more)
+            for more in ([], ["--resume"])
         )
 
     assert run(small, folder=tmp_path, save_every=2, observers=[At(3, second_run)]).losses == whole
     sentence = f"got {tmp_path}, in use by process {os.getpid()} on {platform.node()} since {datetime.now():%Y-%m-%d}"
-    assert [(code, sentence in said, "give another folder, or end that run" in said) for code, said in refused] == [(2, True, True)] * 2
+    assert [(code, sentence in said, "give another folder, or end that run" in said) for code, said in refused] == [
+        (2, True, True)
+    ] * 2
     assert names(tmp_path) == ["checkpoint-4", "checkpoint-6"]
 
 
@@ -342,19 +364,27 @@ assert len(row.losses) == 4
 
 @pytest.mark.slow
 @pytest.mark.cpu
-@pytest.mark.parametrize("technique", [{"shard": "zero3", "offload": "parameters"}, {"shard": "fsdp2"}], ids=["zero3", "fsdp2"])
-def test_a_sharded_run_resumes_exactly_and_saves_a_model(small: Setup, tmp_path: Path, technique: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "technique", [{"shard": "zero3", "offload": "parameters"}, {"shard": "fsdp2"}], ids=["zero3", "fsdp2"]
+)
+def test_a_sharded_run_resumes_exactly_and_saves_a_model(
+    small: Setup, tmp_path: Path, technique: dict[str, Any]
+) -> None:
     setup = four_steps(small, technique)
     done = forks.run(SHARDED, repr(setup), str(tmp_path))
     assert done.returncode == 0, done.stderr
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
     begun = AutoModelForCausalLM.from_pretrained(small.model)
-    moved = [(now - before).abs().max().item() for now, before in zip(model.parameters(), begun.parameters(), strict=True)]
+    moved = [
+        (now - before).abs().max().item() for now, before in zip(model.parameters(), begun.parameters(), strict=True)
+    ]
     assert all(0 < each < 4.1 * small.learning_rate for each in moved)
 
 
 @pytest.mark.parametrize(
-    "technique", [{"optimizer": "galore-layerwise"}, {"shard": "zero3", "offload": "nvme"}, {"tp": 2}], ids=["layerwise", "nvme", "tp"]
+    "technique",
+    [{"optimizer": "galore-layerwise"}, {"shard": "zero3", "offload": "nvme"}, {"tp": 2}],
+    ids=["layerwise", "nvme", "tp"],
 )
 def test_a_run_whose_state_is_not_saved_cannot_resume(
     small: Setup, stopped: Path, monkeypatch: pytest.MonkeyPatch, technique: dict[str, Any]
@@ -401,7 +431,9 @@ def test_a_background_job_ignores_ctrl_c(small: Setup, whole: list[float]) -> No
     assert (row.interrupted, row.losses) == (False, whole)
 
 
-@pytest.mark.parametrize(("outcome", "code"), [({}, 0), ({"interrupted": True}, 130), ({"out_of_memory": True}, 1), ({"failed": True}, 1)])
+@pytest.mark.parametrize(
+    ("outcome", "code"), [({}, 0), ({"interrupted": True}, 130), ({"out_of_memory": True}, 1), ({"failed": True}, 1)]
+)
 def test_every_end_has_its_row_and_exit_code(
     liger: InProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outcome: dict[str, bool], code: int
 ) -> None:
@@ -420,8 +452,12 @@ class Full(io.StringIO):
 
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["table", "json"])
-def test_a_row_that_cannot_be_printed_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, as_json: bool) -> None:
-    monkeypatch.setattr(command, "_trained", lambda setup, search, options, extras: row_of(setup, WHERE, {"losses": [1.5]}))
+def test_a_row_that_cannot_be_printed_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, as_json: bool
+) -> None:
+    monkeypatch.setattr(
+        command, "_trained", lambda setup, search, options, extras: row_of(setup, WHERE, {"losses": [1.5]})
+    )
     monkeypatch.setattr("sys.stdout", Full())
     with pytest.raises(OSError, match="No space left on device"):
         command.train(model="tiny", device="cpu", out=tmp_path, as_json=as_json)
@@ -438,7 +474,9 @@ def test_memory_that_runs_out_is_a_row(small: Setup, whole: list[float]) -> None
     assert row.reason == "out of memory: Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB"
 
 
-def test_a_failure_is_a_row_with_its_reason(small: Setup, whole: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_a_row_with_its_reason(
+    small: Setup, whole: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
     row = run(small, observers=[At(2, raising(RuntimeError("a cable was pulled\nand more")))])
     assert (row.failed, row.reason, row.losses) == (True, "RuntimeError: a cable was pulled", whole[:2])
     assert "Traceback" in capsys.readouterr().err
@@ -466,13 +504,19 @@ def test_a_full_disk_while_saving_leaves_the_checkpoint_before(
 
 
 def test_a_full_disk_for_the_results_loses_neither_earlier_rows_nor_this_one(
-    liger: InProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_files: None, capsys: pytest.CaptureFixture[str]
+    liger: InProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    small_files: None,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = json.dumps([{"model": "earlier"}])
     (tmp_path / "train.json").write_text(before)
     printed: list[str] = []
     monkeypatch.setattr("builtins.print", lambda *words, **more: printed.append(str(words[0])))
-    monkeypatch.setattr(command, "_trained", lambda setup, search, options, extras: row_of(setup, WHERE, {"losses": [1.0]}))
+    monkeypatch.setattr(
+        command, "_trained", lambda setup, search, options, extras: row_of(setup, WHERE, {"losses": [1.0]})
+    )
     code, said = liger("train", "--model", "tiny", "--device", "cpu", "--out", str(tmp_path), "--json")
     assert (code, "File too large; the rows that it had are unchanged; make room" in said) == (2, True), said
     assert json.loads(printed[0])["rows"][0]["losses"] == [1.0]
@@ -485,7 +529,9 @@ def test_results_that_cannot_be_appended_to_are_an_error_before_the_run(liger: I
     assert (code, "must have the columns of this version" in said) == (2, True), said
 
 
-def test_a_name_on_a_hub_that_cannot_be_reached_raises_a_clear_error(liger: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_on_a_hub_that_cannot_be_reached_raises_a_clear_error(
+    liger: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # No server listens there.
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     code, said = liger("train", "--model", "nobody/nothing", "--device", "cpu")
@@ -498,6 +544,11 @@ def test_the_first_rank_that_fails_speaks(monkeypatch: pytest.MonkeyPatch) -> No
     from liger_train.train import ranks
 
     store = TCPStore("127.0.0.1", 0, is_master=True)
-    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}.items():
+    for name, value in {
+        "WORLD_SIZE": "2",
+        "RANK": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+    }.items():
         monkeypatch.setenv(name, value)
     assert [ranks.speaks(failed=False), ranks.speaks(failed=True), ranks.speaks(failed=True)] == [False, True, False]

@@ -26,7 +26,10 @@ from liger_train.train.run import _same, run
     [
         (
             ["warmup_ration=0.1"],
-            "--set must name a field of transformers.TrainingArguments, got 'warmup_ration'. Did you mean 'warmup_ratio'?",
+            (
+                "--set must name a field of transformers.TrainingArguments, got 'warmup_ration'. Did you mean "
+                "'warmup_ratio'?"
+            ),
         ),
         (["learning_rate=1"], "--set cannot set learning_rate; use --learning-rate"),
         (["--per-device-train-batch-size=1"], "--set cannot set per_device_train_batch_size; use --batch"),
@@ -63,7 +66,13 @@ def test_the_fields_of_options_are_fields_of_transformers() -> None:
 
 def test_values_have_the_declared_types() -> None:
     text = fields.joined(
-        ["weight_decay=1e-1", "logging-first-step=true", "lr_scheduler_type=cosine", "average_tokens_across_devices=false", "adam_beta2=.9"]
+        [
+            "weight_decay=1e-1",
+            "logging-first-step=true",
+            "lr_scheduler_type=cosine",
+            "average_tokens_across_devices=false",
+            "adam_beta2=.9",
+        ]
     )
     assert fields.values(text) == {
         "weight_decay": 0.1,
@@ -75,14 +84,27 @@ def test_values_have_the_declared_types() -> None:
 
 
 def test_every_field_that_is_set_reaches_the_trainer(small: Setup, tmp_path: Path) -> None:
-    words = ["weight_decay=0.1", "max_grad_norm=0.5", "warmup_ratio=0.25", 'lr_scheduler_kwargs={"a": 1}', "lr_scheduler_type=cosine"]
+    words = [
+        "weight_decay=0.1",
+        "max_grad_norm=0.5",
+        "warmup_ratio=0.25",
+        'lr_scheduler_kwargs={"a": 1}',
+        "lr_scheduler_type=cosine",
+    ]
     found = training_arguments(replace(small, set=fields.joined(words)), tmp_path)
-    assert (found.weight_decay, found.max_grad_norm, found.warmup_steps, found.lr_scheduler_kwargs) == (0.1, 0.5, 0.25, {"a": 1})
+    assert (found.weight_decay, found.max_grad_norm, found.warmup_steps, found.lr_scheduler_kwargs) == (
+        0.1,
+        0.5,
+        0.25,
+        {"a": 1},
+    )
     assert found.lr_scheduler_type == "cosine"
 
 
 def test_warm_up_needs_no_schedule(small: Setup, tmp_path: Path) -> None:
-    assert training_arguments(replace(small, set="warmup_steps=2"), tmp_path).lr_scheduler_type == "constant_with_warmup"
+    assert (
+        training_arguments(replace(small, set="warmup_steps=2"), tmp_path).lr_scheduler_type == "constant_with_warmup"
+    )
 
 
 def test_what_is_reported_is_logged(small: Setup, tmp_path: Path) -> None:
@@ -143,7 +165,11 @@ def test_the_row_and_the_command_have_what_was_set(small: Setup) -> None:
     row = run(setup)
     assert row.set == "max_grad_norm=2 'run_name=a name' weight_decay=0.1"
     words = shlex.split(row.command())
-    assert [words[at + 1] for at, word in enumerate(words) if word == "--set"] == ["max_grad_norm=2", "run_name=a name", "weight_decay=0.1"]
+    assert [words[at + 1] for at, word in enumerate(words) if word == "--set"] == [
+        "max_grad_norm=2",
+        "run_name=a name",
+        "weight_decay=0.1",
+    ]
 
 
 def test_a_run_cannot_be_resumed_with_other_fields(small: Setup, tmp_path: Path) -> None:

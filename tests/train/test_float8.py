@@ -24,7 +24,8 @@ from train.training import Trained, saved_model, setup_of, trained
 
 CPU = torch.device("cpu")
 STEPS = 15
-# Float8 has 3 bits of mantissa after the first, so a matmul is off by a few percent, and the mean of a loss over tokens by less.
+# Float8 has 3 bits of mantissa after the first, so a matmul is off by a few percent, and the mean of a loss over tokens
+# by less.
 NOISE = 0.02
 
 
@@ -50,7 +51,9 @@ def multiplies_by_rows() -> bool:
 
 
 @pytest.mark.parametrize("precision", ["fp8-pure", "fp8-rowwise-pure"])
-@pytest.mark.parametrize("options", [{}, {"checkpoint": "full", "liger": "all"}], ids=["plain", "checkpointed with Liger"])
+@pytest.mark.parametrize(
+    "options", [{}, {"checkpoint": "full", "liger": "all"}], ids=["plain", "checkpointed with Liger"]
+)
 def test_losses_are_close_to_those_of_bfloat16(
     precision: str, options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,12 +71,16 @@ def test_losses_are_close_to_those_of_bfloat16(
 
 @pytest.mark.parametrize("precision", RECIPES)
 @pytest.mark.parametrize("checkpoint", ["none", "full", "auto"])
-def test_a_gpu_trains_to_the_losses_of_bfloat16(precision: str, checkpoint: str, folder: Path, device: torch.device) -> None:
+def test_a_gpu_trains_to_the_losses_of_bfloat16(
+    precision: str, checkpoint: str, folder: Path, device: torch.device
+) -> None:
     if device.type == "cpu" or torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU that multiplies in float8")
     pytest.importorskip("torchao")
     setup = {"steps": STEPS, "device": "cuda", "liger": "all", "checkpoint": checkpoint}
-    expected = trained(setup_of(folder, precision="bf16-pure" if precision.endswith("-pure") else "bf16", **setup)).losses
+    expected = trained(
+        setup_of(folder, precision="bf16-pure" if precision.endswith("-pure") else "bf16", **setup)
+    ).losses
     found = trained(setup_of(folder, precision=precision, **setup)).losses
     assert found != expected, "nothing is in float8"
     assert found == pytest.approx(expected, abs=NOISE * expected[0])
@@ -92,8 +99,18 @@ def test_every_layer_but_the_head_and_odd_ones_is_converted(tmp_path: Path) -> N
     # Keys and values of 8 columns.
     narrow = saved_model(tmp_path, num_attention_heads=8, num_key_value_heads=1)
     built = build(setup_of(narrow, precision="fp8-pure", liger="all"), CPU)
-    kinds = {name.rpartition(".")[2]: type(layer).__name__ for name, layer in built.model.named_modules() if isinstance(layer, nn.Linear)}
-    assert {name for name, kind in kinds.items() if kind == "Float8Linear"} == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    kinds = {
+        name.rpartition(".")[2]: type(layer).__name__
+        for name, layer in built.model.named_modules()
+        if isinstance(layer, nn.Linear)
+    }
+    assert {name for name, kind in kinds.items() if kind == "Float8Linear"} == {
+        "q_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    }
     assert {name for name, kind in kinds.items() if kind == "Linear"} == {"k_proj", "v_proj", "lm_head"}
     assert built.notes[0] == (
         "--precision fp8-pure: 10 linear layers multiply in float8 with one scale per tensor; left out: "
@@ -120,7 +137,10 @@ def test_a_saved_model_has_plain_linear_layers(folder: Path, tmp_path: Path) -> 
         ({"sequence": 1000}, "needs a --sequence that is a multiple of 16, as float8 matmuls need rows, got 1000"),
         (
             {},
-            "needs a GPU with compute capability 8.9 or higher, such as Ada, Hopper or Blackwell, got A100 with 8.0; use --precision bf16",
+            (
+                "needs a GPU with compute capability 8.9 or higher, such as Ada, Hopper or Blackwell, got A100 with "
+                "8.0; use --precision bf16"
+            ),
         ),
     ],
     ids=["sharded", "tensor parallel", "adapters", "odd sequences", "old GPU"],
@@ -145,7 +165,9 @@ def test_a_gpu_that_has_float8_is_taken(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_model_without_a_layer_to_convert_is_refused() -> None:
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", vocab_size=128, n_embd=64, n_layer=2, n_head=4))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gpt2", vocab_size=128, n_embd=64, n_layer=2, n_head=4)
+    )
     with pytest.raises(OptionError, match="got gpt2 with 8 × other classes of layers, 1 × the LM head"):
         float8.chosen_layers(model, Setup("gpt2", precision="fp8"), [])
 
@@ -179,10 +201,14 @@ def test_float8_is_planned_without_torchao(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "torchao", None)
     _step.cache_clear()
     small = {"batch": 8, "sequence": 512, "checkpoint": "none"}
-    peaks = {name: predict(Setup("tiny", precision=name, **small)).peak_bytes for name in ("bf16", "bf16-pure", *RECIPES)}
+    peaks = {
+        name: predict(Setup("tiny", precision=name, **small)).peak_bytes for name in ("bf16", "bf16-pure", *RECIPES)
+    }
     # Without a copy of every weight in bfloat16.
     assert peaks["fp8"] < peaks["bf16"]
     assert peaks["fp8-pure"] < peaks["fp8"]
     assert peaks["fp8"] == pytest.approx(peaks["bf16"], rel=0.2)
     assert peaks["fp8-pure"] == pytest.approx(peaks["bf16-pure"], rel=0.2)
-    assert "multiply in float8 with one scale per row" in predict(Setup("tiny", precision="fp8-rowwise", **small)).notes[0]
+    assert (
+        "multiply in float8 with one scale per row" in predict(Setup("tiny", precision="fp8-rowwise", **small)).notes[0]
+    )

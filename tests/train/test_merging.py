@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers that read one input are one matmul, and a tied embedding adds its gradient to rows: with the same results, names and files."""
+"""Linear layers that read one input are one matmul, and a tied embedding adds its gradient to rows: with the same
+results, names and files."""
 
 from __future__ import annotations
 
@@ -177,8 +178,12 @@ def test_undo_restores_the_forwards() -> None:
         torch.testing.assert_close(value, plain[name])
 
 
-@pytest.mark.parametrize(("keeps", "times"), [(Keeps.ALL, 2), (Keeps.MATMULS, 2), (Keeps.INPUT, 3)], ids=["all", "matmuls", "input"])
-def test_layers_that_keep_matmuls_keep_those_that_are_merged(keeps: Keeps, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("keeps", "times"), [(Keeps.ALL, 2), (Keeps.MATMULS, 2), (Keeps.INPUT, 3)], ids=["all", "matmuls", "input"]
+)
+def test_layers_that_keep_matmuls_keep_those_that_are_merged(
+    keeps: Keeps, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each is computed forward, for the gradient of its input, and where it is not kept once more."""
     model = prepared()
     expected = step(model, **tokens())
@@ -294,7 +299,8 @@ def test_undo_gives_the_embedding_its_forward_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "tied", "merged"), [({}, True, True), ({"precision": "bf16"}, True, False), ({"compile": "default"}, False, False)]
+    ("options", "tied", "merged"),
+    [({}, True, True), ({"precision": "bf16"}, True, False), ({"compile": "default"}, False, False)],
 )
 def test_a_run_with_graphs_merges_and_ties(small: Setup, options: dict[str, Any], tied: bool, merged: bool) -> None:
     notes = build(replace(small, **({"compile": "graphs"} | options)), torch.device("cpu")).notes
@@ -302,8 +308,12 @@ def test_a_run_with_graphs_merges_and_ties(small: Setup, options: dict[str, Any]
     assert any(note.startswith("One matmul for the linear layers") for note in notes) == merged
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulation": 2}, {"checkpoint": "full"}, {"precision": "bf16-pure"}], ids=str)
-def test_a_run_with_both_has_the_losses_of_one_without(small: Setup, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulation": 2}, {"checkpoint": "full"}, {"precision": "bf16-pure"}], ids=str
+)
+def test_a_run_with_both_has_the_losses_of_one_without(
+    small: Setup, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     setup = replace(small, **options)
     expected = run(setup)
     patched = building._patched

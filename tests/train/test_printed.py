@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of `liger train`, `plan` and `report`: they fit 100 columns, sizes have digits, and a ratio within the spread says so."""
+"""Tables of `liger train`, `plan` and `report`: they fit 100 columns, sizes have digits, and a ratio within the spread
+says so."""
 
 from __future__ import annotations
 
@@ -21,9 +22,23 @@ from liger_train.setup import Setup
 from liger_train.train import command, sweep
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-WHERE = {"machine": "Some CPU, 2 threads", "versions": "python 3.11, liger-core 1, torch 9.9, transformers 5", "commit": "abc", "date": ""}
+WHERE = {
+    "machine": "Some CPU, 2 threads",
+    "versions": "python 3.11, liger-core 1, torch 9.9, transformers 5",
+    "commit": "abc",
+    "date": "",
+}
 TINY = Setup("tiny", device="cpu", precision="fp32", checkpoint="none")
-LONG = Setup("llama-3.2-1b", 112, 24576, shard="zero3", offload="parameters", precision="fp16", memory_limit=24 << 30, optimizer="galore")
+LONG = Setup(
+    "llama-3.2-1b",
+    112,
+    24576,
+    shard="zero3",
+    offload="parameters",
+    precision="fp16",
+    memory_limit=24 << 30,
+    optimizer="galore",
+)
 MIB = 1 << 20
 
 
@@ -44,14 +59,22 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def trained(liger: str, speed: float, spread: float = 10.0, **results: Any) -> Row:
-    figures = {"tokens_per_second": speed, "low_tokens_per_second": speed - spread, "high_tokens_per_second": speed + spread}
-    found: dict[str, Any] = figures | {"peak_bytes": 64 * MIB, "static_bytes": 24 * MIB, "losses": [10.5, 10.25]} | results
+    figures = {
+        "tokens_per_second": speed,
+        "low_tokens_per_second": speed - spread,
+        "high_tokens_per_second": speed + spread,
+    }
+    found: dict[str, Any] = (
+        figures | {"peak_bytes": 64 * MIB, "static_bytes": 24 * MIB, "losses": [10.5, 10.25]} | results
+    )
     return row_of(replace(TINY, liger=liger), WHERE, found)
 
 
 def cells(text: str, name: str) -> list[str]:
     """Of the first line with that cell."""
-    lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line.startswith("│")]
+    lines = [
+        [cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line.startswith("│")
+    ]
     return next(line for line in lines if name in line)
 
 
@@ -77,7 +100,12 @@ def test_small_memory_has_digits(printed: Callable[[], str]) -> None:
 
 
 def test_a_run_is_summarized_in_few_lines(printed: Callable[[], str]) -> None:
-    parameters = {"parameters": 2_150_000, "trainable_parameters": 33_792, "step_seconds": 0.1, "replaced": "rope 2, swiglu 2"}
+    parameters = {
+        "parameters": 2_150_000,
+        "trainable_parameters": 33_792,
+        "step_seconds": 0.1,
+        "replaced": "rope 2, swiglu 2",
+    }
     command._print(trained("all", 1000.0, **parameters), printed=[])
     text = printed()
     assert cells(text, "parameters")[1] == "2.15 M, 33.8 K of them trained"
@@ -105,7 +133,9 @@ def test_a_plan_fits_a_terminal(printed: Callable[[], str], monkeypatch: pytest.
 
 
 def test_a_comparison_fits_a_terminal(printed: Callable[[], str]) -> None:
-    print_compared([Compared(LONG, 23 << 30, 20 << 30, 24 << 30, True, True), Compared(LONG, 23 << 30, None, None, True, False)])
+    print_compared(
+        [Compared(LONG, 23 << 30, 20 << 30, 24 << 30, True, True), Compared(LONG, 23 << 30, None, None, True, False)]
+    )
     text = " ".join(printed().replace("│", " ").split())
     assert "23.00 20.00 +15.0% wrong" in text
     assert "out of memory" in text
@@ -119,7 +149,15 @@ def test_rows_of_gpus_fit_a_terminal(printed: Callable[[], str]) -> None:
 
 @pytest.mark.parametrize(
     ("count", "words"),
-    [(33_792, "33.8 K"), (2_150_000, "2.15 M"), (1_235_814_400, "1.24 B"), (123_456_789, "123 M"), (7, "7"), (0, "0"), (999, "999")],
+    [
+        (33_792, "33.8 K"),
+        (2_150_000, "2.15 M"),
+        (1_235_814_400, "1.24 B"),
+        (123_456_789, "123 M"),
+        (7, "7"),
+        (0, "0"),
+        (999, "999"),
+    ],
 )
 def test_an_amount_has_three_digits(count: int, words: str) -> None:
     assert amount(count) == words
@@ -127,7 +165,14 @@ def test_an_amount_has_three_digits(count: int, words: str) -> None:
 
 @pytest.mark.parametrize(
     ("count", "words"),
-    [(24 << 30, "24 GiB"), (1 << 40, "1,024 GiB"), (67_757_454, "64.62 MiB"), (4096, "4 KiB"), (12, "12 bytes"), (0, "0 bytes")],
+    [
+        (24 << 30, "24 GiB"),
+        (1 << 40, "1,024 GiB"),
+        (67_757_454, "64.62 MiB"),
+        (4096, "4 KiB"),
+        (12, "12 bytes"),
+        (0, "0 bytes"),
+    ],
 )
 def test_a_size_has_two_decimals(count: int, words: str) -> None:
     assert size(count) == words

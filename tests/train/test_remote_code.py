@@ -20,7 +20,13 @@ from liger_train.row import row_of
 from liger_train.setup import Setup
 from liger_train.train.data import _trained, read
 
-SIZES = {"vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+SIZES = {
+    "vocab_size": 400,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+}
 CODE = """
 from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -55,7 +61,10 @@ def model(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     folder = tmp_path / "own"
     LlamaForCausalLM(LlamaConfig(**SIZES, bos_token_id=None, eos_token_id=None)).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "its_own", "auto_map": {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnModel"}}
+    config |= {
+        "model_type": "its_own",
+        "auto_map": {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnModel"},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "code.py").write_text(CODE.format(marker=str(marker)))
     _trained([CODE], SIZES["vocab_size"]).save_pretrained(folder)

@@ -27,7 +27,12 @@ from liger_train.train.cells import cells, strategies_of, swept
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "training-results.md"
 GIB = 1 << 30
-WHERE = {"machine": "NVIDIA H200; Some CPU, 16 threads", "versions": "torch 9.9", "commit": "abc", "date": "2026-11-21T10:00:00+00:00"}
+WHERE = {
+    "machine": "NVIDIA H200; Some CPU, 16 threads",
+    "versions": "torch 9.9",
+    "commit": "abc",
+    "date": "2026-11-21T10:00:00+00:00",
+}
 IN_24_GIB = Setup("llama-3.2-1b", precision="fp16", shard="zero3", offload="parameters", memory_limit=24 * GIB, steps=6)
 STRATEGIES = ["none", "all-but-loss", "all"]
 # Bytes per token of a step, and tokens per second; not those of any machine.
@@ -38,7 +43,11 @@ def row(setup: Setup, **results: Any) -> Row:
     """A run whose memory grows with its tokens, up to its limit."""
     bytes_of_each, speed = COSTS[setup.liger]
     peak = setup.batch * setup.sequence * bytes_of_each + GIB
-    found: dict[str, Any] = {"tokens_per_second": speed, "low_tokens_per_second": speed - 50, "high_tokens_per_second": speed + 50}
+    found: dict[str, Any] = {
+        "tokens_per_second": speed,
+        "low_tokens_per_second": speed - 50,
+        "high_tokens_per_second": speed + 50,
+    }
     found |= {"peak_bytes": peak, "static_bytes": GIB, "losses": [11.0, 10.5]}
     if setup.memory_limit and peak > setup.memory_limit:
         found = {"out_of_memory": True, "reason": "out of memory: 2 GiB"}
@@ -76,7 +85,9 @@ def text_of(rows: list[Row]) -> str:
 
 def line(text: str, *wanted: str) -> list[str]:
     """The cells of the first line of a table that has all the wanted ones."""
-    lines = [[cell.strip() for cell in each.strip("|").split("|")] for each in text.splitlines() if each.startswith("|")]
+    lines = [
+        [cell.strip() for cell in each.strip("|").split("|")] for each in text.splitlines() if each.startswith("|")
+    ]
     return next(cells for cells in lines if set(wanted) <= set(cells))
 
 
@@ -91,7 +102,8 @@ def test_a_folder_may_hold_several_sweeps() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"machine": "NVIDIA A100"}, {"adapter": "lora"}, {"memory_limit": 80 * GIB}, {"ranks": 2}, {"model": "qwen2-7b"}]
+    "other",
+    [{"machine": "NVIDIA A100"}, {"adapter": "lora"}, {"memory_limit": 80 * GIB}, {"ranks": 2}, {"model": "qwen2-7b"}],
 )
 def test_what_differs_in_something_else_is_another_sweep(other: dict[str, Any]) -> None:
     rows = by_batch(1, 4)
@@ -109,7 +121,9 @@ def test_ranks_may_vary_too() -> None:
 
 
 def test_strategies_differ_in_checkpointing() -> None:
-    rows = by_batch(1, 4, strategies=["all"]) + by_batch(1, 4, base=replace(IN_24_GIB, checkpoint="auto"), strategies=["none", "all"])
+    rows = by_batch(1, 4, strategies=["all"]) + by_batch(
+        1, 4, base=replace(IN_24_GIB, checkpoint="auto"), strategies=["none", "all"]
+    )
     (sweep,) = found(rows)
     assert [each.label for each in sweep.strategies] == [
         "Transformers, checkpoint auto",
@@ -123,13 +137,18 @@ def test_runs_that_vary_nothing_are_in_no_sweep() -> None:
     rows = [*by_batch(1, 4), row(replace(IN_24_GIB, adapter="lora"))]
     records = [each.columns() for each in rows]
     assert [each["adapter"] for each in others(records, sweeps(records))] == ["lora"]
-    assert line(text_of(rows), "llama-3.2-1b 1 × 1024, fp16, shard zero3, offload parameters, adapter lora; 24 GiB of one NVIDIA H200")
+    assert line(
+        text_of(rows),
+        "llama-3.2-1b 1 × 1024, fp16, shard zero3, offload parameters, adapter lora; 24 GiB of one NVIDIA H200",
+    )
 
 
 def test_the_last_row_of_a_repeated_run_counts(tmp_path: Path) -> None:
     once = row(IN_24_GIB)
     again = replace(once, steps=20, commit="def", tokens_per_second=7.0)
-    assert [each["tokens_per_second"] for each in read([written(tmp_path / "a", [once]), written(tmp_path / "b", [again])])] == [7.0]
+    assert [
+        each["tokens_per_second"] for each in read([written(tmp_path / "a", [once]), written(tmp_path / "b", [again])])
+    ] == [7.0]
 
 
 def test_an_interrupted_run_gives_way_to_the_one_that_resumed_it(tmp_path: Path) -> None:
@@ -144,7 +163,9 @@ def test_an_interrupted_run_does_not_replace_one_that_ended(tmp_path: Path) -> N
 
 def test_rows_that_are_not_of_training_runs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train.json").write_text('[{"model": "tiny", "op": "rms_norm"}]')
-    with pytest.raises(OptionError, match=r"train\.json must hold rows of liger train, got one without machine, versions, commit, date"):
+    with pytest.raises(
+        OptionError, match=r"train\.json must hold rows of liger train, got one without machine, versions, commit, date"
+    ):
         read([tmp_path])
 
 
@@ -161,7 +182,9 @@ def test_the_first_failure_of_each_strategy_is_stated() -> None:
 
 
 def test_runs_that_all_fit_have_no_first_failure_and_no_share() -> None:
-    stated = said([replace(each, out_of_memory=False, tokens_per_second=9.0, peak_bytes=GIB) for each in by_batch(8, 16, 32)])
+    stated = said(
+        [replace(each, out_of_memory=False, tokens_per_second=9.0, peak_bytes=GIB) for each in by_batch(8, 16, 32)]
+    )
     assert stated["Transformers: first OOM"] == "no OOM up to 32"
     assert not any("share" in words for words in stated)
 
@@ -175,7 +198,10 @@ def test_shares_are_taken_where_all_three_have_figures() -> None:
 
 
 def test_ways_to_checkpoint_are_compared_where_both_have_figures() -> None:
-    auto = [replace(each, checkpoint="auto", tokens_per_second=1500.0 + 10 * each.batch) for each in by_batch(1, 4, 8, strategies=["all"])]
+    auto = [
+        replace(each, checkpoint="auto", tokens_per_second=1500.0 + 10 * each.batch)
+        for each in by_batch(1, 4, 8, strategies=["all"])
+    ]
     auto[-1] = replace(auto[-1], tokens_per_second=None, out_of_memory=True)
     full = [replace(each, checkpoint="full") for each in by_batch(1, 4, 8, strategies=["none", "all"])]
     stated = said([*full, *auto])
@@ -190,10 +216,22 @@ def test_a_difference_within_the_spread_of_the_steps_has_no_share() -> None:
 
 
 def test_notes_of_older_versions_have_the_words_of_today_and_no_defaults() -> None:
-    notes = ["--checkpoint full was chosen for a GPU: Of every layer only the input is kept.", "Chosen for NVIDIA H200: --precision bf16."]
+    notes = [
+        "--checkpoint full was chosen for a GPU: Of every layer only the input is kept.",
+        "Chosen for NVIDIA H200: --precision bf16.",
+    ]
     measured = json.loads((ROOT / "benchmarks/results/2026-11-21-h200-training-runs/train.json").read_text())
-    notes.append(next(note for row in measured for note in row["notes"] or [] if note.startswith("--checkpoint auto: from step 7 on 0 of")))
-    text = text_of([replace(each, notes=notes[: 2 + (each.batch == 4)]) for each in by_batch(1, 4, strategies=["none", "all"])])
+    notes.append(
+        next(
+            note
+            for row in measured
+            for note in row["notes"] or []
+            if note.startswith("--checkpoint auto: from step 7 on 0 of")
+        )
+    )
+    text = text_of(
+        [replace(each, notes=notes[: 2 + (each.batch == 4)]) for each in by_batch(1, 4, strategies=["none", "all"])]
+    )
     assert "hosen for" not in text
     auto = "from step 7 on, layers with full recompute: 0, with selective recompute: 0, without recompute: 32."
     assert f"* Transformers at 4; Liger at 4: --checkpoint auto: {auto}" in text
@@ -219,7 +257,10 @@ ON_CPU = Setup("tiny", precision="fp32", checkpoint="none", device="cpu")
 
 
 def on_cpu(**results: Any) -> list[Row]:
-    return [replace(each, machine="Some CPU, 2 threads", **results) for each in by_batch(1, 4, base=ON_CPU, strategies=["none", "all"])]
+    return [
+        replace(each, machine="Some CPU, 2 threads", **results)
+        for each in by_batch(1, 4, base=ON_CPU, strategies=["none", "all"])
+    ]
 
 
 def test_small_memory_has_a_small_unit() -> None:
@@ -248,7 +289,11 @@ def test_runs_that_ran_out_of_memory_failed_or_were_skipped_have_a_reason() -> N
     left = replace(left, out_of_memory=False, reason=f"{NOT_RUN}, since 16 × 1024 ran out of memory")
     broken = replace(broken, out_of_memory=False, failed=True, reason="ValueError: no such layer")
     text = text_of([small, large, left, broken])
-    assert [line(text, value, "Transformers")[2] for value in ("16", "32", "64")] == ["out of memory", "not run", "failed"]
+    assert [line(text, value, "Transformers")[2] for value in ("16", "32", "64")] == [
+        "out of memory",
+        "not run",
+        "failed",
+    ]
     assert "* Transformers at 16: out of memory: 2 GiB" in text
     assert "* Transformers at 64: ValueError: no such layer" in text
     (sweep,) = found([small, large, left, broken])
@@ -265,12 +310,17 @@ def test_the_command_of_a_sweep_repeats_it() -> None:
     words = shlex.split(sweep_command(found(rows)[0]))
     options = dict(zip(words[2::2], words[3::2], strict=True))
     assert options["--memory-limit"] == "24GiB"
-    base = Setup("llama-3.2-1b", **{name: getattr(IN_24_GIB, name) for name in ("precision", "shard", "offload", "memory_limit", "steps")})
+    base = Setup(
+        "llama-3.2-1b",
+        **{name: getattr(IN_24_GIB, name) for name in ("precision", "shard", "offload", "memory_limit", "steps")},
+    )
     again = cells(base, swept([options["--sweep"]]), strategies_of(options["--strategies"]))
     assert {tuple(getattr(each, name) for name in SETUP) for each in again} == {
         tuple(getattr(each, name) for name in SETUP) for each in rows
     }
-    assert all(f"--{name.replace('_', '-')}" in options for name in ("precision", "shard", "offload", "memory_limit", "steps"))
+    assert all(
+        f"--{name.replace('_', '-')}" in options for name in ("precision", "shard", "offload", "memory_limit", "steps")
+    )
 
 
 def test_a_sweep_of_several_ranks_starts_them_itself() -> None:
@@ -291,7 +341,10 @@ def test_a_picture_marks_what_ran_out_of_memory(tmp_path: Path) -> None:
     (fitting,), (all_of_them,) = found(rows), found(failed)
     sweep_picture(fitting, fitting.strategies, tmp_path / "fitting.png")
     sweep_picture(all_of_them, all_of_them.strategies, tmp_path / "failed.png")
-    unmarked = replace(failed[-1], out_of_memory=False, reason=NOT_RUN), replace(failed[-2], out_of_memory=False, reason=NOT_RUN)
+    unmarked = (
+        replace(failed[-1], out_of_memory=False, reason=NOT_RUN),
+        replace(failed[-2], out_of_memory=False, reason=NOT_RUN),
+    )
     (left_out,) = found([*rows, *unmarked])
     sweep_picture(left_out, left_out.strategies, tmp_path / "left.png")
     # Four crosses of strokes that are two points wide.
@@ -308,7 +361,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "setup": {name: getattr(replace(IN_24_GIB, liger=liger), name) for name in SETUP},
             "milliseconds": [0.0, 1.0],
         }
-        record |= {"bytes": {name: [GIB, GIB] for name in ("weights", "gradients", "optimizer", "checkpoints", "logits and loss", "other")}}
+        record |= {
+            "bytes": {
+                name: [GIB, GIB]
+                for name in ("weights", "gradients", "optimizer", "checkpoints", "logits and loss", "other")
+            }
+        }
         record |= {"steps": [0.0], "asked": 9 * GIB, "peak": dict.fromkeys(record["bytes"], GIB)}
         (made / "snapshots" / f"{liger}.json").write_text(json.dumps(record))
     return made
@@ -347,14 +405,20 @@ def test_a_report_without_results_writes_nothing(liger: InProcess, tmp_path: Pat
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="no results are committed yet")
-def test_the_committed_page_is_that_of_the_committed_results(liger: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_committed_page_is_that_of_the_committed_results(
+    liger: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = PAGE.read_text()
     command = re.search(r"Generated by `(liger report [^`]+)`", text)
     assert command is not None
     # Paths on the page are those of the repository.
     monkeypatch.chdir(ROOT)
     code, errors = liger(
-        *shlex.split(command[1])[1:], "--docs", str(tmp_path / "training-results.md"), "--html", str(tmp_path / "report.html")
+        *shlex.split(command[1])[1:],
+        "--docs",
+        str(tmp_path / "training-results.md"),
+        "--html",
+        str(tmp_path / "report.html"),
     )
     assert code == 0, errors
     assert (tmp_path / "training-results.md").read_text() == text
@@ -369,6 +433,11 @@ def test_the_page_of_the_ablation_states_what_the_rows_show() -> None:
     for axis, words in (("batch", "at batch 16"), ("sequence", "at 4096 tokens")):
         assert by_axis[axis]["Transformers: first OOM"] == re.sub(r"batch | tokens", "", words)
         assert f"| {words} |" in page
-    shares = {figure for stated in by_axis.values() for words, figure in stated.items() if words.startswith("share of the memory")}
+    shares = {
+        figure
+        for stated in by_axis.values()
+        for words, figure in stated.items()
+        if words.startswith("share of the memory")
+    }
     assert shares == {"99.3%"}
     assert "| nearly 100 % | 99.3 % |" in page

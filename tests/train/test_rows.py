@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--data` with rows: conversations, or prompts and completions, of which TRL makes tokens and labels; what comes out is checked."""
+"""`--data` with rows: conversations, or prompts and completions, of which TRL makes tokens and labels; what comes out
+is checked."""
 
 from __future__ import annotations
 
@@ -46,7 +47,12 @@ AGAIN, SEVEN = {"role": "user", "content": "and three"}, {"role": "assistant", "
 SYSTEM = {"role": "system", "content": "be brief"}
 TURNS = [USER, FOUR, AGAIN, SEVEN]
 CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    }
+]
 WITH_TOOLS = [USER, {"role": "assistant", "content": "", "tool_calls": CALLS}, {"role": "tool", "content": "4"}, FOUR]
 NAMES = {"user": "human", "assistant": "gpt", "system": "system"}
 
@@ -55,8 +61,14 @@ MESSAGES = [{"messages": TURNS}, {"messages": [USER, FOUR]}]
 FORMATS: dict[str, list[dict[str, Any]]] = {
     "messages": MESSAGES,
     "system messages": [{"messages": [SYSTEM, *row["messages"]]} for row in MESSAGES],
-    "ShareGPT": [{"conversations": [{"from": NAMES[m["role"]], "value": m["content"]} for m in row["messages"]]} for row in MESSAGES],
-    "prompt and completion": [{"prompt": "two and two is", "completion": " four"}, {"prompt": "and three:", "completion": " seven"}],
+    "ShareGPT": [
+        {"conversations": [{"from": NAMES[m["role"]], "value": m["content"]} for m in row["messages"]]}
+        for row in MESSAGES
+    ],
+    "prompt and completion": [
+        {"prompt": "two and two is", "completion": " four"},
+        {"prompt": "and three:", "completion": " seven"},
+    ],
     "prompt and completion with messages": [
         {"prompt": TURNS[:3], "completion": [SEVEN]},
         {"prompt": [USER], "completion": [FOUR]},
@@ -73,7 +85,9 @@ CALLED = '<call>{"name": "add", "arguments": {"a": 2}}<|im_end|>'
 def data_of(template: str | None, folder: Path, rows: list[Any] | str, end: str = "<|im_end|>", **options: Any) -> Data:
     model = model_with(template, folder / "model", end)
     source = rows if isinstance(rows, str) else written(folder / "chats.jsonl", rows)
-    return read(replace(setup_of(model, data=source), **({"batch": 1, "sequence": 768} | options)), 400, own_tokenizer=True)
+    return read(
+        replace(setup_of(model, data=source), **({"batch": 1, "sequence": 768} | options)), 400, own_tokenizer=True
+    )
 
 
 def trained_on(data: Data) -> list[str]:
@@ -87,7 +101,13 @@ def sft_trainer(template: str, name: str, tokenizer: Any, folder: Path, **option
     by_tags = "messages" in rows[0] and template != CHATML
     rows = split(rows) if "messages" in rows[0] and not by_tags else rows
     arguments = trl.SFTConfig(
-        str(folder / "sft"), report_to="none", use_cpu=True, bf16=False, max_length=768, assistant_only_loss=by_tags, **options
+        str(folder / "sft"),
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        max_length=768,
+        assistant_only_loss=by_tags,
+        **options,
     )
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     table = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
@@ -97,7 +117,8 @@ def sft_trainer(template: str, name: str, tokenizer: Any, folder: Path, **option
 def split(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A prompt and a completion for every answer."""
     return [
-        {"prompt": row["messages"][:index], "completion": row["messages"][index : index + 1]} | {k: row[k] for k in row if k == "tools"}
+        {"prompt": row["messages"][:index], "completion": row["messages"][index : index + 1]}
+        | {k: row[k] for k in row if k == "tools"}
         for row in rows
         for index, message in enumerate(row["messages"])
         if message["role"] == "assistant"
@@ -161,9 +182,18 @@ def test_answers_with_their_ends_are_trained_on(template: str, name: str, answer
     assert data.notes[-1] == f"The first trained answer: {(data.tokenizer.decode(first_answer(data)))!r}."
 
 
-def test_the_first_lines_in_the_documentation_are_those_of_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    section = (Path(__file__).parents[2] / "docs" / "training.md").read_text().partition("### Rows\n")[2].partition("\n### ")[0]
-    rows, notes = (re.sub("^    ", "", block, flags=re.MULTILINE) for block in re.findall(r"(?:^    .+\n)+", section, re.MULTILINE))
+def test_the_first_lines_in_the_documentation_are_those_of_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = (
+        (Path(__file__).parents[2] / "docs" / "training.md")
+        .read_text()
+        .partition("### Rows\n")[2]
+        .partition("\n### ")[0]
+    )
+    rows, notes = (
+        re.sub("^    ", "", block, flags=re.MULTILINE) for block in re.findall(r"(?:^    .+\n)+", section, re.MULTILINE)
+    )
     monkeypatch.chdir(tmp_path)
     Path("chats.jsonl").write_text(rows)
     assert data_of(CHATML, tmp_path, "chats.jsonl", packing=True, sequence=256).notes == notes.splitlines()
@@ -194,15 +224,20 @@ def test_the_trainer_gets_the_labels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "accumulation", "packing"), [(4, 1, False), (2, 2, False), (1, 4, False), (2, 1, True), (1, 2, True)], ids=str
+    ("batch", "accumulation", "packing"),
+    [(4, 1, False), (2, 2, False), (1, 4, False), (2, 1, True), (1, 2, True)],
+    ids=str,
 )
-def test_a_step_has_the_loss_of_sft_trainer_however_it_is_split(batch: int, accumulation: int, packing: bool, tmp_path: Path) -> None:
+def test_a_step_has_the_loss_of_sft_trainer_however_it_is_split(
+    batch: int, accumulation: int, packing: bool, tmp_path: Path
+) -> None:
     model = model_with(TAGS, tmp_path / "model")
     source = written(tmp_path / "chats.jsonl", MESSAGES * 2)
     setup = setup_of(model, data=source, steps=1, packing=packing, liger="all" if packing else "none")
     row = run(replace(setup, batch=batch, accumulation=accumulation, sequence=128))
     arguments = trl.SFTConfig(
-        str(tmp_path / "sft"), report_to="none", use_cpu=True, bf16=False, max_steps=1, per_device_train_batch_size=4, logging_steps=1,
+        str(tmp_path / "sft"), report_to="none", use_cpu=True, bf16=False, max_steps=1, per_device_train_batch_size=4,
+        logging_steps=1,
         assistant_only_loss=True, packing=packing, max_length=128,
     )  # fmt: skip
     trainer = trl.SFTTrainer(str(model), arguments, train_dataset=datasets.Dataset.from_list(MESSAGES * 2))
@@ -212,7 +247,12 @@ def test_a_step_has_the_loss_of_sft_trainer_however_it_is_split(batch: int, accu
 
 def test_compiled_layers_keep_packed_documents_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compiling, "COMPILER", "aot_eager")
-    setup = setup_of(model_with(TAGS, tmp_path / "model"), data=written(tmp_path / "chats.jsonl", MESSAGES * 2), steps=1, packing=True)
+    setup = setup_of(
+        model_with(TAGS, tmp_path / "model"),
+        data=written(tmp_path / "chats.jsonl", MESSAGES * 2),
+        steps=1,
+        packing=True,
+    )
     eager, compiled = (run(replace(setup, batch=1, sequence=256, compile=how)) for how in ("none", "default"))
     assert compiled.losses == [pytest.approx(loss, rel=1e-6) for loss in eager.losses]
 
@@ -239,22 +279,38 @@ OF_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("mamba", {}), ("lfm2", OF_CONVOLUTIONS), ("opt", {"word_embed_proj_dim": 32, "ffn_dim": 64}), ("gpt_oss", OF_EXPERTS)],
+    [
+        ("mamba", {}),
+        ("lfm2", OF_CONVOLUTIONS),
+        ("opt", {"word_embed_proj_dim": 32, "ffn_dim": 64}),
+        ("gpt_oss", OF_EXPERTS),
+    ],
     ids=["recurrent", "with convolutions", "with a mask of its own", "whose mask knows no positions"],
 )
 def test_a_model_that_mixes_packed_documents_is_refused(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = model_with(TAGS, tmp_path / "model")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     tokens = {"vocab_size": 400, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config = AutoConfig.for_model(kind, **tokens, **sizes, **options)
     AutoModelForCausalLM.from_config(config).save_pretrained(model)
     setup = setup_of(model, data=written(tmp_path / "chats.jsonl", MESSAGES), steps=1, packing=True)
-    with pytest.raises(OptionError, match="--packing needs a model whose layers keep the documents of a sequence apart by their positions"):
+    with pytest.raises(
+        OptionError,
+        match="--packing needs a model whose layers keep the documents of a sequence apart by their positions",
+    ):
         run(replace(setup, batch=1, sequence=128))
 
 
 def test_text_is_not_packed(small: Setup) -> None:
-    with pytest.raises(OptionError, match=r"--packing needs rows with answers, got .*, whose text fills each sequence; leave it out"):
+    with pytest.raises(
+        OptionError, match=r"--packing needs rows with answers, got .*, whose text fills each sequence; leave it out"
+    ):
         read(replace(small, packing=True), 400, own_tokenizer=True)
 
 
@@ -298,14 +354,18 @@ def test_columns_that_are_read_and_others_are_named(tmp_path: Path) -> None:
 
 
 def test_a_table_without_a_column_to_train_on_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"row 1: a row must have messages, .*, or text, got the columns prompt_id, answer; rename"):
+    with pytest.raises(
+        OptionError, match=r"row 1: a row must have messages, .*, or text, got the columns prompt_id, answer; rename"
+    ):
         data_of(TAGS, tmp_path, saved([{"prompt_id": "0f", "answer": "four"}], tmp_path))
 
 
 def test_a_column_of_texts_is_text(tmp_path: Path) -> None:
     data = data_of(None, tmp_path, [{"text": "two and two "}, {"text": None}, {"text": "and three"}] * 9, sequence=16)
     assert data.sequences.dim() == 2
-    assert data.tokenizer.decode(data.sequences.flatten()).startswith("two and two <|im_end|>and three<|im_end|>two and two")
+    assert data.tokenizer.decode(data.sequences.flatten()).startswith(
+        "two and two <|im_end|>and three<|im_end|>two and two"
+    )
     with pytest.raises(OptionError, match=r"line 2: text must be a string, got \[1\]"):
         data_of(None, tmp_path, [{"text": "two"}, {"text": [1]}])
 
@@ -315,7 +375,8 @@ def test_files_of_rows_in_a_folder_of_texts_are_named(tmp_path: Path) -> None:
     written(tmp_path / "texts" / "chats.jsonl", MESSAGES)
     data = data_of(None, tmp_path, str(tmp_path / "texts"), sequence=16)
     assert data.notes == [
-        f"Files in {tmp_path}/texts were read as text, not as rows: chats.jsonl; give one as --data to train on its rows."
+        f"Files in {tmp_path}/texts were read as text, not as rows: chats.jsonl; give one as --data to train on its "
+        "rows."
     ]
 
 
@@ -337,7 +398,10 @@ def test_fields_that_nobody_reads_are_named(tmp_path: Path) -> None:
 def test_a_prompt_that_differs_when_the_model_is_to_answer_is_named(tmp_path: Path) -> None:
     thinking = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
     data = data_of(thinking, tmp_path, [{"messages": TURNS}])
-    assert "Prompts end with '<think>\\n' when the model is to answer, which the chat template leaves out in training." in data.notes
+    assert (
+        "Prompts end with '<think>\\n' when the model is to answer, which the chat template leaves out in training."
+        in data.notes
+    )
 
 
 def test_an_answer_that_begins_with_a_newline_is_trained_on_from_the_token_with_that_newline(tmp_path: Path) -> None:
@@ -350,7 +414,9 @@ def test_answers_that_do_not_end_are_refused(tmp_path: Path) -> None:
     sentence = r"must end with a token that ends generation \(<\|endoftext\|>\), got 'four' from .*; let the chat template end answers"
     with pytest.raises(OptionError, match=sentence):
         data_of(GLM, tmp_path, MESSAGES, "<|endoftext|>")
-    ending = GLM.replace("{% endfor %}", "{% if m.role == 'assistant' and loop.last %}{{ eos_token }}{% endif %}{% endfor %}")
+    ending = GLM.replace(
+        "{% endfor %}", "{% if m.role == 'assistant' and loop.last %}{{ eos_token }}{% endif %}{% endfor %}"
+    )
     data = data_of(ending, tmp_path, MESSAGES, "<|endoftext|>")
     assert trained_on(data) == ["four<|endoftext|>", "seven of course<|endoftext|>", "four<|endoftext|>"]
 
@@ -358,16 +424,24 @@ def test_answers_that_do_not_end_are_refused(tmp_path: Path) -> None:
 def test_answers_that_end_with_another_token_are_named(tmp_path: Path) -> None:
     data = data_of(TAGS, tmp_path, MESSAGES, "<|endoftext|>")
     assert data.notes[-1] == (
-        "Answers end with <|im_end|>, which does not end generation (<|endoftext|> does); generate with it as eos_token_id."
+        "Answers end with <|im_end|>, which does not end generation (<|endoftext|> does); generate with it as "
+        "eos_token_id."
     )
 
 
 def test_long_examples_are_cut_and_those_without_an_answer_left_are_left_out(tmp_path: Path) -> None:
     long = [{"role": "user", "content": "two " * 60}, {"role": "assistant", "content": "four"}]
-    data = data_of(TAGS, tmp_path, [{"messages": turns} for turns in ([USER, FOUR], [USER, FOUR, *long], long)], sequence=64)
+    data = data_of(
+        TAGS, tmp_path, [{"messages": turns} for turns in ([USER, FOUR], [USER, FOUR, *long], long)], sequence=64
+    )
     assert len(data.sequences) == 2
-    assert data.notes[2] == "Examples longer than --sequence 64 were cut: 2, 1 of them before the first answer, which were left out."
-    with pytest.raises(OptionError, match=r"must have answers that begin within --sequence 8 tokens, got .*, which has none"):
+    assert (
+        data.notes[2]
+        == "Examples longer than --sequence 64 were cut: 2, 1 of them before the first answer, which were left out."
+    )
+    with pytest.raises(
+        OptionError, match=r"must have answers that begin within --sequence 8 tokens, got .*, which has none"
+    ):
         data_of(TAGS, tmp_path, [{"messages": long}], sequence=8)
 
 
@@ -387,34 +461,64 @@ def test_some_are_held_out_for_validation_with_their_labels(tmp_path: Path) -> N
         ([{"messages": "hi"}], "line 2: messages must be a list of messages, got "),
         ([{"messages": [{"content": "hi"}]}], "line 2: messages: message 1 must have a role and content"),
         (["", {"messages": [USER]}], "line 3: must have a message of the role assistant, on which to train, got user"),
-        ([{"messages": [FOUR, AGAIN, SEVEN]}], "line 2: the chat template must accept the messages, .*: The user must begin."),
-        ([{"messages": [USER, {**FOUR, "weight": 0.5}]}], "line 2: weight must be 0 or 1 in a message of the assistant, .*, got 0.5"),
-        ([{"messages": [{**USER, "train": True}, FOUR]}], "line 2: train must be 0 or 1 .*, and not 1 in others, got True for user"),
+        (
+            [{"messages": [FOUR, AGAIN, SEVEN]}],
+            "line 2: the chat template must accept the messages, .*: The user must begin.",
+        ),
+        (
+            [{"messages": [USER, {**FOUR, "weight": 0.5}]}],
+            "line 2: weight must be 0 or 1 in a message of the assistant, .*, got 0.5",
+        ),
+        (
+            [{"messages": [{**USER, "train": True}, FOUR]}],
+            "line 2: train must be 0 or 1 .*, and not 1 in others, got True for user",
+        ),
     ],
-    ids=["not JSON", "no row", "other keys", "empty", "no list", "no role", "no answer", "refused by the template", "a weight", "a prompt"],
+    ids=[
+        "not JSON",
+        "no row",
+        "other keys",
+        "empty",
+        "no list",
+        "no role",
+        "no answer",
+        "refused by the template",
+        "a weight",
+        "a prompt",
+    ],
 )
 def test_the_line_of_a_bad_row_is_named(rows: list[Any], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=f"^train: --data .*chats.jsonl, {sentence}"):
         data_of(STRICT, tmp_path, [{"messages": TURNS}, *rows])
 
 
-@pytest.mark.parametrize(("content", "line"), [('[\n {"text": "two"},\n {"text":', 3), ('[{"text": "two"},\n', 2), ("[1]\n[2]\n", 2)])
+@pytest.mark.parametrize(
+    ("content", "line"), [('[\n {"text": "two"},\n {"text":', 3), ('[{"text": "two"},\n', 2), ("[1]\n[2]\n", 2)]
+)
 def test_the_line_where_an_array_breaks_off_is_named(content: str, line: int, tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(content)
-    with pytest.raises(OptionError, match=f"rows.json, line {line}: must be JSON, a row on each line or an array of rows, got "):
+    with pytest.raises(
+        OptionError, match=f"rows.json, line {line}: must be JSON, a row on each line or an array of rows, got "
+    ):
         data_of(TAGS, tmp_path, str(tmp_path / "rows.json"))
 
 
 def test_a_completion_of_other_roles_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"line 1: completion must have messages of the assistant alone, .*, got assistant, user; give"):
+    with pytest.raises(
+        OptionError,
+        match=r"line 1: completion must have messages of the assistant alone, .*, got assistant, user; give",
+    ):
         data_of(TAGS, tmp_path, [{"prompt": [USER], "completion": [FOUR, AGAIN, SEVEN]}])
-    with pytest.raises(OptionError, match="line 2: prompt and completion must be strings or lists of messages, the same in every row"):
+    with pytest.raises(
+        OptionError, match="line 2: prompt and completion must be strings or lists of messages, the same in every row"
+    ):
         data_of(TAGS, tmp_path, [{"prompt": [USER], "completion": [FOUR]}, {"prompt": "two", "completion": "four"}])
 
 
 def test_a_file_whose_first_line_is_another_shape_is_not_read_as_text(tmp_path: Path) -> None:
     with pytest.raises(
-        OptionError, match=r"line 1: a row must have messages, .*, got the columns comment; rename a column, or give text as"
+        OptionError,
+        match=r"line 1: a row must have messages, .*, got the columns comment; rename a column, or give text as",
     ):
         data_of(TAGS, tmp_path, [{"comment": "v1"}, *MESSAGES])
 
@@ -427,7 +531,10 @@ def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
 
 
 def test_prompts_and_completions_need_no_chat_template(tmp_path: Path) -> None:
-    assert trained_on(data_of(None, tmp_path, FORMATS["prompt and completion"])) == [" four<|im_end|>", " seven<|im_end|>"]
+    assert trained_on(data_of(None, tmp_path, FORMATS["prompt and completion"])) == [
+        " four<|im_end|>",
+        " seven<|im_end|>",
+    ]
     with pytest.raises(OptionError, match="has prompt and completion, which need a model with a tokenizer, got tiny"):
         read(Setup("tiny", data=str(tmp_path / "chats.jsonl")), 400, own_tokenizer=False)
 
@@ -446,7 +553,9 @@ def test_a_missing_library_is_named_with_its_installation(tmp_path: Path, monkey
 def test_the_tokenizer_is_left_as_it_was(tmp_path: Path) -> None:
     model = model_with(TAGS, tmp_path / "model")
     settings = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(json.dumps({name: value for name, value in settings.items() if name != "pad_token"}))
+    (model / "tokenizer_config.json").write_text(
+        json.dumps({name: value for name, value in settings.items() if name != "pad_token"})
+    )
     setup = replace(setup_of(model, data=written(tmp_path / "chats.jsonl", MESSAGES)), batch=1, sequence=64)
     assert read(setup, 400, own_tokenizer=True).tokenizer.pad_token is None
 
@@ -480,7 +589,9 @@ def test_what_is_read_is_printed_before_the_first_step(tmp_path: Path, capsys: p
 @pytest.mark.parametrize("liger", ["none", "all"])
 def test_a_run_learns_the_answers(liger: str, tmp_path: Path) -> None:
     model = model_with(CHATML, tmp_path / "model")
-    setup = replace(setup_of(model, data=written(tmp_path / "chats.jsonl", MESSAGES * 4), liger=liger, steps=12), sequence=96)
+    setup = replace(
+        setup_of(model, data=written(tmp_path / "chats.jsonl", MESSAGES * 4), liger=liger, steps=12), sequence=96
+    )
     row = run(setup)
     assert row.losses is not None
     assert row.losses[-1] < 0.7 * row.losses[0]

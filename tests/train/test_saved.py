@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seals of checkpoints: whatever is wrong with one, the checkpoint before it is taken, and what is of no use does not pile up."""
+"""Seals of checkpoints: whatever is wrong with one, the checkpoint before it is taken, and what is of no use does not
+pile up."""
 
 from __future__ import annotations
 

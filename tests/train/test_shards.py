@@ -44,7 +44,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 checkpointing_enable = checkpointing.enable
 # Two ranks need a GPU each.
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"))]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")),
+]
 
 
 def enable(model: Any, how: str) -> None:
@@ -56,7 +59,11 @@ def enable(model: Any, how: str) -> None:
 
 def ways(device: str) -> dict[str, dict[str, Any]]:
     """FSDP2 pins host memory for a GPU, and ring attention on GPUs does not support float32."""
-    return {way: options for way, options in WAYS.items() if way != ("cp" if device == "cuda" else "fsdp2-offload-parameters")}
+    return {
+        way: options
+        for way, options in WAYS.items()
+        if way != ("cp" if device == "cuda" else "fsdp2-offload-parameters")
+    }
 
 
 def work(rank: int, folder: str, device: str) -> None:
@@ -87,7 +94,8 @@ def work(rank: int, folder: str, device: str) -> None:
 
 
 def four(rank: int, folder: str) -> None:
-    """One of four processes: two ranks of tensor parallelism, and over them FSDP2 on other sequences, or on the other half of each."""
+    """One of four processes: two ranks of tensor parallelism, and over them FSDP2 on other sequences, or on the other
+    half of each."""
     torch.set_num_threads(1)
     gc.freeze()
     found = {}
@@ -123,7 +131,9 @@ def is_there(way: str, trained: Trained) -> None:
 
 
 @pytest.fixture(scope="module", params=DEVICES, ids=["gloo", "nccl"])
-def losses(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, list[float]]]]:
+def losses(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, dict[str, list[float]]]]:
     """By rank: way → liger → losses."""
     folder = tmp_path_factory.mktemp("shards")
     saved_model(folder / "model")

@@ -45,7 +45,8 @@ def test_a_run_has_the_losses_of_transformers(small: Setup, monkeypatch: pytest.
 def test_a_plan_counts_no_logits_for_a_smoothed_loss() -> None:
     setup = Setup("tiny", batch=4, sequence=128, device="cpu", precision="fp32", checkpoint="none")
     plain, fused, logits = (
-        predict(replace(setup, set=words, liger=liger)) for words, liger in [("", "all"), (SMOOTHED, "all"), (SMOOTHED, "none")]
+        predict(replace(setup, set=words, liger=liger))
+        for words, liger in [("", "all"), (SMOOTHED, "all"), (SMOOTHED, "none")]
     )
     assert fused.peak_bytes == pytest.approx(plain.peak_bytes, rel=1e-3)
     assert (fused.held[LOGITS] == plain.held[LOGITS], logits.peak_bytes > 1.5 * fused.peak_bytes) == (True, True)
@@ -54,7 +55,13 @@ def test_a_plan_counts_no_logits_for_a_smoothed_loss() -> None:
 @pytest.fixture
 def bart(small: Setup, tmp_path: Path) -> Setup:
     """A model whose forward computes its loss itself."""
-    sizes = {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "vocab_size": 4000}
+    sizes = {
+        "d_model": 32,
+        "decoder_layers": 1,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 64,
+        "vocab_size": 4000,
+    }
     AutoModelForCausalLM.from_config(AutoConfig.for_model("bart", **sizes)).save_pretrained(tmp_path)
     return replace(small, model=str(tmp_path), random_weights=True, set=SMOOTHED)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--checkpoint auto` spends the memory that is left, and never more; what a layer keeps does not change what it learns."""
+"""`--checkpoint auto` spends the memory that is left, and never more; what a layer keeps does not change what it
+learns."""
 
 from __future__ import annotations
 
@@ -19,7 +20,17 @@ from liger_bench import checkpointing
 from liger_bench.checkpointing import Keeps
 from liger_train.model import build
 from liger_train.setup import Setup
-from liger_train.train.spending import EXPOSED, HIDDEN, MARGIN, RECOMPUTES, Seen, Spending, SpendMemory, inputs_to_offload, splits
+from liger_train.train.spending import (
+    EXPOSED,
+    HIDDEN,
+    MARGIN,
+    RECOMPUTES,
+    Seen,
+    Spending,
+    SpendMemory,
+    inputs_to_offload,
+    splits,
+)
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -205,10 +216,16 @@ def trained(model: Any) -> tuple[float, dict[str, torch.Tensor], int]:
         with FlopCounterMode(display=False) as operations:
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
-    return float(loss.detach()), {name: weight.grad for name, weight in model.named_parameters()}, operations.get_total_flops()
+    return (
+        float(loss.detach()),
+        {name: weight.grad for name, weight in model.named_parameters()},
+        operations.get_total_flops(),
+    )
 
 
-@pytest.mark.parametrize("kept", [(Keeps.MATMULS, Keeps.MATMULS), (Keeps.INPUT, Keeps.MATMULS), (Keeps.MATMULS, Keeps.ALL)])
+@pytest.mark.parametrize(
+    "kept", [(Keeps.MATMULS, Keeps.MATMULS), (Keeps.INPUT, Keeps.MATMULS), (Keeps.MATMULS, Keeps.ALL)]
+)
 def test_what_a_layer_keeps_changes_neither_loss_nor_gradients(kept: tuple[Keeps, ...]) -> None:
     loss, gradients, _ = trained(model_that_keeps(Keeps.ALL, Keeps.ALL))
     again, those, _ = trained(model_that_keeps(*kept))
@@ -218,7 +235,9 @@ def test_what_a_layer_keeps_changes_neither_loss_nor_gradients(kept: tuple[Keeps
 
 
 def test_kept_matmul_outputs_are_not_recomputed() -> None:
-    every, products, nothing = (trained(model_that_keeps(what, what))[2] for what in (Keeps.ALL, Keeps.MATMULS, Keeps.INPUT))
+    every, products, nothing = (
+        trained(model_that_keeps(what, what))[2] for what in (Keeps.ALL, Keeps.MATMULS, Keeps.INPUT)
+    )
     assert every == products < nothing
 
 
@@ -287,7 +306,9 @@ class Simulated:
         return notes
 
 
-@pytest.mark.parametrize(("size", "expected"), [(10_000, [Keeps.ALL] * 2), (1309, [Keeps.MATMULS] * 2), (1100, [Keeps.INPUT] * 2)])
+@pytest.mark.parametrize(
+    ("size", "expected"), [(10_000, [Keeps.ALL] * 2), (1309, [Keeps.MATMULS] * 2), (1100, [Keeps.INPUT] * 2)]
+)
 def test_the_layers_of_a_model_are_moved_while_it_trains(size: int, expected: list[Keeps]) -> None:
     model = model_that_keeps(Keeps.INPUT, Keeps.INPUT)
     memory = Simulated(model, size)

@@ -53,7 +53,11 @@ def test_a_run_returns_its_row(one_place: dict[int, Measured[Row]]) -> None:
 
 def test_memory_that_runs_out_is_a_result(one_place: dict[int, Measured[Row]]) -> None:
     row = one_place[OUT_OF_MEMORY].row
-    assert (row.out_of_memory, row.failed, row.reason) == (True, False, "out of memory: Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB.")
+    assert (row.out_of_memory, row.failed, row.reason) == (
+        True,
+        False,
+        "out of memory: Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB.",
+    )
 
 
 def test_a_killed_run_is_a_failure_and_the_others_continue(one_place: dict[int, Measured[Row]]) -> None:
@@ -118,14 +122,19 @@ def test_runs_larger_than_one_that_ran_out_of_memory_can_be_skipped() -> None:
 @pytest.mark.parametrize("other", [{"liger": "none"}, {"sequence": 512}, {"checkpoint": "full"}, {"memory_limit": 1}])
 def test_smaller_and_other_runs_are_not_skipped(other: dict[str, Any]) -> None:
     assert hopeless(cells(TINY, {"batch": [2]}, ["all"])[0], [row_of(TINY, WHERE, {"out_of_memory": True})])
-    changed = Setup(**({"model": "tiny", "device": "cpu", "precision": "fp32", "checkpoint": "none", "batch": 2} | other))
+    changed = Setup(
+        **({"model": "tiny", "device": "cpu", "precision": "fp32", "checkpoint": "none", "batch": 2} | other)
+    )
     assert hopeless(changed, [row_of(TINY, WHERE, {"out_of_memory": True})]) == ""
 
 
 def test_several_sweeps_give_every_combination_small_ones_first() -> None:
     found = cells(TINY, swept(["batch=4,1", "checkpoint=none,full"]), strategies_of("none,rms_norm+rope"))
     assert [(each.batch, each.checkpoint, each.liger) for each in found] == [
-        (batch, checkpoint, liger) for batch in (1, 4) for checkpoint in ("none", "full") for liger in ("none", "rms_norm,rope")
+        (batch, checkpoint, liger)
+        for batch in (1, 4)
+        for checkpoint in ("none", "full")
+        for liger in ("none", "rms_norm,rope")
     ]
 
 
@@ -153,7 +162,10 @@ def test_values_have_the_type_of_their_option(option: str, value: list[Any]) -> 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["bach=1,2"], "must be an option and its values, for instance batch=1,4,8, got 'bach=1,2'. Did you mean 'batch'?"),
+        (
+            ["bach=1,2"],
+            "must be an option and its values, for instance batch=1,4,8, got 'bach=1,2'. Did you mean 'batch'?",
+        ),
         (["batch"], "must be an option and its values"),
         (["batch=1,two"], "--sweep batch must have positive numbers, got 'two'"),
         (["batch=0"], "--sweep batch must have positive numbers, got '0'"),
@@ -168,7 +180,9 @@ def test_a_sweep_of_something_else_is_refused(options: list[str], sentence: str)
     assert sentence in str(raised.value)
 
 
-def test_a_resumed_sweep_runs_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_sweep_runs_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked: list[int] = []
 
     def measured(wanted: list[Setup], where: dict[str, str], phase: Callable[[Setup], object], **_: Any) -> Any:
@@ -207,8 +221,12 @@ def test_runs_that_have_to_settle_take_more_steps(monkeypatch: pytest.MonkeyPatc
     assert steps["auto"] == 6
 
 
-@pytest.mark.parametrize("results", [{"failed": True}, {"reason": f"{NOT_RUN}, since"}, {"tokens_per_second": 1.0, "interrupted": True}])
-def test_a_run_without_results_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "results", [{"failed": True}, {"reason": f"{NOT_RUN}, since"}, {"tokens_per_second": 1.0, "interrupted": True}]
+)
+def test_a_run_without_results_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, results: dict[str, Any]
+) -> None:
     asked: list[int] = []
 
     def measured(wanted: list[Setup], where: dict[str, str], **_: Any) -> Any:
@@ -235,7 +253,10 @@ def test_a_run_is_not_compared_with_one_that_ran_out_of_memory(capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--sweep", "batch=1,2", "--liger", "rms_norm,rope"), "--liger cannot be combined with --sweep; give --strategies rms_norm+rope"),
+        (
+            ("--sweep", "batch=1,2", "--liger", "rms_norm,rope"),
+            "--liger cannot be combined with --sweep; give --strategies rms_norm+rope",
+        ),
         (("--sweep", "batch=1,2", "--output", "model"), "--output cannot be combined with --sweep"),
         (("--sweep", "batch=1,2", "--deterministic"), "--deterministic cannot be combined with --sweep"),
         (("--sweep", "batch=1,2", "--resume"), "--sweep with --resume needs --out"),
@@ -246,8 +267,14 @@ def test_a_run_is_not_compared_with_one_that_ran_out_of_memory(capsys: pytest.Ca
         (("--strategies", ""), "--strategies must name values of --liger, for instance none,all, got ''"),
         (("--sweep", "learning-rate=1e-4,nan"), "--learning-rate must be a positive number, got nan"),
         (("--sweep", "seed=1,99999999999"), "--seed must be from 0 to 4294967295, got 99999999999"),
-        (("--sweep", "memory-limit=24"), "--sweep memory_limit must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB?"),
-        (("--sweep", "batch=1", "--data", "no/such/file"), "--data must be a file, a folder, a dataset saved by datasets, or library"),
+        (
+            ("--sweep", "memory-limit=24"),
+            "--sweep memory_limit must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB?",
+        ),
+        (
+            ("--sweep", "batch=1", "--data", "no/such/file"),
+            "--data must be a file, a folder, a dataset saved by datasets, or library",
+        ),
         (("--snapshot", "--profile", "--out", "results"), "need the same profiler on the CPU"),
         (("--sweep", "precision=fp32,fp17"), "fp17"),
     ],
@@ -305,5 +332,6 @@ def test_ranks_are_started_as_a_user_starts_them(tmp_path: Path, monkeypatch: py
     assert found.row.tokens_per_second == 5.0
     line = " ".join(started[0])
     assert (
-        "-m torch.distributed.run --standalone --nproc-per-node 2 -m liger_core train --model tiny --batch 4 --shard zero2 --out " in line
+        "-m torch.distributed.run --standalone --nproc-per-node 2 -m liger_core train --model tiny --batch 4 --shard "
+        "zero2 --out " in line
     )

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every technique that runs on the CPU trains a model to the same losses with and without Liger, and rejects what it cannot be combined with."""
+"""Every technique that runs on the CPU trains a model to the same losses with and without Liger, and rejects what it
+cannot be combined with."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from train.training import Trained, saved_model, setup_of, twice
 
 PROJECT = Path(__file__).parents[2] / "packages" / "liger-train" / "pyproject.toml"
 VALUES = {NUMBER: "1", LIST: "rms_norm,rope"}
-# What roundings may make of a loss. GaLore's singular vectors are decided by rounding where a gradient has fewer tokens than its rank.
+# What roundings may make of a loss. GaLore's singular vectors are decided by rounding where a gradient has fewer tokens
+# than its rank.
 ALLOWED = {"bf16": 2e-2, "fp16": 5e-3, "bf16-pure": 4e-2, "galore": 1e-3, "galore-layerwise": 1e-3, "galore-8bit": 5e-3}
 # They compile for half a minute: tests/train/techniques_that_compile.py has the optimizers, test_float8.py the rest.
 COMPILED = ("adamw-torchao-8bit", "adamw-torchao-4bit", *RECIPES)
@@ -47,11 +49,14 @@ def value_of(technique: Technique) -> str:
 
 
 def alone(technique: Technique) -> bool:
-    """Whether it runs in one process; shards and what they offload need two, in test_shards.py, as do parallel layers and sequences.
+    """Whether it runs in one process; shards and what they offload need two, in test_shards.py, as do parallel layers
+    and sequences.
 
     test_compile.py has what is compiled.
     """
-    return technique.option not in ("shard", "tp", "cp", "offload", "liger", "compile") and technique.value not in COMPILED
+    return (
+        technique.option not in ("shard", "tp", "cp", "offload", "liger", "compile") and technique.value not in COMPILED
+    )
 
 
 @pytest.mark.matrix
@@ -85,15 +90,24 @@ def is_there(technique: Technique, trained: Trained) -> None:
         package = type(optimizer).__module__.partition(".")[0].replace("_", "-")
         assert package == technique.implemented_by.split(",")[0].lower()
     if technique.option == "optimizer" and "8bit" in technique.value:
-        assert any(state.dtype == torch.uint8 for of in optimizer.state.values() for state in of.values() if torch.is_tensor(state))
+        assert any(
+            state.dtype == torch.uint8
+            for of in optimizer.state.values()
+            for state in of.values()
+            if torch.is_tensor(state)
+        )
     if technique.option == "adapter" and technique.value != "none":
-        assert {("lora_" in name, p.dtype) for name, p in model.named_parameters() if p.requires_grad} == {(True, torch.float32)}
+        assert {("lora_" in name, p.dtype) for name, p in model.named_parameters() if p.requires_grad} == {
+            (True, torch.float32)
+        }
     if technique.value == "qlora":
         assert any(type(p).__name__ == "Params4bit" for p in model.parameters())
     if technique.option == "precision":
         expected = torch.bfloat16 if technique.value == "bf16-pure" else torch.float32
         assert {p.dtype for p in model.parameters()} == {expected}
-        assert trained.trainer.accelerator.mixed_precision == {"bf16": "bf16", "fp16": "fp16"}.get(technique.value, "no")
+        assert trained.trainer.accelerator.mixed_precision == {"bf16": "bf16", "fp16": "fp16"}.get(
+            technique.value, "no"
+        )
     if technique.option == "mlp":
         assert ("2 gated MLPs compute at most 12 rows at once." in trained.built.notes) == (technique.value == "tiled")
     if technique.option == "checkpoint":
@@ -198,34 +212,80 @@ MISUSES = [
     ({"sequence": 1}, "--sequence must be from 2 to 16777216, got 1", ""),
     ({"precision": "fp16", "device": "cpu"}, "--precision fp16 needs --device cuda, got cpu: accelerate", ""),
     ({"checkpoint": "auto", "device": "cpu"}, "--checkpoint auto needs --device cuda, got cpu", ""),
-    ({"offload": "optimizer"}, "--offload optimizer needs --shard zero1, zero2 or zero3, also on one GPU, got none", ""),
-    ({"offload": "optimizer", "shard": "fsdp2"}, "--offload optimizer must be --offload parameters for --shard fsdp2", ""),
-    ({"offload": "parameters", "shard": "zero2"}, "--offload parameters needs --shard zero3 or fsdp2, also on one GPU, got zero2", ""),
-    ({"offload": "parameters", "shard": "fsdp2", "device": "cpu"}, "needs --device cuda for --shard fsdp2", "use --shard zero3"),
+    (
+        {"offload": "optimizer"},
+        "--offload optimizer needs --shard zero1, zero2 or zero3, also on one GPU, got none",
+        "",
+    ),
+    (
+        {"offload": "optimizer", "shard": "fsdp2"},
+        "--offload optimizer must be --offload parameters for --shard fsdp2",
+        "",
+    ),
+    (
+        {"offload": "parameters", "shard": "zero2"},
+        "--offload parameters needs --shard zero3 or fsdp2, also on one GPU, got zero2",
+        "",
+    ),
+    (
+        {"offload": "parameters", "shard": "fsdp2", "device": "cpu"},
+        "needs --device cuda for --shard fsdp2",
+        "use --shard zero3",
+    ),
     ({"offload": "nvme", "shard": "zero3"}, "--offload nvme needs --nvme-folder", ""),
     ({"offload": "nvme", "shard": "zero3", "nvme_folder": "/not/there"}, "needs an existing folder", ""),
-    ({"precision": "bf16-pure", "shard": "zero2"}, "--precision bf16-pure cannot be combined with --shard zero2", "use --precision bf16"),
-    ({"optimizer": "galore", "shard": "zero1"}, "--optimizer galore cannot be combined with --shard zero1", "use --optimizer adamw"),
-    ({"optimizer": "adamw-8bit", "shard": "zero2", "offload": "optimizer"}, "--optimizer adamw-8bit cannot be combined with --offload", ""),
-    ({"optimizer": "adamw-torchao-8bit", "shard": "zero2"}, "--optimizer adamw-torchao-8bit cannot be combined with --shard zero2", ""),
+    (
+        {"precision": "bf16-pure", "shard": "zero2"},
+        "--precision bf16-pure cannot be combined with --shard zero2",
+        "use --precision bf16",
+    ),
+    (
+        {"optimizer": "galore", "shard": "zero1"},
+        "--optimizer galore cannot be combined with --shard zero1",
+        "use --optimizer adamw",
+    ),
+    (
+        {"optimizer": "adamw-8bit", "shard": "zero2", "offload": "optimizer"},
+        "--optimizer adamw-8bit cannot be combined with --offload",
+        "",
+    ),
+    (
+        {"optimizer": "adamw-torchao-8bit", "shard": "zero2"},
+        "--optimizer adamw-torchao-8bit cannot be combined with --shard zero2",
+        "",
+    ),
     ({"optimizer": "galore-layerwise", "accumulation": 2}, "supports neither --accumulation 2", "use galore"),
     ({"tp": 2}, "the number of ranks must be a multiple of --tp × --cp, got 2 × 1 and 1 rank", "run it under torchrun"),
     ({"cp": 0}, "--cp must be from 1 to 2147483647, got 0", ""),
     ({"tp": 2, "ranks": 2, "shard": "zero3"}, "--tp 2 cannot be combined with --shard zero3", "use --shard fsdp2"),
     ({"tp": 2, "ranks": 4}, "--tp 2 needs --shard fsdp2", "over the 2 other ranks, got none"),
     ({"tp": 2, "ranks": 2, "shard": "fsdp2"}, "--tp 2 leaves no ranks for --shard fsdp2", "use --shard none"),
-    ({"tp": 2, "ranks": 4, "shard": "fsdp2", "offload": "parameters"}, "--tp 2 cannot be combined with --offload parameters", ""),
+    (
+        {"tp": 2, "ranks": 4, "shard": "fsdp2", "offload": "parameters"},
+        "--tp 2 cannot be combined with --offload parameters",
+        "",
+    ),
     ({"tp": 2, "ranks": 2, "optimizer": "adafactor"}, "--tp 2 needs --optimizer adamw, got adafactor", ""),
     ({"tp": 2, "ranks": 2, "adapter": "lora"}, "--tp 2 cannot be combined with --adapter lora", "use --adapter none"),
     ({"tp": 4, "ranks": 4}, "--tp 4 must divide the 2 key heads of tiny", ""),
     ({"cp": 2, "ranks": 2}, "--cp 2 needs --shard fsdp2", ""),
-    ({"cp": 2, "ranks": 2, "shard": "fsdp2", "sequence": 1026}, "--cp 2 needs a --sequence that is a multiple of 4", ""),
+    (
+        {"cp": 2, "ranks": 2, "shard": "fsdp2", "sequence": 1026},
+        "--cp 2 needs a --sequence that is a multiple of 4",
+        "",
+    ),
     ({"cp": 2, "ranks": 2, "shard": "fsdp2", "precision": "fp32"}, "--cp 2 needs --precision bf16", ""),
-    ({"adapter": "qlora", "shard": "zero3"}, "--adapter qlora cannot be combined with --shard zero3", "use --adapter lora"),
+    (
+        {"adapter": "qlora", "shard": "zero3"},
+        "--adapter qlora cannot be combined with --shard zero3",
+        "use --adapter lora",
+    ),
 ]
 
 
-def test_newer_transformers_are_refused_that_shard_over_tensor_parallelism_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newer_transformers_are_refused_that_shard_over_tensor_parallelism_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     both = Setup("tiny", tp=2, ranks=4, shard="fsdp2")
     monkeypatch.setattr(combinations, "_transformers_shards_both", lambda: False)
     techniques.check(both)
@@ -234,7 +294,9 @@ def test_newer_transformers_are_refused_that_shard_over_tensor_parallelism_thems
         techniques.check(both)
 
 
-@pytest.mark.parametrize(("options", "sentence", "advice"), MISUSES, ids=lambda value: " ".join(map(str, value)) if value else "-")
+@pytest.mark.parametrize(
+    ("options", "sentence", "advice"), MISUSES, ids=lambda value: " ".join(map(str, value)) if value else "-"
+)
 def test_an_unsupported_setup_is_an_error_before_anything_is_loaded(
     options: dict[str, object], sentence: str, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +309,9 @@ def test_an_unsupported_setup_is_an_error_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("technique", [t for t in ALL if t.packages], ids=lambda t: f"{t.option}-{t.value}")
-def test_a_missing_package_is_named_with_what_installs_it(technique: Technique, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_what_installs_it(
+    technique: Technique, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     setup = Setup("tiny", **{technique.option: technique.value})
     with pytest.raises(OptionError, match=f"pip install {' '.join(technique.packages)}$"):
@@ -263,7 +327,9 @@ def test_the_error_of_a_technique_for_gpus_has_the_reason() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1", ""], ids=["a name on the hub", "a folder without a model"])
-def test_a_model_that_cannot_be_found_raises_a_clear_error(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_found_raises_a_clear_error(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("liger_hf.hub.hub_is_reachable", lambda: False)
     with pytest.raises(OptionError, match="train: --model must be tiny, ") as raised:
         config_of(Setup(name or str(tmp_path)))
@@ -308,7 +374,9 @@ class TestTheSettingsOfDeepSpeed:
         assert found["offload_param"]["max_in_cpu"] == 0  # type: ignore[index]
         assert found["stage3_max_reuse_distance"] == found["stage3_prefetch_bucket_size"] == 0  # type: ignore[index]
 
-    def test_of_the_handlers_of_its_log_only_its_own_one_is_led_away_from_standard_output(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_of_the_handlers_of_its_log_only_its_own_one_is_led_away_from_standard_output(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         logger = pytest.importorskip("deepspeed.utils").logger
 
         class Kept(logging.StreamHandler[TextIO]):

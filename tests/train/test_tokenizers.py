@@ -18,7 +18,8 @@ from liger_train.train.data import read
 pytestmark = pytest.mark.cpu
 
 NO_FILE = "there is no tokenizer.json"
-# Model type and tokenizer_config.json. Transformers raises for some, and makes a tokenizer of special tokens for others.
+# Model type and tokenizer_config.json. Transformers raises for some, and makes a tokenizer of special tokens for
+# others.
 WITHOUT: dict[str, tuple[str, dict[str, str] | None]] = {
     "weights only, an error": ("llama", None),
     "weights only, one token": ("qwen3", None),
@@ -43,7 +44,10 @@ def test_weights_without_a_tokenizer_are_refused_before_the_text_is_read(
 ) -> None:
     folder = folder_of(tmp_path, model_type, settings)
     monkeypatch.setattr(data, "_documents", lambda *_: pytest.fail("the text was read"))
-    with pytest.raises(OptionError, match=f"train: --model must have a tokenizer, got {folder}, whose .*: {NO_FILE}; save one there with"):
+    with pytest.raises(
+        OptionError,
+        match=f"train: --model must have a tokenizer, got {folder}, whose .*: {NO_FILE}; save one there with",
+    ):
         read(replace(small, model=str(folder)), vocabulary=400, own_tokenizer=True)
 
 
@@ -57,7 +61,9 @@ def test_a_tokenizer_that_lost_its_words_is_refused(small: Setup, model: Path, t
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer.model", "vocab.json"])
-def test_a_damaged_tokenizer_is_refused_with_the_reason_of_transformers(file: str, small: Setup, tmp_path: Path) -> None:
+def test_a_damaged_tokenizer_is_refused_with_the_reason_of_transformers(
+    file: str, small: Setup, tmp_path: Path
+) -> None:
     folder = folder_of(tmp_path, "gpt2" if file == "vocab.json" else "llama")
     (folder / file).write_bytes(b"half of a file")
     (folder / "merges.txt").touch()
@@ -66,7 +72,9 @@ def test_a_damaged_tokenizer_is_refused_with_the_reason_of_transformers(file: st
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_random_weights_without_a_tokenizer_learn_one_of_the_text(model_type: str, small: Setup, tmp_path: Path) -> None:
+def test_random_weights_without_a_tokenizer_learn_one_of_the_text(
+    model_type: str, small: Setup, tmp_path: Path
+) -> None:
     folder = folder_of(tmp_path, model_type)
     trained = read(replace(small, model=str(folder), random_weights=True), vocabulary=400, own_tokenizer=True)
     assert trained.notes == [f"The tokenizer of {folder} cannot be loaded ({NO_FILE}), so one was trained on the text."]

@@ -94,7 +94,9 @@ def test_micro_batches_make_up_the_loss_of_their_step(small: Setup, row: Row) ->
 
 
 @pytest.mark.parametrize("parts", [2, 3])
-def test_a_batch_in_parts_has_the_losses_of_the_whole(parts: int, small: Setup, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_in_parts_has_the_losses_of_the_whole(
+    parts: int, small: Setup, row: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Spender(TrainerCallback):
         pass
 
@@ -107,7 +109,9 @@ def test_the_first_two_steps_are_not_timed(small: Setup) -> None:
     assert run(replace(small, steps=2)).tokens_per_second is None
 
 
-def test_once_fewer_layers_are_recomputed_the_timing_restarts(small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_once_fewer_layers_are_recomputed_the_timing_restarts(
+    small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Spender(TrainerCallback):
         parts = 1
 
@@ -139,7 +143,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, liger: InProcess, *arguments: str) ->
     monkeypatch.setattr(command, "_trained", trained)
     # The text need not be here.
     monkeypatch.setattr(command, "check_source", lambda source: None)
-    monkeypatch.setattr(machine, "measurable_device", lambda name, device: torch.device("cpu" if device == "cpu" else "cuda"))
+    monkeypatch.setattr(
+        machine, "measurable_device", lambda name, device: torch.device("cpu" if device == "cpu" else "cuda")
+    )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     code, said = liger("train", *arguments)
@@ -178,7 +184,9 @@ def asked(monkeypatch: pytest.MonkeyPatch, liger: InProcess, *arguments: str) ->
     ],
     ids=["bare", "cpu", "cpu_with_the_choices_of_a_gpu", "every_option"],
 )
-def test_the_command_of_a_setup_trains_that_setup(monkeypatch: pytest.MonkeyPatch, liger: InProcess, setup: Setup) -> None:
+def test_the_command_of_a_setup_trains_that_setup(
+    monkeypatch: pytest.MonkeyPatch, liger: InProcess, setup: Setup
+) -> None:
     # Some of these cannot be combined.
     monkeypatch.setattr(techniques, "check", lambda setup: None)
     words = shlex.split(setup.command())
@@ -194,7 +202,9 @@ def documented() -> list[tuple[int, list[str]]]:
     return [(int(each[1] or 1), shlex.split(each[2])) for each in found if each]
 
 
-@pytest.mark.parametrize(("number", "arguments"), documented(), ids=lambda part: " ".join(part) if isinstance(part, list) else "")
+@pytest.mark.parametrize(
+    ("number", "arguments"), documented(), ids=lambda part: " ".join(part) if isinstance(part, list) else ""
+)
 def test_the_documented_commands_are_understood(
     monkeypatch: pytest.MonkeyPatch, liger: InProcess, tmp_path: Path, number: int, arguments: list[str]
 ) -> None:
@@ -204,10 +214,14 @@ def test_the_documented_commands_are_understood(
     assert asked(monkeypatch, liger, *arguments)[0].model == arguments[1]
 
 
-def test_the_defaults_on_a_gpu_are_bf16_checkpointing_and_liger_and_are_printed(monkeypatch: pytest.MonkeyPatch, liger: InProcess) -> None:
+def test_the_defaults_on_a_gpu_are_bf16_checkpointing_and_liger_and_are_printed(
+    monkeypatch: pytest.MonkeyPatch, liger: InProcess
+) -> None:
     setup, options, said = asked(monkeypatch, liger, "--model", "llama-3.2-1b", "--data", "text.txt")
     assert (setup.device, setup.precision, setup.checkpoint, setup.liger) == ("cuda", "bf16", "full", "all")
-    assert options["notes"] == ["Defaults for NVIDIA Test: --device cuda, --liger all, --precision bf16, --checkpoint full."]
+    assert options["notes"] == [
+        "Defaults for NVIDIA Test: --device cuda, --liger all, --precision bf16, --checkpoint full."
+    ]
     assert options["notes"][0] in said
 
 
@@ -238,7 +252,10 @@ def test_given_options_are_not_printed_as_defaults(monkeypatch: pytest.MonkeyPat
         (("--save-every", "2"), "--save-every needs --output"),
         (("--memory-limit", "24GiB"), "--memory-limit needs a GPU, got --device cpu"),
         (("--optimizer", "adam"), "--optimizer must be one of"),
-        (("--data", "no/such/file"), "--data must be a file, a folder, a dataset saved by datasets, or library, got no/such/file"),
+        (
+            ("--data", "no/such/file"),
+            "--data must be a file, a folder, a dataset saved by datasets, or library, got no/such/file",
+        ),
         (("--data", "/dev/null"), "got /dev/null, which is neither a file nor a folder; write what it gives to a file"),
     ],
 )
@@ -287,21 +304,26 @@ def test_a_folder_is_read_in_order_and_its_binary_files_are_named(small: Setup, 
 @pytest.mark.parametrize("content", [b"\x89PNG\0\1", b""], ids=["binary", "empty"])
 def test_a_file_that_is_not_text_raises_a_clear_error(small: Setup, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "file").write_bytes(content)
-    with pytest.raises(OptionError, match=r"--data must be a file of text, got .*file, which is empty, binary or cannot be read"):
+    with pytest.raises(
+        OptionError, match=r"--data must be a file of text, got .*file, which is empty, binary or cannot be read"
+    ):
         data_of(small, tmp_path / "file")
 
 
 def test_a_folder_of_binary_files_raises_a_clear_error(small: Setup, tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(b"\0")
     with pytest.raises(
-        OptionError, match=r"--data must hold text, got .*, which has none; Files in .* that are not text were skipped: image.png"
+        OptionError,
+        match=r"--data must hold text, got .*, which has none; Files in .* that are not text were skipped: image.png",
     ):
         data_of(small, tmp_path)
 
 
 def test_too_short_a_text_raises_a_clear_error(small: Setup, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("short")
-    with pytest.raises(OptionError, match=r"the text must have at least the 4 × 16 tokens of a step, got [0-9]+ from .*; use more text"):
+    with pytest.raises(
+        OptionError, match=r"the text must have at least the 4 × 16 tokens of a step, got [0-9]+ from .*; use more text"
+    ):
         data_of(small, tmp_path / "file", accumulation=2)
 
 
@@ -318,7 +340,9 @@ def short_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of a cache of its own, and a standard library of a few files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        text_of_runs, "library", lambda limit: [f"def function_{i}(argument):\n    return argument\n" * 20 for i in range(9)]
+        text_of_runs,
+        "library",
+        lambda limit: [f"def function_{i}(argument):\n    return argument\n" * 20 for i in range(9)],
     )
     return tmp_path / "cache" / "liger"
 
@@ -338,7 +362,10 @@ def test_the_tokens_of_the_standard_library_are_kept_for_later_runs(
     assert torch.equal(second.sequences, first.sequences)
     assert second.digest == first.digest
     assert second.tokenizer.backend_tokenizer.to_str() == first.tokenizer.backend_tokenizer.to_str()
-    assert (second.tokenizer.eos_token, second.tokenizer.pad_token) == (first.tokenizer.eos_token, first.tokenizer.pad_token)
+    assert (second.tokenizer.eos_token, second.tokenizer.pad_token) == (
+        first.tokenizer.eos_token,
+        first.tokenizer.pad_token,
+    )
 
 
 def test_a_damaged_cache_is_made_again(small: Setup, short_library: Path) -> None:
@@ -354,7 +381,9 @@ def test_a_cache_that_cannot_be_written_is_none(small: Setup, short_library: Pat
     assert read_library(small).sequences.numel() > 0
 
 
-def test_another_text_or_vocabulary_has_tokens_of_its_own(small: Setup, short_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_text_or_vocabulary_has_tokens_of_its_own(
+    small: Setup, short_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read_library(small)
     read(replace(small, data="library"), vocabulary=350, own_tokenizer=False)
     monkeypatch.setattr(text_of_runs, "library", lambda limit: ["other words\n" * 400])
@@ -364,7 +393,10 @@ def test_another_text_or_vocabulary_has_tokens_of_its_own(small: Setup, short_li
 
 def test_the_train_split_of_a_saved_dataset_is_read(small: Setup, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    parts = {name: datasets.Dataset.from_dict({"number": [1] * 9, "text": [f"{name} words "] * 9}) for name in ("test", "train")}
+    parts = {
+        name: datasets.Dataset.from_dict({"number": [1] * 9, "text": [f"{name} words "] * 9})
+        for name in ("test", "train")
+    }
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
     data = data_of(small, tmp_path / "saved", sequence=8)
     assert "train words" in data.tokenizer.decode(data.sequences.flatten())
@@ -381,7 +413,9 @@ def test_a_model_with_a_tokenizer_is_trained_on_its_own_tokens(small: Setup, mod
     own = data_of(small, text).tokenizer
     own.add_special_tokens({"eos_token": "<end>"})
     own.save_pretrained(tmp_path / "model")
-    data = read(replace(small, model=str(tmp_path / "model"), data=str(text), batch=1), vocabulary=400, own_tokenizer=True)
+    data = read(
+        replace(small, model=str(tmp_path / "model"), data=str(text), batch=1), vocabulary=400, own_tokenizer=True
+    )
     assert data.notes == []
     assert data.tokenizer.eos_token == "<end>"
     with pytest.raises(OptionError, match="the tokens must be below 100"):
@@ -389,7 +423,9 @@ def test_a_model_with_a_tokenizer_is_trained_on_its_own_tokens(small: Setup, mod
 
 
 @pytest.mark.parametrize("adapter", ["none", "qlora"])
-def test_a_config_is_enough_to_train_from_random_weights(adapter: str, small: Setup, model: Path, tmp_path: Path) -> None:
+def test_a_config_is_enough_to_train_from_random_weights(
+    adapter: str, small: Setup, model: Path, tmp_path: Path
+) -> None:
     if adapter == "qlora":
         pytest.importorskip("bitsandbytes")
         pytest.importorskip("peft")
@@ -398,7 +434,9 @@ def test_a_config_is_enough_to_train_from_random_weights(adapter: str, small: Se
     with pytest.raises(OptionError, match=r"there is no tokenizer\.json; .*, or use --random-weights"):
         run(bare)
     (tmp_path / "tokenizer.json").write_text((model / "tokenizer.json").read_text())
-    with pytest.raises(OptionError, match=r"no file named model\.safetensors.*; --random-weights takes only its config\."):
+    with pytest.raises(
+        OptionError, match=r"no file named model\.safetensors.*; --random-weights takes only its config\."
+    ):
         run(bare)
     one, same, other = (run(replace(bare, random_weights=True, seed=seed)) for seed in (0, 0, 1))
     assert not one.failed, one.reason
@@ -444,7 +482,9 @@ def test_two_ranks_are_one_run_with_one_row(small: Setup, row: Row, tmp_path: Pa
     both = replace(small, batch=1, ranks=2)
     launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", *both.command().split()[1:]]
     command = [*launched, "--out", str(tmp_path), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr
     (printed,) = json.loads(done.stdout)["rows"]
     assert json.loads((tmp_path / "train.json").read_text()) == [printed]
@@ -457,7 +497,10 @@ def test_two_ranks_are_one_run_with_one_row(small: Setup, row: Row, tmp_path: Pa
 def test_the_output_of_deepspeed_is_not_among_the_results(small: Setup, row: Row) -> None:
     pytest.importorskip("deepspeed")
     # DeepSpeed's own AdamW is compiled for most of a minute.
-    script = "from liger_train import zero; zero.adam_problem = lambda: 'not compiled here'; from liger_core.commands import main; main()"
+    script = (
+        "from liger_train import zero; zero.adam_problem = lambda: 'not compiled here'; from liger_core.commands "
+        "import main; main()"
+    )
     sharded = replace(small, shard="zero3", offload="parameters")
     done = forks.run(script, *sharded.command().split()[1:], "--json")
     assert done.returncode == 0, done.stderr

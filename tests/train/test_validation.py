@@ -42,7 +42,9 @@ def test_held_out_sequences_are_spread_over_the_text_and_never_trained_on(small:
 
 
 @pytest.mark.parametrize("liger", ["none", "all"])
-def test_the_validation_loss_is_that_of_the_trained_model_on_held_out_text(small: Setup, tmp_path: Path, liger: str) -> None:
+def test_the_validation_loss_is_that_of_the_trained_model_on_held_out_text(
+    small: Setup, tmp_path: Path, liger: str
+) -> None:
     setup = replace(small, validation=0.05, liger=liger)
     row = run(setup, export=tmp_path)
     held = read(setup, 400, False).held
@@ -63,10 +65,17 @@ def chats(tmp_path: Path) -> Setup:
     words = ["two", "four", "and", "three", "seven", "of", "course", "what", "is"]
     draw = random.Random(0)
     rows = [
-        {"messages": [USER, {"role": "assistant", "content": " ".join(draw.choices(words, k=draw.choice([1, 2, 9, 10])))}]}
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": " ".join(draw.choices(words, k=draw.choice([1, 2, 9, 10])))},
+            ]
+        }
         for _ in range(40)
     ]
-    setup = setup_of(model, data=written(tmp_path / "chats.jsonl", rows), steps=1, learning_rate=1e-12, validation=0.175)
+    setup = setup_of(
+        model, data=written(tmp_path / "chats.jsonl", rows), steps=1, learning_rate=1e-12, validation=0.175
+    )
     return replace(setup, batch=1, sequence=96)
 
 
@@ -81,11 +90,17 @@ def mean_over_tokens(setup: Setup) -> float:
 
 @pytest.mark.parametrize("liger", ["none", "all"])
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("options", [{"batch": 1}, {"batch": 2}, {"batch": 4, "accumulation": 2}, {"batch": 9}], ids=str)
-def test_it_is_the_mean_over_all_tokens_with_labels(options: dict[str, int], packing: bool, liger: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [{"batch": 1}, {"batch": 2}, {"batch": 4, "accumulation": 2}, {"batch": 9}], ids=str
+)
+def test_it_is_the_mean_over_all_tokens_with_labels(
+    options: dict[str, int], packing: bool, liger: str, tmp_path: Path
+) -> None:
     setup = replace(chats(tmp_path), liger=liger, packing=packing, **options)  # type: ignore[arg-type]
     # The same documents are held out.
-    assert run(setup).validation_loss == pytest.approx(mean_over_tokens(replace(setup, batch=1, packing=False)), rel=1e-6)
+    assert run(setup).validation_loss == pytest.approx(
+        mean_over_tokens(replace(setup, batch=1, packing=False)), rel=1e-6
+    )
 
 
 def on_a_rank(rank: int, setup: Setup, folder: str) -> None:
@@ -122,7 +137,10 @@ def test_a_run_without_it_has_none(small: Setup) -> None:
     [
         ({"validation": 1.0}, "--validation must be from 0 to below 1, got 1"),
         ({"set": "eval_steps=2"}, "--set eval_steps needs --validation"),
-        ({"validation": 0.1, "set": "per_device_eval_batch_size=2"}, "cannot set per_device_eval_batch_size; it is that of --batch"),
+        (
+            {"validation": 0.1, "set": "per_device_eval_batch_size=2"},
+            "cannot set per_device_eval_batch_size; it is that of --batch",
+        ),
     ],
 )
 def test_a_validation_that_cannot_be_is_a_clear_error(small: Setup, options: dict[str, object], sentence: str) -> None:

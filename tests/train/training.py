@@ -36,14 +36,24 @@ STEPS = 3
 
 
 def saved_model(folder: Path, **fields: int) -> Path:
-    """Written by Transformers, so that every way of sharding begins with the same weights. `fields` go over those above."""
+    """Written by Transformers, so that every way of sharding begins with the same weights.
+
+    `fields` go over those above.
+    """
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **(FIELDS | fields))).save_pretrained(folder)
     return folder
 
 
 def setup_of(folder: Path, **options: Any) -> Setup:
-    plain = {"precision": "fp32", "checkpoint": "none", "liger": "none", "device": "cpu", "steps": STEPS, "learning_rate": 3e-3}
+    plain = {
+        "precision": "fp32",
+        "checkpoint": "none",
+        "liger": "none",
+        "device": "cpu",
+        "steps": STEPS,
+        "learning_rate": 3e-3,
+    }
     return Setup(str(folder), batch=2, sequence=16, **(plain | options))
 
 

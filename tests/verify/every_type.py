@@ -32,7 +32,10 @@ from liger_verify.training import NOISE, Training
 
 
 def verdict(model: str) -> dict[str, Any]:
-    """Return what is said of a type: right, wrong, refused with a reason, or failed. One that cannot be made tiny is tried as a folder."""
+    """Return what is said of a type: right, wrong, refused with a reason, or failed.
+
+    One that cannot be made tiny is tried as a folder.
+    """
     start = time.perf_counter()
     said, sentence = compared(model)
     if "could not be made tiny" in sentence or sentence.startswith("one process"):

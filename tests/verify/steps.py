@@ -49,10 +49,11 @@ class Averaged(Training):
 
 @dataclass(frozen=True)
 class Head:
-    """Embedding, norm and a head whose vocabulary is sharded, with rows sharded in the norm; a formula of its own, or Liger's.
+    """Embedding, norm and a head whose vocabulary is sharded, with rows sharded in the norm; a formula of its own, or
+    Liger's.
 
-    bug  "smoothing": mean over this rank's classes only (Megatron #737); "gathered": logits of all ranks, summed as if they were one rank's
-         (Megatron #7452); "norm": the norm's gradient is that of this rank's rows
+    bug  "smoothing": mean over this rank's classes only (Megatron #737); "gathered": logits of all ranks, summed as if
+         they were one rank's (Megatron #7452); "norm": the norm's gradient is that of this rank's rows
     """
 
     bug: str = ""
@@ -77,7 +78,9 @@ class Head:
         start = size * world.rank
         if self.liger:
             shard = VocabShard(dist.group.WORLD, start, CLASSES)
-            loss = linear_cross_entropy(x, head[start : start + size], target, vocab=shard, label_smoothing=self.smoothing)
+            loss = linear_cross_entropy(
+                x, head[start : start + size], target, vocab=shard, label_smoothing=self.smoothing
+            )
         else:
             loss = self.by_hand(Copied.apply(x), head[start : start + size], target, start)
         loss.backward()
@@ -90,7 +93,9 @@ class Head:
         logits = x @ weight.mT
         local = target - start
         mine = (local >= 0) & (local < weight.shape[0])
-        chosen = Summed.apply(torch.where(mine, logits.gather(1, local.clamp(0, weight.shape[0] - 1)[:, None])[:, 0], 0.0))
+        chosen = Summed.apply(
+            torch.where(mine, logits.gather(1, local.clamp(0, weight.shape[0] - 1)[:, None])[:, 0], 0.0)
+        )
         exponentials = logits.exp().sum(-1)
         lse = Summed.apply(Summed.apply(exponentials) if self.bug == "gathered" else exponentials).log()
         mean = logits.mean(-1) - lse if self.bug == "smoothing" else Summed.apply(logits.sum(-1)) / CLASSES - lse
@@ -170,7 +175,8 @@ def parts(world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
 
 @dataclass(frozen=True)
 class OnRankOne:
-    """Two right gradients, one of which is another on rank 1: a factor times it, None, or "absent", of which it does not even know the name."""
+    """Two right gradients, one of which is another on rank 1: a factor times it, None, or "absent", of which it does
+    not even know the name."""
 
     value: float | str | None
 
@@ -194,7 +200,8 @@ class Random(Training):
 
 @dataclass(frozen=True)
 class KeyBias:
-    """Attention whose keys have a bias: it adds the same to all scores of a query, so its gradient is 0 by nature and round-off in practice.
+    """Attention whose keys have a bias: it adds the same to all scores of a query, so its gradient is 0 by nature and
+    round-off in practice.
 
     fault   added to that gradient, in units of the root mean square of the weight's
     factor  times the weight's gradient, on all ranks

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention of `liger verify` for parts of sequences is that of Transformers, and refuses arguments without a meaning there."""
+"""The attention of `liger verify` for parts of sequences is that of Transformers, and refuses arguments without a
+meaning there."""
 
 from __future__ import annotations
 
@@ -61,5 +62,10 @@ def test_an_argument_that_it_does_not_know_is_refused_by_name(options: dict[str,
 
 def test_arguments_that_change_nothing_are_ignored() -> None:
     inputs = drawn()
-    options = {"position_ids": torch.arange(TOKENS), "output_attentions": True, "indices": None, "num_items_in_batch": torch.ones(())}
+    options = {
+        "position_ids": torch.arange(TOKENS),
+        "output_attentions": True,
+        "indices": None,
+        "num_items_in_batch": torch.ones(()),
+    }
     assert torch.equal(run(*inputs, **options), run(*inputs))

@@ -109,15 +109,21 @@ def test_a_truth_that_fails_fails_its_comparisons_only(log: Path) -> None:
 
 
 def test_setups_that_share_a_truth_have_the_same_data() -> None:
-    model = type("Model", (), {"config": type("Config", (), {"get_text_config": lambda self: self, "vocab_size": 50})()})()
+    model = type(
+        "Model", (), {"config": type("Config", (), {"get_text_config": lambda self: self, "vocab_size": 50})()}
+    )()
     for training in steps_of(["llama"], matrix.SETUPS, [True]):
         ours, theirs = training.data(model), training.truth.data(model)
         assert len(ours) == len(theirs)
-        assert all(torch.equal(a.labels, b.labels) and torch.equal(a.ids, b.ids) for a, b in zip(ours, theirs, strict=True))
+        assert all(
+            torch.equal(a.labels, b.labels) and torch.equal(a.ids, b.ids) for a, b in zip(ours, theirs, strict=True)
+        )
 
 
 def test_a_matrix_is_every_model_in_every_setup_with_and_without_liger() -> None:
-    found = steps_of(["llama", "qwen3"], [{"tp": 2}, {"tp": 2, "cp": 2}, {"model": "phi3", "liger": False}], [False, True], seed=3)
+    found = steps_of(
+        ["llama", "qwen3"], [{"tp": 2}, {"tp": 2, "cp": 2}, {"model": "phi3", "liger": False}], [False, True], seed=3
+    )
     assert [(t.model, t.tp, t.cp, t.ranks, t.liger) for t in found] == [
         *[("llama", 2, cp, 2 * cp, liger) for cp in (1, 2) for liger in (False, True)],
         ("phi3", 1, 1, 2, False),
@@ -150,9 +156,12 @@ def test_the_table_ends_with_every_failure_and_the_exit_code_is_1(
         verify(matrix=True)
     assert ended.value.exit_code == 1
     *_, wrong, failed, counts = capfd.readouterr().out.strip().split("\n")
-    assert wrong.startswith("llama with Liger on 2 ranks: tp 1, cp 1, dp 2, summed, 1 micro-batches: wrong: going back from the loss")
+    assert wrong.startswith(
+        "llama with Liger on 2 ranks: tp 1, cp 1, dp 2, summed, 1 micro-batches: wrong: going back from the loss"
+    )
     assert (
-        failed == "llama with Liger on 2 ranks: tp 1, cp 1, dp 2, raises, 1 micro-batches: failed: rank 1: ValueError: rank 1 has no data"
+        failed
+        == "llama with Liger on 2 ranks: tp 1, cp 1, dp 2, raises, 1 micro-batches: failed: rank 1: ValueError: rank 1 has no data"
     )
     assert counts.startswith("1 of 3 comparisons are right, largest relative error 1.0e+00")
 
@@ -187,17 +196,49 @@ def test_a_wrong_file_of_setups_is_refused(text: str, message: str, tmp_path: Pa
     ("options", "message"),
     [
         ({"matrix": True, "tp": 2}, "verify: --matrix has several setups; leave out --tp, which is of one"),
-        ({"setups": "a.toml", "step": "a.py:b"}, "verify: --setups has several setups; leave out --step, which is of one"),
-        ({"setups": "a.toml", "matrix": True}, "verify: --matrix has its setups, --setups those of a file; leave one of them out"),
+        (
+            {"setups": "a.toml", "step": "a.py:b"},
+            "verify: --setups has several setups; leave out --step, which is of one",
+        ),
+        (
+            {"setups": "a.toml", "matrix": True},
+            "verify: --matrix has its setups, --setups those of a file; leave one of them out",
+        ),
         ({"matrix": True, "tolerance": 0.0}, "compare: tolerance must be > 0, got 0.0"),
-        ({"model": ["llama", "qwen3"], "ranks": 3, "tp": 2}, "verify: ranks must be a multiple of tp × cp = 2 × 1, got 3"),
+        (
+            {"model": ["llama", "qwen3"], "ranks": 3, "tp": 2},
+            "verify: ranks must be a multiple of tp × cp = 2 × 1, got 3",
+        ),
         ({"tp": 3}, "verify: tp must divide the 8 key heads of llama, since a head is never split, got 3"),
-        ({"model": ["lama"]}, "verify: model must be a model type of Transformers or a folder, got 'lama'. Did you mean 'llama'?"),
-        ({"model": ["llama", "lama"]}, "verify: model must be a model type of Transformers or a folder, got 'lama'. Did you mean 'llama'?"),
-        ({"step": "a.py:b", "model": ["llama"]}, "verify: --step is a step of your own; leave out --model, which is for models"),
-        ({"step": "a.py:b", "liger": False}, "verify: --step is a step of your own; leave out --plain, which is for models"),
+        (
+            {"model": ["lama"]},
+            "verify: model must be a model type of Transformers or a folder, got 'lama'. Did you mean 'llama'?",
+        ),
+        (
+            {"model": ["llama", "lama"]},
+            "verify: model must be a model type of Transformers or a folder, got 'lama'. Did you mean 'llama'?",
+        ),
+        (
+            {"step": "a.py:b", "model": ["llama"]},
+            "verify: --step is a step of your own; leave out --model, which is for models",
+        ),
+        (
+            {"step": "a.py:b", "liger": False},
+            "verify: --step is a step of your own; leave out --plain, which is for models",
+        ),
     ],
-    ids=["one_setup", "step", "both", "tolerance", "impossible", "heads", "model", "one_of_two_models", "step_and_model", "step_and_plain"],
+    ids=[
+        "one_setup",
+        "step",
+        "both",
+        "tolerance",
+        "impossible",
+        "heads",
+        "model",
+        "one_of_two_models",
+        "step_and_model",
+        "step_and_plain",
+    ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError) as raised:

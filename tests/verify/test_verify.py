@@ -62,14 +62,16 @@ BUGS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         steps.Averaged(shard="none", ranks=4),
         {},
         [
-            "gradients first diverge at lm_head.weight in lm_head: it is 0.25 times the right one, which is 1 / dp or dp × cp (4) (21 of 21 gradients differ)"
+            "gradients first diverge at lm_head.weight in lm_head: it is 0.25 times the right one, which is 1 / dp or "
+            "dp × cp (4) (21 of 21 gradients differ)"
         ],
     ),
     "a norm's gradient that is not summed": (
         steps.Head(bug="norm"),
         {"ranks": 2, "sizes": {"tp": 2}},
         [
-            "gradients first diverge at norm.weight in norm: every rank has only a part of it: it was not summed over tp (1 of 3 gradients differ)"
+            "gradients first diverge at norm.weight in norm: every rank has only a part of it: it was not summed over "
+            "tp (1 of 3 gradients differ)"
         ],
     ),
 }
@@ -100,7 +102,10 @@ def test_an_exception_of_a_rank_is_raised() -> None:
 
 def test_a_mean_over_no_tokens_is_named() -> None:
     report = compare(steps.without_tokens, ranks=2)
-    assert str(report) == "wrong: the loss is nan, not 1.000000 on rank 1: a mean over the tokens of a rank that has none is 0 / 0"
+    assert (
+        str(report)
+        == "wrong: the loss is nan, not 1.000000 on rank 1: a mean over the tokens of a rank that has none is 0 / 0"
+    )
 
 
 def test_a_missing_gradient_is_named() -> None:
@@ -181,7 +186,8 @@ def test_what_differs_by_nature_is_not_wrong(setup: dict[str, Any]) -> None:
 @pytest.mark.matrix
 def test_a_model_whose_layers_see_only_their_part_of_a_sequence_is_refused_with_a_sentence() -> None:
     with pytest.raises(
-        OptionError, match=r"rwkv .* failed: rank \d: OptionError: verify: with cp, all 2 layers of rwkv must have attention"
+        OptionError,
+        match=r"rwkv .* failed: rank \d: OptionError: verify: with cp, all 2 layers of rwkv must have attention",
     ):
         verify(model=["rwkv"], cp=2, liger=False)
 
@@ -213,7 +219,9 @@ def test_a_setup_that_cannot_be_is_refused_before_anything_starts(setup: dict[st
 
 @pytest.mark.parametrize("model", ["xlnet", "prophetnet"])
 def test_a_type_that_cannot_be_made_tiny_is_refused_with_a_sentence(model: str) -> None:
-    with pytest.raises(OptionError, match=f"verify: {model} could not be made tiny: .*; pass a folder with a small checkpoint"):
+    with pytest.raises(
+        OptionError, match=f"verify: {model} could not be made tiny: .*; pass a folder with a small checkpoint"
+    ):
         verify(model=[model])
 
 
@@ -222,7 +230,8 @@ def test_a_type_whose_config_has_no_parts_by_default_is_refused_with_their_names
     with pytest.raises(OptionError) as raised:
         check_size(model, Training(model).config())
     assert str(raised.value) == (
-        f"verify: {model} could not be made tiny: its default config has no {parts}; pass a folder with a small checkpoint"
+        f"verify: {model} could not be made tiny: its default config has no {parts}; pass a folder with a small "
+        "checkpoint"
     )
 
 
@@ -233,14 +242,20 @@ def test_a_model_of_several_texts_is_refused_with_a_sentence(monkeypatch: pytest
         return self
 
     monkeypatch.setattr("transformers.LlamaConfig.get_text_config", ambiguous)
-    with pytest.raises(OptionError, match="verify: llama must have one text config, Transformers raised ValueError: Multiple valid"):
+    with pytest.raises(
+        OptionError, match="verify: llama must have one text config, Transformers raised ValueError: Multiple valid"
+    ):
         Training("llama").check()
 
 
 @pytest.mark.matrix
 def test_a_model_without_a_loss_of_tokens_alone_is_refused_with_a_sentence() -> None:
     with pytest.raises(
-        OptionError, match="verify: git must compute a loss from input_ids, position_ids and labels, on one process it raised ValueError: "
+        OptionError,
+        match=(
+            "verify: git must compute a loss from input_ids, position_ids and labels, on one process it raised "
+            "ValueError: "
+        ),
     ):
         verify(model=["git"], shard="ddp", liger=False)
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported by every Python that a page of the documentation starts: what the CPU needs and a reader with a GPU does not."""
+"""Imported by every Python that a page of the documentation starts: what the CPU needs and a reader with a GPU does
+not."""
 
 from __future__ import annotations
 

@@ -20,5 +20,6 @@ def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def bound(noise: float | None) -> float:
-    """The largest allowed difference of two runs; `noise` is the effect of that order in a lower precision, None in float32."""
+    """The largest allowed difference of two runs; `noise` is the effect of that order in a lower precision, None in
+    float32."""
     return FLOAT32_BOUND if noise is None else NOISE_FACTOR * noise

@@ -53,13 +53,16 @@ def enable(model: Any, how: str) -> None:
     if how == "none":
         return
     if not getattr(model, "supports_gradient_checkpointing", True):
-        raise OptionError(f"train: --checkpoint must be none, since {type(model).__name__} does not support it, got {how!r}")
+        raise OptionError(
+            f"train: --checkpoint must be none, since {type(model).__name__} does not support it, got {how!r}"
+        )
     checkpoint_layers(model)
     every = layers(model)
     if how == "offload":
         if not every:
             raise OptionError(
-                f"train: --checkpoint offload needs layers that Transformers checkpoints, and {type(model).__name__} has none"
+                f"train: --checkpoint offload needs layers that Transformers checkpoints, and {type(model).__name__} "
+                "has none"
             )
         offloading = Offloading()
         for layer in every:
@@ -85,7 +88,8 @@ def language_model(model: Any) -> Any:
 
 
 def has_other_parts(config: Any) -> bool:
-    """Whether a config is of a language model with other parts, such as vision; an encoder and its decoder do not count."""
+    """Whether a config is of a language model with other parts, such as vision; an encoder and its decoder do not
+    count."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return text is not config and not any(getattr(each, "is_encoder_decoder", False) for each in (config, text))
 
@@ -113,9 +117,9 @@ def keep(layer: Any, what: Keeps, matmuls: Matmuls | None = None, offloading: Of
 class Matmuls:
     """The contexts of selective checkpointing for each pass through a layer: keep matmul outputs, recompute the rest.
 
-    In Llama 3 8B, matmuls are nearly all operations of a layer, and their outputs half of its activations. Attention is worth its
-    memory for long sequences: per byte of output, it takes as many operations as there are tokens (half of them with a causal mask,
-    at half the throughput), while a matmul takes as many as the width of its rows.
+    In Llama 3 8B, matmuls are nearly all operations of a layer, and their outputs half of its activations. Attention is
+    worth its memory for long sequences: per byte of output, it takes as many operations as there are tokens (half of
+    them with a causal mask, at half the throughput), while a matmul takes as many as the width of its rows.
     """
 
     def __init__(self) -> None:

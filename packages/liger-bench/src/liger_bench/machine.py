@@ -32,10 +32,13 @@ def measurable_device(command: str, name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name not in ("cpu", "cuda"):
         raise DeviceError(
-            f"{command}: --device must be auto, cpu or cuda, got {name!r}; select one of several GPUs with CUDA_VISIBLE_DEVICES"
+            f"{command}: --device must be auto, cpu or cuda, got {name!r}; select one of several GPUs with "
+            "CUDA_VISIBLE_DEVICES"
         )
     if name == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(f"{command}: --device cuda needs a GPU that PyTorch can use, none was found; use --device cpu")
+        raise DeviceError(
+            f"{command}: --device cuda needs a GPU that PyTorch can use, none was found; use --device cpu"
+        )
     return torch.device(name, 0) if name == "cuda" else torch.device(name)
 
 

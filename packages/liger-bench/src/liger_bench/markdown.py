@@ -41,7 +41,8 @@ def where(rows: Sequence[Record]) -> list[str]:
     dates = sorted({row["date"][:10] for row in rows})
     commits = distinct(rows, "commit")
     return [
-        f"Measured on {' and '.join(_machine(m, d) for m, d in dict.fromkeys((r['machine'], r['device']) for r in rows))}.",
+        "Measured on "
+        f"{' and '.join(_machine(m, d) for m, d in dict.fromkeys((r['machine'], r['device']) for r in rows))}.",
         f"* {'date' if len(dates) == 1 else 'dates'}: {', '.join(dates)}",
         f"* {'commit' if len(commits) == 1 else 'commits'}: {', '.join(commits)}",
     ]

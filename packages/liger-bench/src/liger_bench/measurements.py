@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the commands that measure one job after the other: existing rows are reused, and new rows are written at once."""
+"""Shared by the commands that measure one job after the other: existing rows are reused, and new rows are written at
+once."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def check_known(command: str, option: str, names: Iterable[str], known: Collecti
     """Raise OptionError for a name that an option does not have."""
     for name in names:
         if name not in known:
-            raise OptionError(f"{command}: {option} must be one of {', '.join(known)}, got {name!r}.{nearest(name, known)}")
+            raise OptionError(
+                f"{command}: {option} must be one of {', '.join(known)}, got {name!r}.{nearest(name, known)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -93,11 +96,17 @@ def rows_as(kind: type[R], found: Sequence[Columns]) -> list[R]:
 
 
 def completed(
-    case: type, jobs: Sequence[Job], where: Mapping[str, str], before: Sequence[R], files: Files, measure: Measure[Job, R, M]
+    case: type,
+    jobs: Sequence[Job],
+    where: Mapping[str, str],
+    before: Sequence[R],
+    files: Files,
+    measure: Measure[Job, R, M],
 ) -> tuple[list[R], list[M]]:
     """Return the rows of all jobs, in order, and the measurements of those jobs without a row in `before`.
 
-    case  the dataclass of the fields that a job and its row share, which identify a measurement on the same machine, versions and commit
+    case  the dataclass of the fields that a job and its row share, which identify a measurement on the same machine,
+          versions and commit
     """
     asked, place = attrgetter(*(field.name for field in fields(case))), attrgetter(*PLACE)
     known = {asked(row): row for row in before if place(row) == tuple(where[name] for name in PLACE)}

@@ -25,11 +25,11 @@ MOST_BYTES = 1 << 60
 def peak_bytes(function: Callable[[], object], device: torch.device, *, collect: bool = True) -> int:
     """The most memory that function() holds at any time, beyond what was held when it began.
 
-    On a GPU this is the caching allocator's own record. On the CPU it is the running sum of the allocations and releases that
-    the profiler records at the allocator: unlike a dispatch mode, it sees allocations inside a custom op, and it does not
-    change the path that a call takes. A release of memory that was held before is not recorded there, so function should not
-    release any. Scratch memory that a library takes from the system by itself is not seen on either. Without collect, garbage in
-    cycles is not looked for before, which takes a tenth of a second.
+    On a GPU this is the caching allocator's own record. On the CPU it is the running sum of the allocations and
+    releases that the profiler records at the allocator: unlike a dispatch mode, it sees allocations inside a custom op,
+    and it does not change the path that a call takes. A release of memory that was held before is not recorded there,
+    so function should not release any. Scratch memory that a library takes from the system by itself is not seen on
+    either. Without collect, garbage in cycles is not looked for before, which takes a tenth of a second.
     """
     if collect:
         gc.collect()
@@ -56,12 +56,15 @@ def bytes_of(option: str, size: str) -> int:
         raise OptionError(f"{option} must be a size like 24GiB or 512MB, got {size!r}{unit}")
     count = int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index((found[2] or " ").lower()))
     if not 0 < count < MOST_BYTES:
-        raise OptionError(f"{option} must be a size like 24GiB or 512MB, more than nothing and less than 1 EiB, got {size!r}")
+        raise OptionError(
+            f"{option} must be a size like 24GiB or 512MB, more than nothing and less than 1 EiB, got {size!r}"
+        )
     return count
 
 
 def held_bytes(values: Iterable[Any]) -> int:
-    """The memory behind tensors, and behind those in dictionaries, lists, wrappers and objects; what several of them share counts once."""
+    """The memory behind tensors, and behind those in dictionaries, lists, wrappers and objects; what several of them
+    share counts once."""
     return sum({storage.data_ptr(): storage.nbytes() for value in values for storage in storages(value)}.values())
 
 
@@ -83,7 +86,8 @@ def storages(value: Any) -> Iterator[torch.UntypedStorage]:
 
 
 class CpuAllocations:
-    """A context in which PyTorch's profiler, of which one may run at a time, records the allocations and releases of the CPU allocator."""
+    """A context in which PyTorch's profiler, of which one may run at a time, records the allocations and releases of
+    the CPU allocator."""
 
     def __enter__(self) -> Self:
         # Without this the profiler writes about its own start and end to the terminal.
@@ -103,7 +107,11 @@ class CpuAllocations:
             trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
         # A trace counts its microseconds from a base of its own.
         base = trace["baseTimeNanoseconds"] / 1e3
-        found = [(e["ts"], e["args"]) for e in trace["traceEvents"] if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]
+        found = [
+            (e["ts"], e["args"])
+            for e in trace["traceEvents"]
+            if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0
+        ]
         return sorted(((base + ts, int(args["Addr"]), int(args["Bytes"])) for ts, args in found), key=_time)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation checkpointing with the inputs of layers in host memory, copied there and back while the device computes."""
+"""Activation checkpointing with the inputs of layers in host memory, copied while the device computes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 class Offloading:
     """Checkpoints layers that share it, and offloads the first argument of each, its hidden states.
 
-    The copy to the host starts with the forward pass of the layer, and the device frees its memory at the end of that. The copy back starts when
-    the backward pass reaches the offloaded layer after it, so that the device holds at most two of these inputs. Both copies are on a stream of their own;
-    a device without streams, such as the CPU, copies in place. PyTorch's `save_on_cpu` copies on the stream that computes.
+    The copy to the host starts with the forward pass of the layer, and the device frees its memory at the end of that.
+    The copy back starts when the backward pass reaches the offloaded layer after it, so that the device holds at most
+    two of these inputs. Both copies are on a stream of their own; a device without streams, such as the CPU, copies in
+    place. PyTorch's `save_on_cpu` copies on the stream that computes.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,8 @@ class Offloading:
 
 
 class _Input:
-    """The input of one layer, in host memory, on the device, or both; `before` gives that of the layer before, as long as its graph exists."""
+    """The input of one layer, in host memory, on the device, or both; `before` gives that of the layer before, as long
+    as its graph exists."""
 
     def __init__(self, tensor: Tensor, stream: Any, before: Callable[[], _Input | None]) -> None:
         self.device, self.stream, self.before = tensor.device, stream, before
@@ -62,7 +64,8 @@ class _Input:
         self._copy(self.host, self.here)
 
     def leave(self) -> None:
-        """Free the memory of the device, in the order of its computation: that waits here if the copy takes longer than the layer."""
+        """Free the memory of the device, in the order of its computation: that waits here if the copy takes longer than
+        the layer."""
         self._wait()
         self.here = None
 

@@ -13,7 +13,9 @@ from rich.text import Text
 from liger_bench.row import Recorded
 from liger_core.tables import Cell, Column, print_table
 
-AllColumns = Annotated[bool, typer.Option("--all-columns", help="Print every column, even if the table gets wider than 100 characters.")]
+AllColumns = Annotated[
+    bool, typer.Option("--all-columns", help="Print every column, even if the table gets wider than 100 characters.")
+]
 
 
 def print_implementations(
@@ -55,10 +57,19 @@ def ratio(value: float | None, base: float | None) -> str:
     return f"{value / base:.2f}" if value is not None and base else "–"
 
 
-def speed_ratio(row: Mapping[str, Any], base: str, rows: Sequence[Mapping[str, Any]], title: Callable[[Mapping[str, Any]], str]) -> str:
+def speed_ratio(
+    row: Mapping[str, Any], base: str, rows: Sequence[Mapping[str, Any]], title: Callable[[Mapping[str, Any]], str]
+) -> str:
     """Return a cell with the ratio of a row's throughput to that of implementation `base` under the same title."""
-    same = (other for other in rows if title(other) == title(row) and other["implementation"] == base != row["implementation"])
-    return ratio(row["tokens_per_second"], next((other["tokens_per_second"] for other in same if other["tokens_per_second"]), None))
+    same = (
+        other
+        for other in rows
+        if title(other) == title(row) and other["implementation"] == base != row["implementation"]
+    )
+    return ratio(
+        row["tokens_per_second"],
+        next((other["tokens_per_second"] for other in same if other["tokens_per_second"]), None),
+    )
 
 
 def unit_of(largest: float) -> tuple[int, str]:
@@ -66,7 +77,10 @@ def unit_of(largest: float) -> tuple[int, str]:
 
     The report and the plan print two decimals.
     """
-    return next(((1 << bits, name) for bits, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if largest >= 1 << bits), (1, "bytes"))
+    return next(
+        ((1 << bits, name) for bits, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if largest >= 1 << bits),
+        (1, "bytes"),
+    )
 
 
 def size(count: float) -> str:
@@ -77,6 +91,8 @@ def size(count: float) -> str:
 
 def amount(count: float) -> str:
     """Format a number to three digits, like 33.8 K."""
-    scale, name = next(((10**power, f" {name}") for power, name in ((9, "B"), (6, "M"), (3, "K")) if count >= 10**power), (1, ""))
+    scale, name = next(
+        ((10**power, f" {name}") for power, name in ((9, "B"), (6, "M"), (3, "K")) if count >= 10**power), (1, "")
+    )
     value = count / scale
     return f"{value:.{max(0, 3 - len(str(int(value)))) if scale > 1 else 0}f}{name}"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One job in a process of its own: other libraries patch classes, memory starts clean, and a crash does not affect the other jobs."""
+"""One job in a process of its own: other libraries patch classes, memory starts clean, and a crash does not affect the
+other jobs."""
 
 from __future__ import annotations
 
@@ -80,7 +81,10 @@ class Process:
             return FAILED, {"reason": f"no answer in {self.patience:.0f} s", "failed": True}
         except (EOFError, OSError):
             self.process.join(timeout=10)
-            return FAILED, {"reason": f"the process died: {_ending(self.process.exitcode)}{self._last_words()}", "failed": True}
+            return FAILED, {
+                "reason": f"the process died: {_ending(self.process.exitcode)}{self._last_words()}",
+                "failed": True,
+            }
 
     def written(self) -> str:
         """Its output and errors."""

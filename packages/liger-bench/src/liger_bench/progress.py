@@ -25,7 +25,7 @@ def progress_bar() -> Progress:
 
 
 class _Log(Progress):
-    """Prints the state of the newest task whenever it has changed: a job that is killed leaves a log of its progress."""
+    """Prints the newest task's state whenever it changes: a job that is killed leaves a log of its progress."""
 
     def start(self) -> None:
         self._ended = Event()
@@ -57,4 +57,6 @@ class _Log(Progress):
 
 
 def _counted(task: Task) -> str:
-    return "" if task.total is None else f"{task.fields.get('unit', '')} {task.completed:,.0f}/{task.total:,.0f}".strip()
+    return (
+        "" if task.total is None else f"{task.fields.get('unit', '')} {task.completed:,.0f}/{task.total:,.0f}".strip()
+    )

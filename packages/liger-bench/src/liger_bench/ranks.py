@@ -28,7 +28,9 @@ def joined(device_type: str, rank: int, ranks: int, meeting_point: str) -> Itera
     else:
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     backend = "nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{meeting_point}", rank=rank, world_size=ranks, timeout=TIMEOUT)
+    dist.init_process_group(
+        backend, init_method=f"file://{meeting_point}", rank=rank, world_size=ranks, timeout=TIMEOUT
+    )
     yield device
     dist.destroy_process_group()
 
@@ -40,7 +42,15 @@ def answers_of(ranks: Sequence[Process], patience: float) -> list[Answer]:
     while open_ones:
         ready = wait(list(open_ones), timeout=patience)
         if not ready:
-            return [(FAILED, {"reason": f"{len(open_ones)} of {len(ranks)} ranks gave no answer in {patience:.0f} s", "failed": True})]
+            return [
+                (
+                    FAILED,
+                    {
+                        "reason": f"{len(open_ones)} of {len(ranks)} ranks gave no answer in {patience:.0f} s",
+                        "failed": True,
+                    },
+                )
+            ]
         for connection in ready:
             process = open_ones.pop(connection)
             found[process] = process.wait()

@@ -24,7 +24,8 @@ MODEL_IDENTITY = ("model", "batch", "sequence", "implementation", "dtype", "devi
 
 @dataclass(frozen=True)
 class Records:
-    """Rows of ops, of ops along one size, of models, of heads on several ranks, and of training steps, each in the order of its first measurement."""
+    """Rows of ops, of ops along one size, of models, of heads on several ranks, and of training steps, each in the
+    order of its first measurement."""
 
     ops: list[Record]
     scaling: list[Record]
@@ -45,11 +46,16 @@ def read(folder: Path) -> Records:
     steps = _latest(read_json(folder / STEPS), STEP_IDENTITY)
     if not any((rows, models, sharded, steps)):
         files = f"{OPS}, {MODELS}, {SHARDED} or {STEPS}"
-        raise OptionError(f"bench report: {folder} must hold {files}, it has none of them; write them with liger bench --out {folder}")
+        raise OptionError(
+            f"bench report: {folder} must hold {files}, it has none of them; write them with liger bench --out {folder}"
+        )
     places = dict.fromkeys((row["machine"], row["dtype"]) for row in [*rows, *models, *sharded, *steps])
     if len(places) > 1:
         found = "; ".join(f"{dtype} on {machine}" for machine, dtype in places)
-        raise OptionError(f"bench report: {folder} must hold results of one machine and dtype, got {found}; give each a folder of its own")
+        raise OptionError(
+            f"bench report: {folder} must hold results of one machine and dtype, got {found}; give each a folder of "
+            "its own"
+        )
     ops = [row for row in rows if row.get("axis") is None]
     scaling = [row for row in rows if row.get("axis") is not None]
     return Records(ops, scaling, models, sharded, steps)

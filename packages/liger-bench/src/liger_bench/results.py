@@ -38,7 +38,9 @@ def read_json(path: Path) -> list[Columns]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise OptionError(f"results: {path} must be JSON, got {reason}; move it away or give another folder") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise OptionError(f"results: {path} must hold a list of rows, got {type(rows).__name__}; move it away or give another folder")
+        raise OptionError(
+            f"results: {path} must hold a list of rows, got {type(rows).__name__}; move it away or give another folder"
+        )
     return rows
 
 
@@ -120,7 +122,8 @@ def _alone(path: Path) -> Iterator[None]:
                 stack.enter_context(FileLock(path.parent / LOCK, timeout=PATIENCE))
             except Timeout:
                 raise OptionError(
-                    f"results: {path} must not be locked by another process for longer than {PATIENCE:.0f} s; wait or give another folder"
+                    f"results: {path} must not be locked by another process for longer than {PATIENCE:.0f} s; wait or "
+                    "give another folder"
                 ) from None
         yield
 
@@ -131,7 +134,8 @@ def _writable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OptionError(
-            f"results: {path} must be a file that can be written, got {error.strerror or error}; the rows that it had are unchanged; "
+            f"results: {path} must be a file that can be written, got {error.strerror or error}; the rows that it had "
+            "are unchanged; "
             "make room or give another folder"
         ) from error
 
@@ -173,7 +177,8 @@ def _mend(path: Path, text: str, header: list[str]) -> str | None:
     found = next(csv.reader(io.StringIO(text, newline="")))
     if found != header:
         raise OptionError(
-            f"results: {path} must have the columns of this version to be appended to, got {','.join(found)[:200]}; give another file"
+            f"results: {path} must have the columns of this version to be appended to, got {','.join(found)[:200]}; "
+            "give another file"
         )
     start, last = _last_record(text)
     if len(last) >= len(header):

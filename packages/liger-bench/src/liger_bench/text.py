@@ -57,7 +57,11 @@ def trained_tokenizer(texts: list[str], vocabulary: int, special: Sequence[str] 
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, min_frequency=2, show_progress=False, initial_alphabet=alphabet, special_tokens=list(special)
+        vocab_size=vocabulary,
+        min_frequency=2,
+        show_progress=False,
+        initial_alphabet=alphabet,
+        special_tokens=list(special),
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
@@ -91,4 +95,6 @@ class Sequences(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         found = self.sequences[index]
-        return dict(zip(("input_ids", "labels", "position_ids"), found if found.dim() == 2 else (found, found), strict=False))
+        return dict(
+            zip(("input_ids", "labels", "position_ids"), found if found.dim() == 2 else (found, found), strict=False)
+        )

@@ -21,7 +21,8 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def check_file(option: str, path: Path) -> None:
-    """Raise OptionError unless that file can be written to; nothing is written, but its folder is made if it is not there."""
+    """Raise OptionError unless that file can be written to; nothing is written, but its folder is made if it is not
+    there."""
     with _refused(option, "file", path):
         if path.is_symlink() or path.exists():
             with path.open("ab"):

@@ -5,8 +5,9 @@ With `exact` the reference in float64: an implementation passes if, for every ou
 
     error(implementation) ≤ k · error(reference in the same dtype) + floor(dtype)
 
-where the error is measured twice: relative in the Frobenius norm, and by the largest element relative to the root mean square
-of the exact value. k is close to 1, since a kernel may not be less accurate than plain PyTorch in the same dtype.
+where the error is measured twice: relative in the Frobenius norm, and by the largest element relative to the root mean
+square of the exact value. k is close to 1, since a kernel may not be less accurate than plain PyTorch in the same
+dtype.
 """
 
 from __future__ import annotations
@@ -62,11 +63,14 @@ def _one_rounding(exact: Tensor, dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2 * float(finite.abs().max()) * exact.numel() ** 0.5 / norm if norm > 0 else 0.0
 
 
-def judge(result: Tensor, reference: Tensor, exact: Tensor, dtype: torch.dtype | None = None, *, leeway: float = 1.0) -> str | None:
+def judge(
+    result: Tensor, reference: Tensor, exact: Tensor, dtype: torch.dtype | None = None, *, leeway: float = 1.0
+) -> str | None:
     """None if the result meets the criterion, else a sentence with the figures.
 
     dtype   the precision that the inputs had (the result itself may be a float32 loss); the result's own by default
-    leeway  factor on the reference's error; more than 1 where inputs are so extreme that results consist mostly of round-off
+    leeway  factor on the reference's error; more than 1 where inputs are so extreme that results consist mostly of
+            round-off
     """
     if result.shape != exact.shape:
         return f"shape {tuple(exact.shape)} expected, got {tuple(result.shape)}"

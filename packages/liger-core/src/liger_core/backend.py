@@ -43,14 +43,15 @@ class Backend:
 
     device_types     PyTorch's names of device types, for instance ("cuda",)
     priority         `auto` tries the available backends from the highest priority down to the reference, which has 0
-    implementations  op → function or `Implementation`, or a function that returns that table (so that importing the plugin imports no
-                     compiler)
+    implementations  op → function or `Implementation`, or a function that returns that table (so that importing the
+                     plugin imports no compiler)
     unavailable      returns None, or why this backend cannot run here
     automatic        False if `auto` must never select it, whatever its priority, such as an interpreter for tests
     supports_fake_tensors
-                     whether every implementation runs on fake tensors. Custom ops with fakes (`Kernel`) and plain PyTorch operators do;
-                     code that reads data pointers, such as a function compiled by `torch.compile`, crashes. Without it the backend never
-                     gets a fake tensor, so `explain` cannot predict whether it declines a call
+                     whether every implementation runs on fake tensors. Custom ops with fakes (`Kernel`) and plain
+                     PyTorch operators do; code that reads data pointers, such as a function compiled by
+                     `torch.compile`, crashes. Without it the backend never gets a fake tensor, so `explain` cannot
+                     predict whether it declines a call
     distribution     filled in when the plugin is loaded: the distribution that it comes from
     """
 
@@ -68,17 +69,21 @@ class Backend:
         title = f"backend {self.name!r}"
         if self.name == "auto" or not re.fullmatch(r"[\w.-]+", str(self.name)):
             raise PluginError(
-                f"{title}: its name must be letters, digits, '_', '-' and '.', and not 'auto', which means the automatic choice"
+                f"{title}: its name must be letters, digits, '_', '-' and '.', and not 'auto', which means the "
+                "automatic choice"
             )
         if not isinstance(self.priority, int) or (self.priority <= 0 and self.name != "reference"):
-            raise PluginError(f"{title}: its priority must be an integer above 0, which the reference has, got {self.priority!r}")
+            raise PluginError(
+                f"{title}: its priority must be an integer above 0, which the reference has, got {self.priority!r}"
+            )
         if not isinstance(self.device_types, tuple) or not self.device_types:
             raise PluginError(f"{title}: device_types must be a tuple such as ('cpu',), got {self.device_types!r}")
         for kind in self.device_types:
             if not _is_device_type(kind):
                 meant = " Did you mean 'cuda'?" if kind == "gpu" else nearest(str(kind), DEVICE_TYPES)
                 raise PluginError(
-                    f"{title}: each of its device_types must be one of PyTorch's, such as 'cpu' or 'cuda', got {kind!r}.{meant}"
+                    f"{title}: each of its device_types must be one of PyTorch's, such as 'cpu' or 'cuda', got "
+                    f"{kind!r}.{meant}"
                 )
 
     def table(self, known: Mapping[str, Op[..., Any]]) -> dict[str, Implementation]:

@@ -37,7 +37,10 @@ def _elsewhere(op: str, name: str, value: Tensor, first: str, device: torch.devi
 
 
 def floating(op: str, required: int = 1, /, **tensors: Tensor | None) -> None:
-    """Tensors must be floating-point tensors on the device of the first. Past the first `required` ones they may be None."""
+    """Tensors must be floating-point tensors on the device of the first.
+
+    Past the first `required` ones they may be None.
+    """
     first, device = "", None
     for name, value in tensors.items():
         if value is None and required <= 0:
@@ -67,7 +70,11 @@ def same_dtype(op: str, first: str, anchor: Tensor, **tensors: Tensor | None) ->
     """Every tensor must have the dtype of the first one; nothing is cast silently."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype != anchor.dtype:
-            fail(DtypeError, op, f"{name} must have dtype {anchor.dtype} like {first}, got {tensor.dtype}; cast one of them")
+            fail(
+                DtypeError,
+                op,
+                f"{name} must have dtype {anchor.dtype} like {first}, got {tensor.dtype}; cast one of them",
+            )
 
 
 def vector(op: str, name: str, tensor: Tensor | None, width: int, of: str, anchor: Tensor) -> None:
@@ -119,7 +126,14 @@ def integer(op: str, name: str, value: Any) -> None:
 def without_overlap(op: str, name: str, tensor: Tensor) -> None:
     """Every element must have memory of its own, so that it can be written."""
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        fail(OptionError, op, f"inplace=True needs {name} with memory for every element, got an expanded tensor; pass {name}.contiguous()")
+        fail(
+            OptionError,
+            op,
+            (
+                f"inplace=True needs {name} with memory for every element, got an expanded tensor; pass "
+                f"{name}.contiguous()"
+            ),
+        )
 
 
 def choice(op: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
@@ -136,14 +150,23 @@ def constant(op: str, **tensors: Any) -> None:
     """The op has no gradient for these; one that asks for it would stay silently untrained."""
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
-            fail(OptionError, op, f"{name} must not require a gradient, since the op does not define one; pass {name}.detach()")
+            fail(
+                OptionError,
+                op,
+                f"{name} must not require a gradient, since the op does not define one; pass {name}.detach()",
+            )
 
 
 def not_plain(op: str, arguments: Mapping[str, Any], problem: Exception) -> None:
-    """Say what to do about a call that failed because of DTensors or quantized tensors; looked at only then, so that other calls pay nothing."""
+    """Say what to do about a call that failed because of DTensors or quantized tensors; looked at only then, so that
+    other calls pay nothing."""
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     # As torchao's tensors begin their refusal.
-    packed = [f"{n} as {kind}" for n, t in tensors.items() if str(problem).startswith(f"{(kind := type(t).__name__)} dispatch")]
+    packed = [
+        f"{n} as {kind}"
+        for n, t in tensors.items()
+        if str(problem).startswith(f"{(kind := type(t).__name__)} dispatch")
+    ]
     if packed:
         sentence = f"tensors must be plain, got {', '.join(packed)}; pass what its dequantize() returns"
         raise DtypeError(f"{op}: {sentence}") from problem
@@ -163,14 +186,21 @@ def not_plain(op: str, arguments: Mapping[str, Any], problem: Exception) -> None
 def mixed(op: str, spread: list[str], plain: list[str], problem: Exception | None = None) -> NoReturn:
     """DTensors beside plain tensors, by name."""
     raise DeviceError(
-        f"{op}: tensors must all be DTensors or all be plain, got {', '.join(spread)} as DTensor and {', '.join(plain)} as plain; "
-        f"distribute {', '.join(plain)} over the same mesh with distribute_tensor, or pass local tensors with .to_local()"
+        f"{op}: tensors must all be DTensors or all be plain, got {', '.join(spread)} as DTensor and "
+        f"{', '.join(plain)} as plain; "
+        f"distribute {', '.join(plain)} over the same mesh with distribute_tensor, or pass local tensors with "
+        ".to_local()"
     ) from problem
 
 
 def readable(tensor: Tensor) -> bool:
     """Whether looking at the values waits for nothing: on the CPU, and neither traced nor batched by a transform."""
-    if type(tensor) is not Tensor or tensor.device.type != "cpu" or torch.compiler.is_compiling() or tensor.numel() == 0:
+    if (
+        type(tensor) is not Tensor
+        or tensor.device.type != "cpu"
+        or torch.compiler.is_compiling()
+        or tensor.numel() == 0
+    ):
         return False
     return not (dispatch_stack_length() or is_wrapped(tensor))
 

@@ -30,14 +30,19 @@ OTHERS = ("torch", "triton", "transformers")
 
 
 def main() -> None:
-    """Run the command; a LigerError ends it with its sentence and exit code 2, a full disk with a sentence and exit code 1."""
+    """Run the command; a LigerError ends it with its sentence and exit code 2, a full disk with a sentence and exit
+    code 1."""
     try:
-        app = typer.Typer(no_args_is_help=True, add_completion=False, help="Fused ops for training large language models.")
+        app = typer.Typer(
+            no_args_is_help=True, add_completion=False, help="Fused ops for training large language models."
+        )
         app.callback()(_options)
         _add_commands(app, registry())
         app()
     except LigerError as error:
-        Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {escape(str(error))}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(
+            f"[red]{type(error).__name__}[/red]: {escape(str(error))}", highlight=False, soft_wrap=True
+        )
         sys.exit(2)
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -45,7 +50,9 @@ def main() -> None:
         # What is still in the buffer is lost anyway, and Python would complain about it at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(
-            f"liger: not everything could be written: {error.strerror}{f' ({error.filename})' if error.filename else ''}", file=sys.stderr
+            "liger: not everything could be written: "
+            f"{error.strerror}{f' ({error.filename})' if error.filename else ''}",
+            file=sys.stderr,
         )
         sys.exit(1)
 
@@ -84,7 +91,10 @@ def _print_versions(asked: bool) -> None:
 
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_versions, help="Print the versions of the packages, then exit.")
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_versions, help="Print the versions of the packages, then exit."
+        ),
     ] = False,
 ) -> None:
     """Fused ops for training large language models."""
@@ -97,7 +107,10 @@ def add(app: typer.Typer) -> None:
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Print what runs here: versions, devices, backends, plugins, and the selection. Exit code 1 if a plugin or LIGER_BACKEND is wrong."""
+    """Print what runs here: versions, devices, backends, plugins, and the selection.
+
+    Exit code 1 if a plugin or LIGER_BACKEND is wrong.
+    """
     import torch
 
     found = registry()
@@ -126,7 +139,8 @@ def doctor(as_json: AsJson = False) -> None:
         "failed_plugins": found.failed,
         "disabled_plugins": [name for name in found.disabled if name in found.installed],
         "notes": [
-            f"{DISABLE}: no plugin named {name!r}; installed: {', '.join(found.installed)}.{nearest(name, found.installed)}"
+            f"{DISABLE}: no plugin named {name!r}; installed: "
+            f"{', '.join(found.installed)}.{nearest(name, found.installed)}"
             for name in found.disabled
             if name not in found.installed
         ],
@@ -159,7 +173,10 @@ def ops(as_json: AsJson = False) -> None:
         return
     console = output()
     columns = [Column("op"), *(Column(name) for name in found.backends), Column("summary", prose=True)]
-    cells = [[name, *("✓" if b in row["backends"] else "–" for b in found.backends), str(row["summary"])] for name, row in rows.items()]
+    cells = [
+        [name, *("✓" if b in row["backends"] else "–" for b in found.backends), str(row["summary"])]
+        for name, row in rows.items()
+    ]
     print_table(console, columns, cells)
     for name, reason in found.unavailable.items():
         console.print(f"{name} is unavailable: {reason}")
@@ -184,19 +201,36 @@ def _state(automatic: bool) -> str:
 def _print_report(report: dict[str, Any]) -> None:
     console = output()
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
-    console.print(f"Python {report['python']} on {report['platform']}\n{versions}\ndevices: {', '.join(report['devices'])}")
+    console.print(
+        f"Python {report['python']} on {report['platform']}\n{versions}\ndevices: {', '.join(report['devices'])}"
+    )
     for said in report["untested_versions"]:
         console.print(f"[yellow]untested versions[/yellow]: {said}")
-    columns = [Column("backend"), Column("devices", prose=True), Column("priority", number=True), Column("ops", number=True)]
+    columns = [
+        Column("backend"),
+        Column("devices", prose=True),
+        Column("priority", number=True),
+        Column("ops", number=True),
+    ]
     columns += [Column("from", prose=True), Column("state", prose=True)]
     rows = [
-        [name, " ".join(b["device_types"]), str(b["priority"]), str(len(b["ops"])), b["from"], b["unavailable"] or _state(b["automatic"])]
+        [
+            name,
+            " ".join(b["device_types"]),
+            str(b["priority"]),
+            str(len(b["ops"])),
+            b["from"],
+            b["unavailable"] or _state(b["automatic"]),
+        ]
         for name, b in report["backends"].items()
     ]
     print_table(console, columns, rows)
     variable = report[selection.VARIABLE]
     console.print(f"{selection.VARIABLE}: {variable or 'not set (auto)'}")
-    for fault in [*dict.fromkeys(chain(*report["failed_plugins"].values())), *filter(None, [report["selection_error"]])]:
+    for fault in [
+        *dict.fromkeys(chain(*report["failed_plugins"].values())),
+        *filter(None, [report["selection_error"]]),
+    ]:
         console.print(f"[red]error[/red]: {escape(fault)}")
     for name in report["disabled_plugins"]:
         console.print(f"plugin {name} is disabled by {DISABLE}")

@@ -16,8 +16,8 @@ from liger_core import checks
 class Dtypes(NamedTuple):
     """Groups of tensor arguments, by name; all arguments in a group must have the same dtype.
 
-    Outside autocast, nothing is cast silently. Under autocast, each group is promoted to the widest dtype in it, as torch promotes x + residual,
-    or, with `matmul`, cast to the dtype of autocast, as for torch.nn.functional.linear.
+    Outside autocast, nothing is cast silently. Under autocast, each group is promoted to the widest dtype in it, as
+    torch promotes x + residual, or, with `matmul`, cast to the dtype of autocast, as for torch.nn.functional.linear.
     """
 
     alike: tuple[tuple[str, ...], ...]

@@ -48,7 +48,8 @@ class Unsupported(Exception):
 
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """The sentence `Did you mean 'x'?` with a leading blank, or nothing if no name is similar enough (a likeness from 0 to 1)."""
+    """The sentence `Did you mean 'x'?` with a leading blank, or nothing if no name is similar enough (a likeness from 0
+    to 1)."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
     return f" Did you mean {close[0]!r}?" if close else ""
 

@@ -48,12 +48,21 @@ def explain(op: Op[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     name, source = selected(op)
     if op.layout is not None:
         # The choice depends on the local tensors of DTensors.
-        args, kwargs = tree_map_only(torch.Tensor, lambda value: value.to_local() if hasattr(value, "to_local") else value, (args, kwargs))
+        args, kwargs = tree_map_only(
+            torch.Tensor, lambda value: value.to_local() if hasattr(value, "to_local") else value, (args, kwargs)
+        )
     verdicts = {b: _verdict(found, op, b, device, args, kwargs) for b in found.backends}
-    candidates = {b: verdict.words for b, verdict in verdicts.items()} | {b: f"not loaded: {why}" for b, why in found.left_out.items()}
+    candidates = {b: verdict.words for b, verdict in verdicts.items()} | {
+        b: f"not loaded: {why}" for b, why in found.left_out.items()
+    }
     if name != AUTO:
         ends = "" if verdicts[name].runs is not False else ", so the call raises BackendError"
-        return Explanation(op.name, name, f"selected by {source}; {candidates[name]}{ends}{_compiled(found, op, name, first)}", candidates)
+        return Explanation(
+            op.name,
+            name,
+            f"selected by {source}; {candidates[name]}{ends}{_compiled(found, op, name, first)}",
+            candidates,
+        )
     tried = [*ranking(found, op).get(device, []), "reference"]
     declined = [b for b in tried if verdicts[b].runs is False]
     best, *after = (b for b in tried if b not in declined)

@@ -30,7 +30,7 @@ def liger_backends() -> Iterable[Backend]:  # type: ignore[empty-body]
 
 @hookspec
 def liger_rules() -> Iterable[Any]:  # type: ignore[empty-body]
-    """The rules, each a `liger_hf.rule.Rule`, that put ops into Hugging Face models; called when a model is inspected."""
+    """The rules, each a `liger_hf.rule.Rule`, that put ops into a Hugging Face model that is inspected."""
 
 
 @hookspec

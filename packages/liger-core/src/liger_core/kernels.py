@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a backend's kernels work with autograd, torch.compile and eager Python: written once, for every op.
 
-A `Kernel` is a custom op made of `allocate` (its outputs, and so also its fake) and `launch` (fills them). Plain eager calls
-skip the dispatcher, which costs more than a small kernel; whatever traces or watches (compile, a dispatch mode, a tensor
-subclass) gets the custom op. `differentiable` ties a forward and a backward kernel together by the names of their parameters,
-so no op writes an autograd function of its own; a compiled region gets it as one node.
+A `Kernel` is a custom op made of `allocate` (its outputs, and so also its fake) and `launch` (fills them). Plain eager
+calls skip the dispatcher, which costs more than a small kernel; whatever traces or watches (compile, a dispatch mode, a
+tensor subclass) gets the custom op. `differentiable` ties a forward and a backward kernel together by the names of
+their parameters, so no op writes an autograd function of its own; a compiled region gets it as one node.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ Outputs = tuple[Tensor | None, ...]
 class Kernel:
     """A custom op `namespace::name` made of `allocate(*inputs) -> outputs` and `launch(*outputs, *inputs)`.
 
-    launch    its signature is the schema: outputs before the slash, `def launch(y, /, x, weight, eps)`, inputs behind it. A parameter
-              that is annotated with a NamedTuple stands for all of its fields
+    launch    its signature is the schema: outputs before the slash, `def launch(y, /, x, weight, eps)`, inputs behind
+              it. A parameter that is annotated with a NamedTuple stands for all of its fields
     allocate  returns a tuple with new memory for every output, None for an optional one that is not wanted
     recycle   like allocate, but may hand out the inputs themselves: for a backward whose graph is freed behind it
     """
@@ -105,11 +105,13 @@ class Kernel:
         return self.execute(args, self.allocate)
 
     def tie(self, backward: Kernel, public: int, function: Callable[..., Any]) -> Any:
-        """The custom op that stands for a differentiable function of this kernel, with its first outputs, in a compiled region.
+        """The custom op that stands for a differentiable function of this kernel, with its first outputs, in a compiled
+        region.
 
-        Dynamo would trace an autograd function into its own graph, whose nodes torch 2.11 does not mark for the surrounding
-        checkpoint, so their results would be saved (tests/conformance/test_tracing.py). A custom op becomes one node, which has
-        the mark. Under it, AOTAutograd finds the two kernels, so a compiled graph calls these directly, without autograd.
+        Dynamo would trace an autograd function into its own graph, whose nodes torch 2.11 does not mark for the
+        surrounding checkpoint, so their results would be saved (tests/conformance/test_tracing.py). A custom op becomes
+        one node, which has the mark. Under it, AOTAutograd finds the two kernels, so a compiled graph calls these
+        directly, without autograd.
         """
         if public not in self.tied:
             library, (space, name) = _libraries[self.op.namespace], self.name.split("::")
@@ -145,7 +147,9 @@ class Kernel:
     def _refuse_outputs(self, outputs: Any) -> NoReturn:
         wanted = ", ".join(r.name for r in self.schema.returns)
         got = f"{len(outputs)} values" if isinstance(outputs, tuple) else type(outputs).__name__
-        raise TypeError(f"{self.name}: allocate must return a tuple of {wanted}, as launch takes them before its slash, got {got}")
+        raise TypeError(
+            f"{self.name}: allocate must return a tuple of {wanted}, as launch takes them before its slash, got {got}"
+        )
 
     def check_plain(self, args: tuple[Any, ...], op: str) -> None:
         """Refuse a call under torch.func transforms and forward-mode AD."""
@@ -173,13 +177,17 @@ class _ReferenceKernel(Kernel):
 
     def refuse_transform(self, op: str) -> NoReturn:
         raise GradientError(
-            f"{op}: the gradient must be taken by backward() or torch.autograd.grad, got a torch.func transform or forward-mode AD; "
+            f"{op}: the gradient must be taken by backward() or torch.autograd.grad, got a torch.func transform or "
+            "forward-mode AD; "
             "write this part in plain PyTorch"
         )
 
 
 def reference_kernel(
-    name: str, allocate: Callable[..., Outputs], launch: Callable[..., None], recycle: Callable[..., Outputs] | None = None
+    name: str,
+    allocate: Callable[..., Outputs],
+    launch: Callable[..., None],
+    recycle: Callable[..., Outputs] | None = None,
 ) -> Kernel:
     """A kernel of the pure-PyTorch references."""
     return _ReferenceKernel("liger_reference", name, allocate, launch, recycle)
@@ -189,7 +197,8 @@ def reference_kernel(
 
 # Names and types of parameters.
 _Parameters = list[tuple[str, Any]]
-# For each parameter its NamedTuple, if it is one, and the number of fields it stands for; None if there is no NamedTuple.
+# For each parameter its NamedTuple, if it is one, and the number of fields it stands for; None if there is no
+# NamedTuple.
 _Groups = list[tuple[Any, int]] | None
 
 
@@ -199,7 +208,10 @@ def _parameters(kernel: str, launch: Callable[..., None]) -> tuple[_Parameters, 
     outputs = [(p.name, types.get(p.name)) for p in found if p.kind is p.POSITIONAL_ONLY]
     inputs = [(p.name, types.get(p.name)) for p in found if p.kind is p.POSITIONAL_OR_KEYWORD]
     if not outputs or len(outputs) + len(inputs) != len(found):
-        raise TypeError(f"{kernel}: launch must take outputs, a slash and inputs, (y, /, x, weight), got {inspect.signature(launch)}")
+        raise TypeError(
+            f"{kernel}: launch must take outputs, a slash and inputs, (y, /, x, weight), got "
+            f"{inspect.signature(launch)}"
+        )
     return outputs, inputs
 
 
@@ -241,7 +253,9 @@ def _fields(kernel: str, parameters: _Parameters) -> list[str]:
     for name, kind in flat:
         if kind not in _TYPES:
             known = ", ".join(getattr(t, "__name__", str(t)) for t in _TYPES)
-            raise TypeError(f"{kernel}: {name} must be annotated with one of {known} or a NamedTuple of these, got {kind}")
+            raise TypeError(
+                f"{kernel}: {name} must be annotated with one of {known} or a NamedTuple of these, got {kind}"
+            )
     return [f"{_TYPES[kind]} {name}" for name, kind in flat]
 
 
@@ -257,14 +271,16 @@ def _define(library: torch.library.Library, name: str, inputs: list[str], output
 def differentiable(forward: Kernel, backward: Kernel, public: int = 1, keep_first: bool = False) -> Callable[..., Any]:
     """One differentiable function of two kernels, bound by the names of their parameters.
 
-    backward's inputs are `grad_<output>`, inputs and outputs of forward under their own names (these are kept until then),
-    and last `needs: list[bool]`: which of its results, each called `grad_<input>`, are asked for. A result `grad_<input>_and_<input>` is
-    the gradient of both; autograd copies a gradient that it shares before it writes to it. A last result called `scratch` is memory that
-    the launch works in, and nobody's gradient. A forward that computes gradients itself, or saves what they need, has the same `needs`
-    last. The first `public` outputs are returned; those without a `grad_` input are constants.
+    backward's inputs are `grad_<output>`, inputs and outputs of forward under their own names (these are kept until
+    then), and last `needs: list[bool]`: which of its results, each called `grad_<input>`, are asked for. A result
+    `grad_<input>_and_<input>` is the gradient of both; autograd copies a gradient that it shares before it writes to
+    it. A last result called `scratch` is memory that the launch works in, and nobody's gradient. A forward that
+    computes gradients itself, or saves what they need, has the same `needs` last. The first `public` outputs are
+    returned; those without a `grad_` input are constants.
 
-    With `keep_first`, what backward needs is saved before the forward is launched, which requires that none of it is an output of forward.
-    Activation checkpointing recomputes a layer up to what is saved last, so it does not launch the last forward of a layer again.
+    With `keep_first`, what backward needs is saved before the forward is launched, which requires that none of it is an
+    output of forward. Activation checkpointing recomputes a layer up to what is saved last, so it does not launch the
+    last forward of a layer again.
 
     Raises TypeError, at import, if a name belongs to nothing.
     """
@@ -276,7 +292,11 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1, keep_firs
     # The first and the last input of each of backward's results; they differ only for a shared gradient.
     targets = [(inputs.index(names[0]), inputs.index(names[-1])) for names in map(_inputs_of, _results(backward))]
     trained = sorted({i for pair in targets for i in pair})
-    gradients = [outputs.index(n.removeprefix("grad_")) for n in wanted if n.startswith("grad_") and n.removeprefix("grad_") in outputs]
+    gradients = [
+        outputs.index(n.removeprefix("grad_"))
+        for n in wanted
+        if n.startswith("grad_") and n.removeprefix("grad_") in outputs
+    ]
     rest = wanted[len(gradients) : -1]
     # Autograd saves tensors, the context saves options; order is the position of each in the concatenation of the two.
     tensors = {a.name for a in forward.schema.arguments if "Tensor" in str(a.type)} | set(outputs)
@@ -287,7 +307,9 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1, keep_firs
     constants = [i for i in range(public) if i not in gradients]
     count = len(inputs)
     if keep_first and (early or public != 1 or any(i >= count for i in kept)):
-        raise TypeError(f"{forward.name}: keep_first needs one output and a backward that takes inputs only, got {', '.join(rest)}")
+        raise TypeError(
+            f"{forward.name}: keep_first needs one output and a backward that takes inputs only, got {', '.join(rest)}"
+        )
     title = forward.name
     name = title.split("::")[1]
 
@@ -338,7 +360,8 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1, keep_firs
         backward = staticmethod(derive)
 
     def apply(*args: Any) -> Any:
-        return Function.apply(*([Kept.apply(*[args[i] for i in kept])] if keep_first else []), *args)  # type: ignore[no-untyped-call]
+        first = [Kept.apply(*[args[i] for i in kept])] if keep_first else []  # type: ignore[no-untyped-call]
+        return Function.apply(*first, *args)  # type: ignore[no-untyped-call]
 
     function = apply if keep_first else Function.apply
     traced = forward.tie(backward, public, function)
@@ -370,19 +393,22 @@ def differentiable(forward: Kernel, backward: Kernel, public: int = 1, keep_firs
 
 
 def check_backward(title: str, *grads: Tensor | None) -> None:
-    """For a backward pass that PyTorch does not see into: raises GradientError where its results would be differentiated again, or batched.
+    """For a backward pass that PyTorch does not see into: raises GradientError where its results would be
+    differentiated again, or batched.
 
-    torch.autograd.function.once_differentiable marks results only if an upstream gradient requires a gradient: those of y.sum() would be
-    constants. Batches of upstream gradients (is_grads_batched=True) are tensors without memory.
+    torch.autograd.function.once_differentiable marks results only if an upstream gradient requires a gradient: those of
+    y.sum() would be constants. Batches of upstream gradients (is_grads_batched=True) are tensors without memory.
     """
     if torch.is_grad_enabled():
         raise GradientError(
-            f"{title}: the gradient must not be differentiated again, got create_graph=True; write that part in plain PyTorch"
+            f"{title}: the gradient must not be differentiated again, got create_graph=True; write that part in plain "
+            "PyTorch"
         )
     for grad in grads:
         if grad is not None and is_legacy_batched(grad):
             raise GradientError(
-                f"{title}: upstream gradients must be plain tensors, got a batch of them (is_grads_batched=True, vectorize=True); "
+                f"{title}: upstream gradients must be plain tensors, got a batch of them (is_grads_batched=True, "
+                "vectorize=True); "
                 "take one at a time"
             )
 
@@ -414,17 +440,21 @@ def _check_names(forward: Kernel, backward: Kernel, public: int) -> None:
         allowed = [*gradients, *inputs, *outputs]
         if name not in allowed:
             raise TypeError(
-                f"{backward.name}: its inputs must be gradients of public outputs, inputs and outputs of {forward.name} "
+                f"{backward.name}: its inputs must be gradients of public outputs, inputs and outputs of "
+                f"{forward.name} "
                 f"({', '.join(allowed)}) and needs, got {name}.{nearest(name, allowed)}"
             )
     given = [name for name in names if name in gradients]
     if not given or names[: len(given)] != [name for name in gradients if name in given]:
-        raise TypeError(f"{backward.name}: {', '.join(gradients)} must come first and in this order, got {', '.join(names)}")
+        raise TypeError(
+            f"{backward.name}: {', '.join(gradients)} must come first and in this order, got {', '.join(names)}"
+        )
     for result in _results(backward):
         for name in _inputs_of(result):
             if name not in inputs:
                 raise TypeError(
-                    f"{backward.name}: its results must be grad_<input of {forward.name}> ({', '.join(inputs)}), got {result.name}."
+                    f"{backward.name}: its results must be grad_<input of {forward.name}> ({', '.join(inputs)}), got "
+                    f"{result.name}."
                     f"{nearest(result.name.removeprefix('grad_'), inputs)}"
                 )
 

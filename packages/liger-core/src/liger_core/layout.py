@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls with DTensors: an op names the dimensions of its tensors once, and every rank runs it on its local tensors.
 
-A dimension that the op treats index by index may be sharded: then each rank computes its part alone, all tensors that have the dimension are
-sharded alike, and a tensor that lacks it has a part of its gradient on each rank (`Partial`). Other dimensions must be whole. This is
-written around the call, not for each kernel, so that it holds for every backend, for references, and in compiled code.
+A dimension that the op treats index by index may be sharded: then each rank computes its part alone, all tensors that
+have the dimension are sharded alike, and a tensor that lacks it has a part of its gradient on each rank (`Partial`).
+Other dimensions must be whole. This is written around the call, not for each kernel, so that it holds for every
+backend, for references, and in compiled code.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ _Names = tuple[str | None, ...]
 
 
 class Layout(NamedTuple):
-    """The dimensions of an op's tensor arguments by name, "… (width)", and for each result the argument that it has the dimensions of,
-    or its own dimensions, likewise.
+    """The dimensions of an op's tensor arguments by name, "… (width)", and for each result the argument that it has the
+    dimensions of, or its own dimensions, likewise.
 
     …        any leading dimensions, the same in all tensors that have them
     (width)  must be whole on every rank; a dimension without parentheses may be sharded
 
-    A tensor with fewer dimensions has the last of these. One that no result is like may have size 1 where others are longer.
+    A tensor with fewer dimensions has the last of these. One that no result is like may have size 1 where others are
+    longer.
     """
 
     arguments: Mapping[str, str]
@@ -48,10 +50,17 @@ def run_locally(op: str, layout: Layout, call: Callable[..., Any], arguments: Ma
     names = {name: _named(layout.arguments[name], value.dim()) for name, value in tensors.items()}
     split = [_split(tensors, names, i) for i in range(mesh.ndim)]
     placements = {name: _placements(names[name], split) for name in tensors}
-    longer = {dimension for name in tensors for dimension, size in zip(names[name], tensors[name].shape, strict=True) if size > 1}
+    longer = {
+        dimension
+        for name in tensors
+        for dimension, size in zip(names[name], tensors[name].shape, strict=True)
+        if size > 1
+    }
     for name in tensors.keys() - set(layout.results):
         # Broadcast where it has one index for several of others.
-        alone = [p.is_shard() and tensors[name].shape[p.dim] == 1 and names[name][p.dim] in longer for p in placements[name]]
+        alone = [
+            p.is_shard() and tensors[name].shape[p.dim] == 1 and names[name][p.dim] in longer for p in placements[name]
+        ]
         placements[name] = [Replicate() if one else p for p, one in zip(placements[name], alone, strict=True)]
     local = {name: _local(value, mesh, placements[name], split) for name, value in tensors.items()}
     results = call(**{**arguments, **local})
@@ -61,11 +70,18 @@ def run_locally(op: str, layout: Layout, call: Callable[..., Any], arguments: Ma
             own, shapes = names[like], dict(zip(names[like], tensors[like].shape, strict=True))
         else:
             own = _named(like, value.dim())
-            shapes = {named: size for name in tensors for named, size in zip(names[name], tensors[name].shape, strict=True)}
+            shapes = {
+                named: size for name in tensors for named, size in zip(names[name], tensors[name].shape, strict=True)
+            }
         # Of a dimension that is whole, an op may change the size.
-        sizes = [shapes[name] if name is not None and name in split else here for name, here in zip(own, value.shape, strict=True)]
+        sizes = [
+            shapes[name] if name is not None and name in split else here
+            for name, here in zip(own, value.shape, strict=True)
+        ]
         stride = _dense(value.stride(), sizes)
-        return DTensor.from_local(value, mesh, _placements(own, split), run_check=False, shape=torch.Size(sizes), stride=stride)
+        return DTensor.from_local(
+            value, mesh, _placements(own, split), run_check=False, shape=torch.Size(sizes), stride=stride
+        )
 
     if isinstance(results, tuple):
         return tuple(map(spread, results, layout.results))

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matmuls of the ops. A processor without instructions for a 16-bit dtype multiplies in float32, a tile at a time."""
+"""The matmuls of the ops.
+
+A processor without instructions for a 16-bit dtype multiplies in float32, a tile at a time.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ def _emulated() -> frozenset[torch.dtype]:
         return frozenset({torch.bfloat16, torch.float16})
     multiplies = {torch.bfloat16: multiplies_bfloat16(), torch.float16: multiplies_float16()}
     processor: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    # oneDNN takes bfloat16 on every processor with AVX-512; without AVX512_BF16 that takes five times as long as float32.
+    # oneDNN takes bfloat16 on every processor with AVX-512; without AVX512_BF16 that takes five times as long as
+    # float32.
     if processor.get("avx512_f") and not processor.get("avx512_bf16"):
         multiplies[torch.bfloat16] = False
     return frozenset(dtype for dtype, fast in multiplies.items() if not fast)

@@ -28,8 +28,8 @@ R = TypeVar("R")
 class Sample:
     """One call that an implementation must get right, and the code path it is for.
 
-    `frozen` names tensor arguments that get no gradient although they are floating point. With `stops`, the gradient stops somewhere by
-    definition, so that it is not the derivative of the outputs.
+    `frozen` names tensor arguments that get no gradient although they are floating point. With `stops`, the gradient
+    stops somewhere by definition, so that it is not the derivative of the outputs.
     """
 
     name: str
@@ -56,8 +56,8 @@ class Workload:
     """One benchmark shape: `make(device, dtype)` gives (args, kwargs). `quick` ones run on a laptop CPU.
 
     frozen  tensor arguments that get no gradient although they are floating point
-    axis    the size that a series of workloads varies and its value here, ("N", 4096); such a workload belongs to the scaling
-            benchmark only
+    axis    the size that a series of workloads varies and its value here, ("N", 4096); such a workload belongs to the
+            scaling benchmark only
     """
 
     name: str
@@ -85,8 +85,8 @@ class Product(NamedTuple):
 class Work:
     """The least that a call must do: bytes to move through device memory and floating-point operations to run.
 
-    `forward_*` is one forward without gradients, `full_*` is forward and backward. Products, where there are any, count for the
-    measured time of exactly these matmuls instead of the operations.
+    `forward_*` is one forward without gradients, `full_*` is forward and backward. Products, where there are any, count
+    for the measured time of exactly these matmuls instead of the operations.
     """
 
     forward_bytes: int
@@ -118,8 +118,8 @@ class Choice:
 class Op(Generic[P, R]):
     """A function of tensors and plain scalars; calling it checks the arguments, then runs the selected implementation.
 
-    `reference` is the definition: pure PyTorch, any device. `choice` is set by the selection; it is a plain attribute, so that
-    Dynamo guards what a call reads of it and a new selection recompiles.
+    `reference` is the definition: pure PyTorch, any device. `choice` is set by the selection; it is a plain attribute,
+    so that Dynamo guards what a call reads of it and a new selection recompiles.
     """
 
     def __init__(
@@ -140,7 +140,8 @@ class Op(Generic[P, R]):
         self.misuses = misuses
         self.workloads = workloads
         self.work = work
-        # Which dimensions of its tensors may be sharded over ranks, or a function of the arguments that says it; None: no DTensors.
+        # Which dimensions of its tensors may be sharded over ranks, or a function of the arguments that says it; None:
+        # no DTensors.
         self.layout = layout
         # Which tensors must have one dtype.
         self.dtypes = dtypes
@@ -194,7 +195,9 @@ class Op(Generic[P, R]):
         for name in names:
             if name not in self.signature.parameters:
                 known = self.signature.parameters
-                raise TypeError(f"{self.name}: arguments must be among {', '.join(known)}, got {name!r}.{nearest(name, known)}") from None
+                raise TypeError(
+                    f"{self.name}: arguments must be among {', '.join(known)}, got {name!r}.{nearest(name, known)}"
+                ) from None
 
     def checked(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of a call, cast as autocast does; raises what the call itself would raise."""
@@ -207,7 +210,8 @@ class Op(Generic[P, R]):
         """Run the op on the local tensors of DTensors, never in place: their memory does not belong to this call."""
         arguments = self.signature.bind(*args, **kwargs).arguments
         given = {name: False if name in OVERWRITING else value for name, value in arguments.items()}
-        return run_locally(self.name, layout if isinstance(layout, Layout) else layout(**given), self, given)  # type: ignore[no-any-return]
+        layout = layout if isinstance(layout, Layout) else layout(**given)
+        return run_locally(self.name, layout, self, given)  # type: ignore[no-any-return]
 
     def __reduce__(self) -> str:
         """Return the op's name: like a function, an op is pickled by name and copied as itself."""
@@ -250,6 +254,15 @@ def op(
     """Turn a pure-PyTorch reference into an `Op`."""
 
     def describe(reference: Callable[P, R]) -> Op[P, R]:
-        return Op(reference, check=check, samples=samples, misuses=misuses, workloads=workloads, work=work, layout=layout, dtypes=dtypes)
+        return Op(
+            reference,
+            check=check,
+            samples=samples,
+            misuses=misuses,
+            workloads=workloads,
+            work=work,
+            layout=layout,
+            dtypes=dtypes,
+        )
 
     return describe

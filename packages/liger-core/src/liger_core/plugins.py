@@ -97,8 +97,8 @@ _loading = False
 def registry() -> Registry:
     """Return the ops, backends and faults of the plugins; the first call loads them.
 
-    A fault of a plugin never stops the others: the affected part, for instance a backend, is ignored with a warning and listed in
-    `Registry.failed`. `LIGER_DISABLE_PLUGINS=name,…` disables plugins, which are then not even imported.
+    A fault of a plugin never stops the others: the affected part, for instance a backend, is ignored with a warning and
+    listed in `Registry.failed`. `LIGER_DISABLE_PLUGINS=name,…` disables plugins, which are then not even imported.
     """
     global _registry, _loading
     if _registry is None:
@@ -215,7 +215,9 @@ def offers(found: Registry, hook: str, kind: type[T]) -> Iterator[tuple[Plugin, 
             items = attempt(f"its hook {hook}", partial(_items, implementation))
             for item in items:
                 if not isinstance(item, kind):
-                    raise PluginError(f"{hook} must return a list of {kind.__name__}s, got a {type(item).__name__} in it")
+                    raise PluginError(
+                        f"{hook} must return a list of {kind.__name__}s, got a {type(item).__name__} in it"
+                    )
             yield from ((plugin, item.name, item) for item in items)
 
 
@@ -231,7 +233,9 @@ def one_of_each(found: Registry, kind: str, offered: Iterable[tuple[Plugin, str,
         by_name.setdefault(name, []).append((plugin, item))
     kept: list[tuple[Plugin, T]] = []
     for name, rivals in by_name.items():
-        keeps = keeper(found, kind, name, [plugin for plugin, _ in rivals], "" if kind == "plugin" else f"the {kind} of ")
+        keeps = keeper(
+            found, kind, name, [plugin for plugin, _ in rivals], "" if kind == "plugin" else f"the {kind} of "
+        )
         kept += [rival for rival in rivals if rival[0] is keeps][:1]
     return kept
 

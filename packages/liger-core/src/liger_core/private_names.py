@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The private names of other libraries, each with what it is used for and a fallback where a version of the library lacks it.
+"""The private names of other libraries, each with what it is used for and a fallback where a version of the library
+lacks it.
 
-liger_core/private_torch.py has those of torch and liger_hf/private_transformers.py those of Transformers and the libraries around it. No
-other file uses a private name, so a release that drops one costs speed or a feature, but never the import. docs/private-names.md is
-generated from these descriptions.
+liger_core/private_torch.py has those of torch and liger_hf/private_transformers.py those of Transformers and the
+libraries around it. No other file uses a private name, so a release that drops one costs speed or a feature, but never
+the import. docs/private-names.md is generated from these descriptions.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any, NamedTuple, NoReturn
 class PrivateName(NamedTuple):
     """One private name.
 
-    path      "module:name", or "module:word" for a word in the source of a module, such as an attribute that it sets; one that ends with
-              an underscore is a prefix
+    path      "module:name", or "module:word" for a word in the source of a module, such as an attribute that it sets;
+              one that ends with an underscore is a prefix
     purpose   what it is used for
     fallback  what happens without it
     is_word   whether the path names a word
@@ -52,7 +53,8 @@ class PrivateName(NamedTuple):
 
 
 class Absent:
-    """Stands for a function or class that a feature cannot do without: using it is an error, importing it is none, and it is false."""
+    """Stands for a function or class that a feature cannot do without: using it is an error, importing it is none, and
+    it is false."""
 
     def __init__(self, name: PrivateName) -> None:
         self.name = name
@@ -63,7 +65,8 @@ class Absent:
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
         library = self.name.path.partition(":")[0].partition(".")[0]
         raise RuntimeError(
-            f"{self.name.purpose.removesuffix('.')}: {library} must have {self.name.title}, got {library} {version(library)} without it; "
+            f"{self.name.purpose.removesuffix('.')}: {library} must have {self.name.title}, got {library} "
+            f"{version(library)} without it; "
             "use a version that docs/private-names.md lists"
         )
 
@@ -90,7 +93,10 @@ class PrivateNames(dict[str, PrivateName]):
         return cache(lambda: self.look_up(path, purpose, without, fallback))
 
     def word(self, path: str, purpose: str, without: str) -> str:
-        """Return the word of a path "module:word". In other versions, code that looks for it in an object finds nothing."""
+        """Return the word of a path "module:word".
+
+        In other versions, code that looks for it in an object finds nothing.
+        """
         self[path] = PrivateName(path, purpose, without, is_word=True)
         return path.partition(":")[2]
 

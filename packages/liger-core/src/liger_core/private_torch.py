@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every private name of torch that the packages use. Its fallback is the safe answer: slower, or an error in the one feature that needs it."""
+"""Every private name of torch that the packages use.
+
+Its fallback is the safe answer: slower, or an error in the one feature that needs it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ dispatch_stack_length = TORCH.look_up(
 interpreter_stack = TORCH.look_up(
     "torch._C:_functorch.peek_interpreter_stack",
     "Recognizes torch.func transforms, which need plain PyTorch.",
-    "Every argument is asked whether a transform has wrapped it; nothing is overwritten, and the inductor backend runs references.",
+    (
+        "Every argument is asked whether a transform has wrapped it; nothing is overwritten, and the inductor backend "
+        "runs references."
+    ),
     lambda: (),
 )
 is_wrapped = TORCH.look_up(
@@ -52,7 +58,10 @@ _FORWARD_LEVEL = TORCH.word(
 )
 forward_mode_enabled = TORCH.look_up(
     "torch._C:_is_fwd_grad_enabled",
-    "Shows whether a custom autograd function runs its forward, to which logits computed on demand cannot give a gradient.",
+    (
+        "Shows whether a custom autograd function runs its forward, to which logits computed on demand cannot give a "
+        "gradient."
+    ),
     "Such a function is not recognized.",
     lambda: True,
 )
@@ -69,7 +78,8 @@ _CONSTANT = TORCH.word(
 
 
 def constant_when_traced(function: F) -> F:
-    """Mark a function whose result a compiler takes as it is. torch.compiler.assume_constant_result does the same, and imports the compiler."""
+    """Mark a function whose result a compiler takes as it is. torch.compiler.assume_constant_result does the same, and
+    imports the compiler."""
     setattr(function, _CONSTANT, True)
     return function
 
@@ -168,10 +178,11 @@ without_modes = TORCH.look_up(
 
 
 def holders(tensors: tuple[Any, ...], index: int) -> tuple[int, ...]:
-    """Count the references to the Python object, to the tensor behind it and to its memory; for a view the first two of its base, too.
+    """Count the references to the Python object, to the tensor behind it and to its memory; for a view the first two of
+    its base, too.
 
-    The tensor has no name here and is not passed to Python code: a debugger holds variables, and a frame evaluator, which a failed
-    torch.compile leaves behind, arguments.
+    The tensor has no name here and is not passed to Python code: a debugger holds variables, and a frame evaluator,
+    which a failed torch.compile leaves behind, arguments.
     """
     counts = (
         sys.getrefcount(tensors[index]),
@@ -216,7 +227,11 @@ _GLOBAL_HOOKS = TORCH.word(
 
 def global_hooks() -> dict[str, Any]:
     """Name → hooks of all modules, of every kind."""
-    return {name: value for name, value in vars(hooks_of_modules).items() if name.startswith(_GLOBAL_HOOKS) and isinstance(value, dict)}
+    return {
+        name: value
+        for name, value in vars(hooks_of_modules).items()
+        if name.startswith(_GLOBAL_HOOKS) and isinstance(value, dict)
+    }
 
 
 def has_global_backward_hook() -> bool:
@@ -244,7 +259,10 @@ class _Schema(NamedTuple):
 def _read_schema(schema: str) -> _Schema:
     """Read the schema of one of the kernels, "name(Tensor x, bool[] needs) -> (Tensor y)"."""
     fields = [
-        [_Field(name, "List[bool]" if kind == "bool[]" else kind) for kind, _, name in (one.partition(" ") for one in side.split(", "))]
+        [
+            _Field(name, "List[bool]" if kind == "bool[]" else kind)
+            for kind, _, name in (one.partition(" ") for one in side.split(", "))
+        ]
         for side in schema.partition("(")[2].removesuffix(")").split(") -> (")
     ]
     return _Schema(*fields)
@@ -257,7 +275,9 @@ parse_schema = TORCH.look_up(
     _read_schema,
 )
 _SCHEMA = TORCH.word(
-    "torch._ops:_schema", "`liger plan` binds the arguments of an operator to their names.", "Scratch memory of operators is not predicted."
+    "torch._ops:_schema",
+    "`liger plan` binds the arguments of an operator to their names.",
+    "Scratch memory of operators is not predicted.",
 )
 
 
@@ -300,9 +320,12 @@ collectives = TORCH.look_up(
     "An error in calls with a sharded vocabulary.",
     None,
 )
-process_group = TORCH.require("torch.distributed.distributed_c10d:_resolve_process_group", "Finds the ranks of a sharded vocabulary.")
+process_group = TORCH.require(
+    "torch.distributed.distributed_c10d:_resolve_process_group", "Finds the ranks of a sharded vocabulary."
+)
 flatten_mesh = TORCH.require(
-    "torch.distributed.device_mesh:DeviceMesh._flatten", "`liger verify` shards over data-parallel and context-parallel ranks."
+    "torch.distributed.device_mesh:DeviceMesh._flatten",
+    "`liger verify` shards over data-parallel and context-parallel ranks.",
 )
 IS_FSDP = TORCH.word(
     "torch.distributed.fsdp._fully_shard._fully_shard:_is_fsdp_managed_module",
@@ -388,7 +411,10 @@ compiler_counters = TORCH.look_up_later(
     Counter({"inductor": Counter[str]()}),
 )
 compiler_times = TORCH.look_up_later(
-    "torch._dynamo.utils:calculate_time_spent", "`liger train` reports how long it has compiled.", "It reports 0.", dict[str, float]
+    "torch._dynamo.utils:calculate_time_spent",
+    "`liger train` reports how long it has compiled.",
+    "It reports 0.",
+    dict[str, float],
 )
 CompilerError = TORCH.look_up_later(
     "torch._dynamo.exc:TorchDynamoException",

@@ -35,8 +35,8 @@ class _Layer:
 _layers: list[_Layer] = []
 _settled: dict[str, tuple[str, str]] = {}
 _reported: set[tuple[str, str, str]] = set()
-# The `with use(…)` blocks that are open, the innermost last, and the innermost one that this thread or task is inside of. Only `use` reads
-# the context variable: what a call runs must be a plain attribute, which torch.compile can guard.
+# The `with use(…)` blocks that are open, the innermost last, and the innermost one that this thread or task is inside
+# of. Only `use` reads the context variable: what a call runs must be a plain attribute, which torch.compile can guard.
 _blocks: list[_Layer] = []
 _inside: ContextVar[_Layer | None] = ContextVar("liger_use", default=None)
 
@@ -47,13 +47,14 @@ class use:
     backend  a name, or a specification as in LIGER_BACKEND: "triton,rope=reference"; "auto" is the automatic choice
     only     ops (or their names) that the selection is for; all of them by default
 
-    The selection belongs to the process: it also holds in every other thread and asyncio task, including the threads in which autograd runs
-    a backward pass. Blocks must therefore nest. While one is open, only code that runs inside it may select a backend.
+    The selection belongs to the process: it also holds in every other thread and asyncio task, including the threads in
+    which autograd runs a backward pass. Blocks must therefore nest. While one is open, only code that runs inside it
+    may select a backend.
 
     An op that the backend does not implement keeps the automatic choice unless it was named.
 
-    Raises BackendError for an unknown or unavailable backend, an unknown op, an op that the named backend lacks, and for a selection
-    that overlaps a block of another thread or task.
+    Raises BackendError for an unknown or unavailable backend, an unknown op, an op that the named backend lacks, and
+    for a selection that overlaps a block of another thread or task.
     """
 
     def __init__(self, backend: str, *, only: Iterable[Op[..., Any] | str] | None = None) -> None:
@@ -91,7 +92,8 @@ class use:
             self._remove()
             if inner and error is None:
                 raise BackendError(
-                    f"{self._layer.source}: blocks must end in the reverse of the order in which they began, but `with {inner[-1].source}`, "
+                    f"{self._layer.source}: blocks must end in the reverse of the order in which they began, but `with "
+                    f"{inner[-1].source}`, "
                     "which began inside this one, is still open"
                 )
 
@@ -116,7 +118,8 @@ def _check_nesting(layer: _Layer) -> None:
     """Raise BackendError if another thread or task is inside a `with use(…)` block."""
     if _blocks and _inside.get() is not _blocks[-1]:
         raise BackendError(
-            f"{layer.source}: the selection of the process must not change while another thread or task is inside `with {_blocks[-1].source}`; "
+            f"{layer.source}: the selection of the process must not change while another thread or task is inside "
+            f"`with {_blocks[-1].source}`; "
             "select one backend for all of them, or run the blocks one after the other"
         )
 
@@ -168,7 +171,8 @@ def _parse(found: Registry, text: str, source: str, only: list[str] | None) -> _
             by_op[name.strip()] = _known_backend(found, value.strip(), source)
         elif default is not None:
             raise BackendError(
-                f"{source}: one backend for all ops must be given, got {default!r} and {part!r}; write op=backend for one op"
+                f"{source}: one backend for all ops must be given, got {default!r} and {part!r}; write op=backend for "
+                "one op"
             )
         else:
             default = _known_backend(found, part, source)
@@ -182,14 +186,17 @@ def _parse(found: Registry, text: str, source: str, only: list[str] | None) -> _
         if backend != AUTO and name not in found.implementations[backend]:
             able = [b for b, table in found.implementations.items() if name in table]
             raise BackendError(
-                f"{source}: backend {backend!r} must implement {name}, it does not; {name} is implemented by: {', '.join(able)}"
+                f"{source}: backend {backend!r} must implement {name}, it does not; {name} is implemented by: "
+                f"{', '.join(able)}"
             )
     return _Layer(source, default, by_op)
 
 
 def _known_op(found: Registry, name: str, source: str) -> None:
     if name not in found.ops:
-        raise BackendError(f"{source}: no op named {name!r}; known: {', '.join(sorted(found.ops))}.{nearest(name, found.ops)}")
+        raise BackendError(
+            f"{source}: no op named {name!r}; known: {', '.join(sorted(found.ops))}.{nearest(name, found.ops)}"
+        )
 
 
 def _known_backend(found: Registry, name: str, source: str) -> str:
@@ -198,9 +205,12 @@ def _known_backend(found: Registry, name: str, source: str) -> str:
     if name in found.left_out:
         raise BackendError(f"{source}: backend {name!r} must be loaded, it is not: {found.left_out[name]}")
     if name not in found.backends:
-        faults = "".join(f" {fault[0].upper()}{fault[1:]}{'' if fault[-1] in '.?' else '.'}" for fault in found.faults())
+        faults = "".join(
+            f" {fault[0].upper()}{fault[1:]}{'' if fault[-1] in '.?' else '.'}" for fault in found.faults()
+        )
         raise BackendError(
-            f"{source}: no backend named {name!r}; installed: {', '.join(sorted(found.backends))}.{nearest(name, found.backends)}{faults}"
+            f"{source}: no backend named {name!r}; installed: "
+            f"{', '.join(sorted(found.backends))}.{nearest(name, found.backends)}{faults}"
         )
     if name in found.unavailable:
         raise BackendError(f"{source}: backend {name!r} must be available, it is not: {found.unavailable[name]}")
@@ -278,7 +288,9 @@ def in_turn(op: Op[..., Any], links: Mapping[str, list[Link]]) -> Choice:
         {device: tried[0].implementation for device, tried in links.items()},
         {device: tried[0].traced for device, tried in links.items()},
         op.reference,
-        _fall_back(op, {device: [*tried, Link("reference", op.reference, op.reference)] for device, tried in links.items()}),
+        _fall_back(
+            op, {device: [*tried, Link("reference", op.reference, op.reference)] for device, tried in links.items()}
+        ),
     )
 
 
@@ -318,7 +330,9 @@ def _fall_back(op: Op[..., Any], links: Mapping[str, list[Link]]) -> Callable[..
 def _report(op: Op[..., Any], declined: str, reason: str, following: str) -> None:
     if (op.name, declined, reason) not in _reported:
         _reported.add((op.name, declined, reason))
-        _log.warning("%s: backend %r declined a call (%s); falling back to %s", op.name, declined, reason, in_words(following))
+        _log.warning(
+            "%s: backend %r declined a call (%s); falling back to %s", op.name, declined, reason, in_words(following)
+        )
 
 
 def in_words(backend: str) -> str:
@@ -328,7 +342,8 @@ def in_words(backend: str) -> str:
 def _refuse(op: Op[..., Any], name: str, source: str) -> Callable[..., Any]:
     def refuse(reason: Unsupported, *args: Any, **kwargs: Any) -> NoReturn:
         raise BackendError(
-            f"{op.name}: backend {name!r} must be able to take this call, it declined: {reason}; it was selected by {source}, "
+            f"{op.name}: backend {name!r} must be able to take this call, it declined: {reason}; it was selected by "
+            f"{source}, "
             f"select 'auto' or {op.name}=reference to run the reference instead"
         ) from reason
 
@@ -339,7 +354,8 @@ def _wrong_device(op: Op[..., Any], backend: Backend, source: str) -> Callable[.
     def wrong_device(*args: Any, **kwargs: Any) -> NoReturn:
         first = args[0] if args else kwargs[op.first]
         raise BackendError(
-            f"{op.name}: backend {backend.name!r} runs on {' and '.join(backend.device_types)} tensors, got a {first.device.type} tensor; "
+            f"{op.name}: backend {backend.name!r} runs on {' and '.join(backend.device_types)} tensors, got a "
+            f"{first.device.type} tensor; "
             f"it was selected by {source}, select 'auto' or {op.name}=reference to run the reference instead"
         )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables that commands print: no cell is ever cut, and those of Liger's own commands fit a terminal of 100 columns."""
+"""The tables that commands print: no cell is cut, and those of Liger's commands fit 100 columns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ class Column:
 
 
 def output() -> Console:
-    """Standard output. A file has no width of its own: tables get 100 columns there unless COLUMNS is set; sentences stay on one line."""
+    """Standard output.
+
+    A file has no width of its own: tables get 100 columns there unless COLUMNS is set; sentences stay on one line.
+    """
     console = Console(highlight=False)
     if not console.is_terminal:
         console.soft_wrap = True
@@ -46,20 +49,33 @@ def output() -> Console:
 
 
 def print_table(
-    console: Console, columns: Sequence[Column], rows: Sequence[Sequence[Cell]], *, title: str = "", all_columns: bool = True
+    console: Console,
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[Cell]],
+    *,
+    title: str = "",
+    all_columns: bool = True,
 ) -> None:
     """Print rows of cells, then a legend and the names of the columns that were left out.
 
-    Unless all columns are asked for, details are left out, and so are columns without a value. A terminal that is too narrow gets
-    a table wider than itself instead of one with cut names.
+    Unless all columns are asked for, details are left out, and so are columns without a value. A terminal that is too
+    narrow gets a table wider than itself instead of one with cut names.
     """
-    shown = [i for i, column in enumerate(columns) if all_columns or not (column.detail or _is_empty(column, [row[i] for row in rows]))]
-    table = Table(title=Text(title) if title else None, title_justify="left", show_header=any(column.name for column in columns))
+    shown = [
+        i
+        for i, column in enumerate(columns)
+        if all_columns or not (column.detail or _is_empty(column, [row[i] for row in rows]))
+    ]
+    table = Table(
+        title=Text(title) if title else None, title_justify="left", show_header=any(column.name for column in columns)
+    )
     for i in shown:
         column, cells = columns[i], [_text(row[i]) for row in rows]
         # On one line: as wide as its widest cell, whatever the terminal has.
         least = None if column.prose else max((cell.cell_len for cell in [_text(column.name), *cells]), default=None)
-        table.add_column(column.name, justify="right" if column.number else "left", min_width=least, no_wrap=not column.prose)
+        table.add_column(
+            column.name, justify="right" if column.number else "left", min_width=least, no_wrap=not column.prose
+        )
     for row in rows:
         table.add_row(*(_text(row[i]) for i in shown))
     needed = Measurement.get(console, console.options.update(width=10_000), table).minimum

@@ -35,7 +35,10 @@ def warn_if_untested(distribution: str, stacklevel: int = 1) -> None:
     """Warn once if the installed version of a library is untested; a `stacklevel` of 1 points to the caller."""
     said = complaint(distribution)
     if said:
-        warnings.warn(f"{said}; install a tested version, or compare a few steps with and without Liger", stacklevel=stacklevel + 1)
+        warnings.warn(
+            f"{said}; install a tested version, or compare a few steps with and without Liger",
+            stacklevel=stacklevel + 1,
+        )
 
 
 def complaints() -> list[str]:

@@ -61,7 +61,7 @@ HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load on first use: the `liger` command and every op load the plugins, and importing Transformers takes seconds."""
+    """Load on first use: every op and the `liger` command load plugins, and importing Transformers takes seconds."""
     if name in ("compat", "trainers"):
         return importlib.import_module(f"liger_hf.{name}")
     if name not in HOMES:

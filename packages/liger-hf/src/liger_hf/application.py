@@ -40,19 +40,22 @@ def apply(
 ) -> Report:
     """Replace what Liger's ops can compute in a model, in place, and return the report, which can undo it.
 
-    only, exclude  ops or their names; by default all that have a rule, except embedding. Excluding rope excludes qk_norm_rope, too
-    verify         accept a replacement only if, on small random input on the model's device, its outputs and gradients are as
-                   accurate as the module's own. Without it candidates are compared by their outputs on the CPU only
+    only, exclude  ops or their names; by default all that have a rule, except embedding. Excluding rope excludes
+                   qk_norm_rope, too
+    verify         accept a replacement only if, on small random input on the model's device, its outputs and gradients
+                   are as accurate as the module's own. Without it candidates are compared by their outputs on the CPU
+                   only
     mlp_rows       the most rows that gated MLPs compute at once; the backward pass recomputes them. For long sequences
 
-    Only the instances in this model change: no class, no module of Python, no other model; weights and state_dict stay as they are.
-    A module that no op computes is left alone, and the report says why. A second `apply` changes nothing.
+    Only the instances in this model change: no class, no module of Python, no other model; weights and state_dict stay
+    as they are. A module that no op computes is left alone, and the report says why. A second `apply` changes nothing.
     Apply before `torch.compile` and after PEFT has wrapped the model.
 
-    While training, `outputs.logits` is computed when it is read; pass keep_logits=True to the model to get a tensor at once.
+    While training, `outputs.logits` is computed when it is read; pass keep_logits=True to the model to get a tensor at
+    once.
 
-    Raises ModelError if model is not a module or if only= names nothing that it has, OptionError for unknown ops, DeviceError for
-    weights on the meta device.
+    Raises ModelError if model is not a module or if only= names nothing that it has, OptionError for unknown ops,
+    DeviceError for weights on the meta device.
     """
     if mlp_rows is not None and (not isinstance(mlp_rows, int) or mlp_rows < 1):
         raise OptionError(f"liger_hf.apply: mlp_rows must be an integer of at least 1, got {mlp_rows!r}")
@@ -113,7 +116,9 @@ def survey(
         report.absent = _absent(looked, wanted)
         if wanted and wanted <= report.absent.keys():
             missing = "; ".join(f"{op}: {report.absent[op]}" for op in sorted(wanted))
-            raise ModelError(f"{caller}: only= must name something that {report.model} has, it has none of it: {missing}")
+            raise ModelError(
+                f"{caller}: only= must name something that {report.model} has, it has none of it: {missing}"
+            )
     replaced: set[int] = set()
     home = device or next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     decisions: dict[Any, Decision] = {}
@@ -140,7 +145,10 @@ def survey(
             elif candidate.onto is not None and (both := candidate.onto(patches[at])) is not None:
                 patches[at] = both
             else:
-                candidate, decision = None, Decision(None, f"what it would replace is already replaced for {earlier.op.name}")
+                candidate, decision = (
+                    None,
+                    Decision(None, f"what it would replace is already replaced for {earlier.op.name}"),
+                )
         op, backend, outcome = found.op, "", LEFT
         if candidate is not None:
             op, backend, outcome = candidate.op.name, _backend(candidate.op, module, device, home), verdict
@@ -159,14 +167,20 @@ def _names(caller: str, option: str, given: Names, otherwise: tuple[str, ...]) -
         return set(otherwise)
     if isinstance(given, (str, Op)):
         raise OptionError(
-            f"{caller}: {option} must be an iterable of ops, got {given!r}; write {option}=[{getattr(given, 'name', given)!r}]"
+            f"{caller}: {option} must be an iterable of ops, got {given!r}; write "
+            f"{option}=[{getattr(given, 'name', given)!r}]"
         )
     names = [value.name if isinstance(value, Op) else value for value in given]
     for name in names:
         if name == "cross_entropy":
-            raise OptionError(f"{caller}: {option} must name ops that are put into models, cross_entropy comes with linear_cross_entropy")
+            raise OptionError(
+                f"{caller}: {option} must name ops that are put into models, cross_entropy comes with "
+                "linear_cross_entropy"
+            )
         if name not in (known := replaceable_ops()):
-            raise OptionError(f"{caller}: {option} must name ops among {', '.join(known)}, got {name!r}.{nearest(str(name), known)}")
+            raise OptionError(
+                f"{caller}: {option} must name ops among {', '.join(known)}, got {name!r}.{nearest(str(name), known)}"
+            )
     return set(names)
 
 
@@ -175,7 +189,8 @@ def _notes(model: nn.Module) -> list[str]:
     notes = []
     if any(getattr(module, USES_KERNELS, False) is True for module in model.modules()):
         notes.append(
-            "The model was loaded with use_kernels=True: Transformers puts its kernels back at each train() and eval(), over these replacements."
+            "The model was loaded with use_kernels=True: Transformers puts its kernels back at each train() and "
+            "eval(), over these replacements."
         )
     untrained = [
         f"{name}.{weight}"
@@ -186,7 +201,8 @@ def _notes(model: nn.Module) -> list[str]:
     ]
     if untrained:
         notes.append(
-            f"accelerate has offloaded {len(untrained)} weights that require a gradient ({untrained[0]}): they get none, since its hooks "
+            f"accelerate has offloaded {len(untrained)} weights that require a gradient ({untrained[0]}): they get "
+            "none, since its hooks "
             "drop them after each use; freeze them, or offload with FSDP2 or DeepSpeed ZeRO-3."
         )
     for kind in dict.fromkeys(type(module) for module in model.modules()):
@@ -194,7 +210,9 @@ def _notes(model: nn.Module) -> list[str]:
         owner = next(base for base in reversed(kind.__mro__) if unwrapped(vars(base).get("forward")) is forward)
         source = getattr(forward, "__module__", None) or owner.__module__
         if source.partition(".")[0] != owner.__module__.partition(".")[0]:
-            notes.append(f"{owner.__name__}.forward was replaced on the class by {source}; that stays, also after undo.")
+            notes.append(
+                f"{owner.__name__}.forward was replaced on the class by {source}; that stays, also after undo."
+            )
     return notes
 
 

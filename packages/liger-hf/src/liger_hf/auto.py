@@ -21,7 +21,10 @@ class AutoLigerModelForCausalLM:
     """
 
     def __init__(self) -> None:
-        raise OptionError("AutoLigerModelForCausalLM: a model must be made with from_pretrained or from_config, got a call of the class")
+        raise OptionError(
+            "AutoLigerModelForCausalLM: a model must be made with from_pretrained or from_config, got a call of the "
+            "class"
+        )
 
     @classmethod
     def from_pretrained(cls, *args: Any, liger: Mapping[str, Any] | None = None, **options: Any) -> Any:
@@ -39,10 +42,14 @@ class AutoLigerModelForCausalLM:
 def _chosen(liger: Mapping[str, Any] | None, others: Mapping[str, Any]) -> dict[str, Any]:
     for name in OPTIONS:
         if name in others:
-            raise OptionError(f"AutoLigerModelForCausalLM: {name} must be given in liger=, write liger={{{name!r}: {others[name]!r}}}")
+            raise OptionError(
+                f"AutoLigerModelForCausalLM: {name} must be given in liger=, write liger={{{name!r}: {others[name]!r}}}"
+            )
     if liger is not None and (not isinstance(liger, Mapping) or not liger.keys() <= set(OPTIONS)):
         got = sorted(liger) if isinstance(liger, Mapping) else liger
-        raise OptionError(f"AutoLigerModelForCausalLM: liger must be a mapping with keys among {', '.join(OPTIONS)}, got {got!r}")
+        raise OptionError(
+            f"AutoLigerModelForCausalLM: liger must be a mapping with keys among {', '.join(OPTIONS)}, got {got!r}"
+        )
     return dict(liger or {})
 
 

@@ -20,8 +20,9 @@ class LigerCallback(TrainerCallback):
     undo   restore the model when training has ended
     show   called with the report, on the first process; print by default, None for nothing
 
-    It applies as soon as the Trainer has been made, before accelerate wraps the model; the report is `callback.report`. Added later
-    by `trainer.add_callback`, or with model_init=, which creates a new model, it applies when training begins.
+    It applies as soon as the Trainer has been made, before accelerate wraps the model; the report is `callback.report`.
+    Added later by `trainer.add_callback`, or with model_init=, which creates a new model, it applies when training
+    begins.
     """
 
     def __init__(

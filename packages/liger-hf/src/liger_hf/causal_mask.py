@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal attention without a mask in compiled models.
 
-Without padding, Transformers passes is_causal=True to sdpa attention instead of a mask, so that the kernel skips the upper half. It reads
-from the values of the masks whether there is padding or packing. A compiler and a CUDA graph cannot, so there the model always gets a whole
-mask: on one H200, attention over 1024 tokens (Llama 1B, bf16) takes 2.4 times as long with it. A patched model leaves the mask out there,
-too, if it was called with nothing but arguments that cannot ask for another mask (PLAIN).
+Without padding, Transformers passes is_causal=True to sdpa attention instead of a mask, so that the kernel skips the
+upper half. It reads from the values of the masks whether there is padding or packing. A compiler and a CUDA graph
+cannot, so there the model always gets a whole mask: on one H200, attention over 1024 tokens (Llama 1B, bf16) takes 2.4
+times as long with it. A patched model leaves the mask out there, too, if it was called with nothing but arguments that
+cannot ask for another mask (PLAIN).
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from liger_hf.private_transformers import attention_implementation, create_causa
 from liger_hf.rebinding import called, rebound
 
 NOTE = (
-    "If the model is compiled and called without a mask, positions, a cache, or any argument that could change its mask, "
+    "If the model is compiled and called without a mask, positions, a cache, or any argument that could change its "
+    "mask, "
     "its attention gets is_causal=True instead of a mask."
 )
 NAME = create_causal_mask.__name__
-# The arguments of a model that never change its mask. With any other one, the model makes its own: names differ between versions and models.
+# The arguments of a model that never change its mask. With any other one, the model makes its own: names differ between
+# versions and models.
 PLAIN = {
     "input_ids",
     "inputs_embeds",
@@ -38,7 +41,8 @@ PLAIN = {
     "return_dict",
     "use_cache",
 }
-# The arguments of `create_causal_mask` from which a model called with those of PLAIN asks for a causal mask and nothing else.
+# The arguments of `create_causal_mask` from which a model called with those of PLAIN asks for a causal mask and nothing
+# else.
 PLAIN_MASK = {
     "config",
     "inputs_embeds",
@@ -70,7 +74,8 @@ def _forward(original: Any) -> Callable[..., Any]:
     others = [i for i, name in enumerate(names) if name not in PLAIN]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # torch 2.11 answers is_exporting() with True in every compiled region; this one is False in an export that is not compiled first.
+        # torch 2.11 answers is_exporting() with True in every compiled region; this one is False in an export that is
+        # not compiled first.
         compiling = torch.compiler.is_dynamo_compiling() or is_cuda_stream_capturing()
         plain = len(args) <= len(names) and all(args[i] is None for i in others if i < len(args))
         plain = plain and all(value is None for name, value in kwargs.items() if name not in PLAIN)

@@ -18,11 +18,21 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16")
 
 Source = Annotated[
-    str, typer.Argument(metavar="MODEL", help=f"{NAMES}, a folder with a config.json, a model type of Transformers, or a name on the hub.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help=f"{NAMES}, a folder with a config.json, a model type of Transformers, or a name on the hub.",
+    ),
 ]
-Only = Annotated[list[str] | None, typer.Option("--only", help="An op to look for; repeatable; all by default.", show_default=False)]
-Exclude = Annotated[list[str] | None, typer.Option("--exclude", help="An op to leave out; repeatable.", show_default=False)]
-Dtype = Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; that of the config by default.", show_default=False)]
+Only = Annotated[
+    list[str] | None, typer.Option("--only", help="An op to look for; repeatable; all by default.", show_default=False)
+]
+Exclude = Annotated[
+    list[str] | None, typer.Option("--exclude", help="An op to leave out; repeatable.", show_default=False)
+]
+Dtype = Annotated[
+    str | None, typer.Option(help=f"{', '.join(DTYPES)}; that of the config by default.", show_default=False)
+]
 Device = Annotated[str | None, typer.Option(help="Where to check; cuda if there is one, else cpu.", show_default=False)]
 AllColumns = Annotated[bool, typer.Option("--all-columns", help="Print classes and backends, too.")]
 Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Compare gradients too, not outputs alone.")]
@@ -41,7 +51,9 @@ def inspect(
 ) -> None:
     """Show which modules of a model can be replaced by which ops, and why others cannot; no weights are loaded."""
     if dtype is not None and dtype not in DTYPES:
-        raise OptionError(f"liger inspect: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.{nearest(dtype, DTYPES)}")
+        raise OptionError(
+            f"liger inspect: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.{nearest(dtype, DTYPES)}"
+        )
     # Here: the other commands need no Transformers, whose import takes seconds; nor does a wrong name need all of it.
     from liger_hf.configs import config_of
 
@@ -56,7 +68,13 @@ def inspect(
 
 
 def _print(report: Report, all_columns: bool) -> None:
-    columns = [Column("modules"), Column("count", number=True), Column("class", detail=True), Column("op"), Column("backend", detail=True)]
+    columns = [
+        Column("modules"),
+        Column("count", number=True),
+        Column("class", detail=True),
+        Column("op"),
+        Column("backend", detail=True),
+    ]
     rows: list[list[Cell]] = []
     for row in report.rows:
         verdict = Text(f"{row.verdict}: {row.reason}")

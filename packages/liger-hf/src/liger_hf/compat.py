@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TrainingArguments(use_liger_kernel=True)` with Liger instead of the package liger-kernel, if that is not installed."""
+"""`TrainingArguments(use_liger_kernel=True)` with Liger, if the package liger-kernel is not installed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ class StandIn:
     def __enter__(self) -> StandIn:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.undo()
 
 
@@ -69,7 +71,8 @@ def install(show: Callable[[Report], Any] | None = print) -> StandIn:
     found = sys.modules.get(NAME) or importlib.util.find_spec(NAME)
     if found is not None:
         raise OptionError(
-            f"liger_hf.compat.install: liger-kernel must not be installed, since it has the name that Transformers looks for, found {found}; "
+            "liger_hf.compat.install: liger-kernel must not be installed, since it has the name that Transformers "
+            f"looks for, found {found}; "
             "use Trainer(..., callbacks=[liger_hf.LigerCallback()]) instead, or uninstall it"
         )
     package, inner = _module(NAME), _module(f"{NAME}.transformers")
@@ -90,7 +93,8 @@ def _module(name: str) -> ModuleType:
 
     def missing(attribute: str) -> Any:
         raise AttributeError(
-            f"{name}: liger_hf.compat has only what the Trainer of Transformers calls, not {attribute!r}; use liger_hf.apply(model)"
+            f"{name}: liger_hf.compat has only what the Trainer of Transformers calls, not {attribute!r}; use "
+            "liger_hf.apply(model)"
         )
 
     module.__dict__["__getattr__"] = missing
@@ -104,7 +108,9 @@ def _applier(show: Callable[[Report], Any] | None) -> Callable[..., None]:
         if unknown:
             report.notes.append(f"liger_kernel_config: {', '.join(unknown)} names no op of Liger and was ignored.")
         if config.get("cross_entropy") and not config.get("fused_linear_cross_entropy", True):
-            report.notes.append("liger_kernel_config: cross_entropy comes with fused_linear_cross_entropy, alone it was ignored.")
+            report.notes.append(
+                "liger_kernel_config: cross_entropy comes with fused_linear_cross_entropy, alone it was ignored."
+            )
         if show is not None and os.environ.get("RANK", "0") == "0":
             show(report)
 

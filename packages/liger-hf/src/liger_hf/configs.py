@@ -17,7 +17,8 @@ LIKENESS = 0.7
 
 
 def config_of(source: str) -> PretrainedConfig:
-    """The config in a folder, that of a preset, the default one of a model type, or that of a name on the hub; in this order.
+    """The config in a folder, that of a preset, the default one of a model type, or that of a name on the hub; in this
+    order.
 
     Raises ModelError if there is none.
     """
@@ -33,6 +34,7 @@ def config_of(source: str) -> PretrainedConfig:
         if not is_here and is_local(source):
             reason = UNREACHABLE
         raise ModelError(
-            f"liger inspect: the model must be {NAMES}, a folder with a config.json, a model type of Transformers or a name on the hub, "
+            f"liger inspect: the model must be {NAMES}, a folder with a config.json, a model type of Transformers or a "
+            "name on the hub, "
             f"got {source!r}: {reason}.{nearest(source, [*PRESETS, *CONFIG_MAPPING], LIKENESS)}"
         ) from problem

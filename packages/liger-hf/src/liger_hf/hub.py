@@ -13,7 +13,10 @@ UNREACHABLE = "no such folder, and the hub cannot be reached"
 
 
 def is_local(name: str) -> bool:
-    """Whether only local files can be loaded: a folder, or the cache. Without this check, the libraries retry for most of a minute."""
+    """Whether only local files can be loaded: a folder, or the cache.
+
+    Without this check, the libraries retry for most of a minute.
+    """
     return Path(name).exists() or not hub_is_reachable()
 
 

@@ -25,7 +25,9 @@ def sentences(model: nn.Module) -> list[str]:
     return [*_attention(model), *_experts(model), *_fallbacks(model)]
 
 
-def _chosen(model: nn.Module, belongs: Callable[[nn.Module], bool], implementation: Callable[[nn.Module], str | None]) -> str | None:
+def _chosen(
+    model: nn.Module, belongs: Callable[[nn.Module], bool], implementation: Callable[[nn.Module], str | None]
+) -> str | None:
     """Return the implementation that the config of the first matching module names; None if no module matches."""
     module = next((module for module in model.modules() if belongs(module)), None)
     return None if module is None else implementation(module if hasattr(module, "config") else model)
@@ -34,7 +36,10 @@ def _chosen(model: nn.Module, belongs: Callable[[nn.Module], bool], implementati
 def _attention(model: nn.Module) -> Iterator[str]:
     name = _chosen(model, lambda module: type(module).__name__.endswith("Attention"), attention_implementation)
     if name == "eager":
-        yield "Attention runs by eager PyTorch, which holds all scores; load the model with attn_implementation='sdpa' if its type supports it."
+        yield (
+            "Attention runs by eager PyTorch, which holds all scores; load the model with attn_implementation='sdpa' "
+            "if its type supports it."
+        )
     elif name:
         yield f"Attention runs by {name}."
 
@@ -49,7 +54,9 @@ def _experts(model: nn.Module) -> Iterator[str]:
 
 def _fallbacks(model: nn.Module) -> Iterator[str]:
     """Yield a sentence for each package whose kernels are missing."""
-    files = dict.fromkeys(sys.modules[type(module).__module__] for module in model.modules() if type(module).__module__ in sys.modules)
+    files = dict.fromkeys(
+        sys.modules[type(module).__module__] for module in model.modules() if type(module).__module__ in sys.modules
+    )
     missing: dict[str, list[str]] = {}
     for file in files:
         for function, package in _kernels(file):
@@ -72,6 +79,16 @@ def _kernels(file: ModuleType) -> tuple[tuple[str, str], ...]:
         tree = ast.parse(inspect.getsource(file))
     except (OSError, TypeError, SyntaxError):
         return ()
-    calls = [d for node in tree.body if isinstance(node, ast.FunctionDef) for d in node.decorator_list if isinstance(d, ast.Call)]
+    calls = [
+        d
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+        for d in node.decorator_list
+        if isinstance(d, ast.Call)
+    ]
     found = [call.args for call in calls if isinstance(call.func, ast.Name) and call.func.id == FALLBACK]
-    return tuple((str(a.value), str(b.value)) for a, b, *_ in found if isinstance(a, ast.Constant) and isinstance(b, ast.Constant))
+    return tuple(
+        (str(a.value), str(b.value))
+        for a, b, *_ in found
+        if isinstance(a, ast.Constant) and isinstance(b, ast.Constant)
+    )

@@ -49,13 +49,18 @@ def inspect(
     assert isinstance(model, nn.Module)
     report.implementations = implementations.sentences(model)
     if place is not None:
-        report.notes.append(f"No weights were loaded: small random ones were checked, on {place}, and backends are those for {place.type}.")
+        report.notes.append(
+            f"No weights were loaded: small random ones were checked, on {place}, and backends are those for "
+            f"{place.type}."
+        )
     return report
 
 
 def _built(config: PretrainedConfig, dtype: torch.dtype | str | None) -> Any:
     """Build the model that the config names, or else an Auto model for the config, on the meta device."""
-    named = next((found for name in config.architectures or () if (found := getattr(transformers, name, None)) is not None), None)
+    named = next(
+        (found for name in config.architectures or () if (found := getattr(transformers, name, None)) is not None), None
+    )
     options = {} if dtype is None else {"dtype": getattr(torch, dtype) if isinstance(dtype, str) else dtype}
     try:
         with torch.device("meta"):
@@ -64,9 +69,12 @@ def _built(config: PretrainedConfig, dtype: torch.dtype | str | None) -> Any:
             autos = (getattr(transformers, name) for name in CLASSES)
             return next(auto for auto in autos if makes(auto, config)).from_config(config, **options)
     except Exception as problem:
-        reason = "no model belongs to it" if isinstance(problem, StopIteration) else f"{type(problem).__name__}: {problem}"
+        reason = (
+            "no model belongs to it" if isinstance(problem, StopIteration) else f"{type(problem).__name__}: {problem}"
+        )
         raise ModelError(
-            f"liger_hf.inspect: a model must be made from {type(config).__name__} without weights, it cannot: {reason}; "
+            f"liger_hf.inspect: a model must be made from {type(config).__name__} without weights, it cannot: "
+            f"{reason}; "
             "make the model yourself and inspect that"
         ) from problem
 
@@ -84,5 +92,7 @@ def _device(device: torch.device | str | None) -> torch.device:
         place = torch.device(device)
         torch.empty(0, device=place)
     except Exception as problem:
-        raise OptionError(f"liger_hf.inspect: device must be one that is here, got {str(device)!r}: {problem}") from problem
+        raise OptionError(
+            f"liger_hf.inspect: device must be one that is here, got {str(device)!r}: {problem}"
+        ) from problem
     return place

@@ -21,7 +21,10 @@ from torch.utils.hooks import RemovableHandle
 from liger_hf.patch import Patch
 from liger_hf.private_transformers import ALL_REDUCE_GRAD, PARTIAL_GRADIENTS
 
-NOTE = "Gradients of {count} norms over the heads of a rank stay right when they are accumulated, which Transformers would add up several times."
+NOTE = (
+    "Gradients of {count} norms over the heads of a rank stay right when they are accumulated, which Transformers "
+    "would add up several times."
+)
 # The names in its code; where they are others, Transformers may have mended it, and dividing would be wrong.
 CALLED = {"dist", "all_reduce", "grad", "get_group"}
 

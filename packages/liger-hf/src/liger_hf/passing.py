@@ -14,7 +14,8 @@ from liger_hf.patch import MARK, slot
 from liger_hf.private_transformers import OFFLOADED
 from liger_hf.rebinding import names_in, same_forward
 
-# On a module: name → the children with their classes, functions and settings that its own forward uses and the unit does not.
+# On a module: name → the children with their classes, functions and settings that its own forward uses and the unit
+# does not.
 PASSED = "liger_passed_over"
 
 
@@ -23,8 +24,14 @@ def passed_over(module: nn.Module, called: tuple[str, ...]) -> dict[str, Any]:
 
     Settings are numbers, flags and strings that the methods of its class read.
     """
-    children = {n: (child, type(child)) for n, child in module._modules.items() if child is not None and n not in called}
-    functions = {name: value for name, value in vars(module).items() if inspect.isroutine(value) and name not in (slot(module), "forward")}
+    children = {
+        n: (child, type(child)) for n, child in module._modules.items() if child is not None and n not in called
+    }
+    functions = {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isroutine(value) and name not in (slot(module), "forward")
+    }
     kind: Any = type(module)
     read = _names_read(kind) - {"training"}
     settings = {
@@ -39,7 +46,12 @@ def passed_over(module: nn.Module, called: tuple[str, ...]) -> dict[str, Any]:
 def _names_read(kind: type[nn.Module]) -> frozenset[str]:
     """Return the names read by the methods that a class and its bases add to nn.Module, except __init__."""
     own = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
-    functions = [inspect.unwrap(f) for base in own for name, f in vars(base).items() if inspect.isfunction(f) and name != "__init__"]
+    functions = [
+        inspect.unwrap(f)
+        for base in own
+        for name, f in vars(base).items()
+        if inspect.isfunction(f) and name != "__init__"
+    ]
     return frozenset(name for function in functions for name in names_in(function.__code__))
 
 

@@ -70,7 +70,11 @@ def forward_of(module: nn.Module) -> Callable[..., Any] | str:
     if isinstance(own, MethodType) and own.__self__ is module and own.__func__ is type(module).forward:
         return unwrapped(own.__func__)
     # By its globals: a function that wraps the original one takes over its __module__.
-    origin = getattr(function or own, "__globals__", {}).get("__name__") or getattr(own, "__module__", None) or type(own).__name__
+    origin = (
+        getattr(function or own, "__globals__", {}).get("__name__")
+        or getattr(own, "__module__", None)
+        or type(own).__name__
+    )
     return f"its forward was already replaced on this instance by {origin}"
 
 
@@ -79,7 +83,9 @@ def replaced_method(module: nn.Module, name: str) -> str | None:
     if name not in module.__dict__:
         return None
     return (
-        EARLIER if hasattr(getattr(module.__dict__[name], "__func__", None), MARK) else f"its {name} was already replaced on this instance"
+        EARLIER
+        if hasattr(getattr(module.__dict__[name], "__func__", None), MARK)
+        else f"its {name} was already replaced on this instance"
     )
 
 
@@ -101,7 +107,9 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | str:
     return forward_of(module) if under_autocast(module) is None else type(module).forward
 
 
-def replacing(original: Callable[..., Any], build: Callable[[], Callable[..., Any]]) -> Callable[[nn.Module], list[Patch]]:
+def replacing(
+    original: Callable[..., Any], build: Callable[[], Callable[..., Any]]
+) -> Callable[[nn.Module], list[Patch]]:
     """Return an installer that makes the function returned by `build` the forward of a module.
 
     All modules share one function, which torch.compile therefore compiles once.
@@ -137,7 +145,9 @@ def _of_class(kind: Any, function: FunctionType) -> Any:
             return type(self).forward(self, *args, **named)
         return inner(self, *args, **named)
 
-    forward.__dict__.update({name: value for name, value in function.__dict__.items() if name != OF_CLASSES}, **{INSTALLED: function})
+    forward.__dict__.update(
+        {name: value for name, value in function.__dict__.items() if name != OF_CLASSES}, **{INSTALLED: function}
+    )
     return forward
 
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every private name of Transformers, accelerate, PEFT and TRL that the packages use, and every fact about their code, with a fallback.
+"""Every private name of Transformers, accelerate, PEFT and TRL that the packages use, and every fact about their code,
+with a fallback.
 
-Without a name, what needs it is left as it is, so a model trains as without Liger there, or one feature raises an error when it is used.
+Without a name, what needs it is left as it is, so a model trains as without Liger there, or one feature raises an error
+when it is used.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ _checkpointed_class = TRANSFORMERS.look_up(
     "`liger train` finds no layer to checkpoint; forwards are taken to be unwrapped.",
     None,
 )
-GradientCheckpointingLayer: type[nn.Module] = _checkpointed_class or type("GradientCheckpointingLayer", (nn.Module,), {})
+GradientCheckpointingLayer: type[nn.Module] = _checkpointed_class or type(
+    "GradientCheckpointingLayer", (nn.Module,), {}
+)
 _experts_functions = TRANSFORMERS.look_up(
     "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS",
     "Finds the function that runs the experts of a layer.",
@@ -77,14 +81,16 @@ _forget_liger_kernel = TRANSFORMERS.look_up(
 
 
 def checkpointing_wrappers() -> frozenset[CodeType]:
-    """Return the code of the functions with which Transformers wraps the forward of every class of layers to checkpoint it; 5.17 has none."""
+    """Return the code of the functions with which Transformers wraps the forward of every class of layers to checkpoint
+    it; 5.17 has none."""
     makes = getattr(GradientCheckpointingLayer.__init_subclass__, "__func__", None)
     constants = getattr(getattr(makes, "__code__", None), "co_consts", ())
     return frozenset(constant for constant in constants if isinstance(constant, CodeType))
 
 
 def experts_function(name: str | None) -> Callable[..., Any] | None:
-    """Return the function that runs experts by the implementation of this name; None if Transformers has no such function."""
+    """Return the function that runs experts by the implementation of this name; None if Transformers has no such
+    function."""
     function: Callable[..., Any] | None = _experts_functions.get(name)
     return function
 
@@ -97,7 +103,9 @@ def forget_liger_kernel() -> None:
 # -- attributes of configs and models
 
 _ATTENTION = TRANSFORMERS.word(
-    "transformers.configuration_utils:_attn_implementation", "Finds the attention of a model.", "The model makes a mask as without Liger."
+    "transformers.configuration_utils:_attn_implementation",
+    "Finds the attention of a model.",
+    "The model makes a mask as without Liger.",
 )
 _EXPERTS = TRANSFORMERS.word(
     "transformers.configuration_utils:_experts_implementation",
@@ -118,7 +126,9 @@ USES_KERNELS = TRANSFORMERS.word(
     "transformers.modeling_utils:_use_kernels", "Notes that a model was loaded with use_kernels=True.", "No note."
 )
 GATE = TRANSFORMERS.word(
-    "transformers.integrations.moe:_apply_gate", "Replaces the gate of experts between two grouped matmuls.", "It is left to Transformers."
+    "transformers.integrations.moe:_apply_gate",
+    "Replaces the gate of experts between two grouped matmuls.",
+    "It is left to Transformers.",
 )
 CHECKPOINT = TRANSFORMERS.word(
     "transformers.modeling_layers:_gradient_checkpointing_func",
@@ -126,13 +136,19 @@ CHECKPOINT = TRANSFORMERS.word(
     "Setting it has no effect: every checkpointed layer keeps its input.",
 )
 _PLAN = TRANSFORMERS.word(
-    "transformers.modeling_utils:_tp_plan", "`liger plan` shards a model as its tensor-parallel plan says.", "An error with --tp."
+    "transformers.modeling_utils:_tp_plan",
+    "`liger plan` shards a model as its tensor-parallel plan says.",
+    "An error with --tp.",
 )
 _FROM_CONFIG = TRANSFORMERS.word(
-    "transformers.modeling_utils:_from_config", "`inspect` makes a model without weights.", "Models are made by their constructor."
+    "transformers.modeling_utils:_from_config",
+    "`inspect` makes a model without weights.",
+    "Models are made by their constructor.",
 )
 _MAPPING = TRANSFORMERS.word(
-    "transformers.models.auto.auto_factory:_model_mapping", "`inspect` finds the class of a model.", "An error for configs that name none."
+    "transformers.models.auto.auto_factory:_model_mapping",
+    "`inspect` finds the class of a model.",
+    "An error for configs that name none.",
 )
 LIGER_KERNEL = TRANSFORMERS.word(
     "transformers.integrations.liger:_apply_liger_kernel_to_instance",
@@ -192,7 +208,8 @@ _RENAME = TRANSFORMERS.word(
 
 @contextmanager
 def recording_checkpoints(files: list[str], names: dict[str, str]) -> Iterator[None]:
-    """Record the files that Transformers loads, and the name in the checkpoint → the name in the model of their tensors."""
+    """Record the files that Transformers loads, and the name in the checkpoint → the name in the model of their
+    tensors."""
     from transformers import PreTrainedModel, core_model_loading
 
     load, rename = getattr(PreTrainedModel, _LOAD, None), getattr(core_model_loading, _RENAME, None)
@@ -209,7 +226,10 @@ def recording_checkpoints(files: list[str], names: dict[str, str]) -> Iterator[N
         names[name] = renamed[0]
         return renamed
 
-    with _replacing(PreTrainedModel, _LOAD, staticmethod(recorded_load)), _replacing(core_model_loading, _RENAME, recorded_rename):
+    with (
+        _replacing(PreTrainedModel, _LOAD, staticmethod(recorded_load)),
+        _replacing(core_model_loading, _RENAME, recorded_rename),
+    ):
         yield
 
 
@@ -285,7 +305,9 @@ _GPUS = TRANSFORMERS.word(
     "The Trainer splits the batch over all GPUs of the process.",
 )
 _DEVICES = TRANSFORMERS.word(
-    "transformers.training_args:_setup_devices", "A checkpoint that was trained on the CPU can be resumed.", "An error when it is resumed."
+    "transformers.training_args:_setup_devices",
+    "A checkpoint that was trained on the CPU can be resumed.",
+    "An error when it is resumed.",
 )
 
 
@@ -307,7 +329,9 @@ OFFLOADED = TRANSFORMERS.word(
     "They count as replaced on the instance, and are left.",
 )
 OFFLOADED_FORWARD = TRANSFORMERS.word(
-    "accelerate.hooks:_old_forward", "Replaces the forward inside the hooks of offloading.", "The module counts as replaced, and is left."
+    "accelerate.hooks:_old_forward",
+    "Replaces the forward inside the hooks of offloading.",
+    "The module counts as replaced, and is left.",
 )
 AUTOCAST_FORWARD = TRANSFORMERS.word(
     "accelerate.accelerator:_original_forward",
@@ -360,7 +384,9 @@ _DISABLED = TRANSFORMERS.word(
     "The check has the state of the checked layer.",
 )
 TRL_HEAD = TRANSFORMERS.word(
-    "trl.trainer.utils:_ChunkedLogProbFunction", "`use_in_trl` replaces the head of TRL's trainers.", "`use_in_trl` raises Unsupported."
+    "trl.trainer.utils:_ChunkedLogProbFunction",
+    "`use_in_trl` replaces the head of TRL's trainers.",
+    "`use_in_trl` raises Unsupported.",
 )
 
 

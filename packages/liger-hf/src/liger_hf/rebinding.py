@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A new function from the same code, with other functions instead of some globals that it calls.
 
-A global of a modeling file is shared by every model of the process, so it is not replaced there. An instance gets a forward with a
-private namespace instead: the globals that the code names, copied once, and in them the replaced ones.
+A global of a modeling file is shared by every model of the process, so it is not replaced there. An instance gets a
+forward with a private namespace instead: the globals that the code names, copied once, and in them the replaced ones.
 """
 
 from __future__ import annotations
@@ -34,15 +34,22 @@ def rebound(function: FunctionType | Any, replaced: Mapping[str, Callable[..., A
     space, cells = function.__globals__, function.__closure__
     names = set(names_in(function.__code__))
     if names & replaced.keys():
-        # Not __name__, which is also an attribute of classes: with it torch.compile looks globals up in the module of that name.
+        # Not __name__, which is also an attribute of classes: with it torch.compile looks globals up in the module of
+        # that name.
         space = {name: space[name] for name in names - {"__name__"} if name in space}
         space |= {name: replaced[name] for name in names & replaced.keys()}
-        space |= {"__builtins__": function.__globals__["__builtins__"], "__package__": function.__globals__.get("__package__")}
+        space |= {
+            "__builtins__": function.__globals__["__builtins__"],
+            "__package__": function.__globals__.get("__package__"),
+        }
     elif (inner := decorated(function)) is not None:
         return redecorated(rebound(inner, replaced), function)
     else:
         contents = [(cell, _content(cell)) for cell in cells or ()]
-        cells = tuple(CellType(rebound(f, replaced)) if called(f, lambda name, _: name in replaced) else cell for cell, f in contents)
+        cells = tuple(
+            CellType(rebound(f, replaced)) if called(f, lambda name, _: name in replaced) else cell
+            for cell, f in contents
+        )
     return twin(function, function.__code__, space, cells)
 
 
@@ -99,16 +106,21 @@ def _same_unwrapped(kind: Any, other: Any) -> bool:
 
 def checkpointed(function: FunctionType, wrapper: FunctionType) -> FunctionType:
     """Put the function into a copy of the wrapper that checkpoints the forward of a class."""
-    # A wrapper checkpoints only if it is `type(self).forward`. In the copy that always holds, also after FSDP2 has changed the class.
+    # A wrapper checkpoints only if it is `type(self).forward`. In the copy that always holds, also after FSDP2 has
+    # changed the class.
     outermost = SimpleNamespace(forward=wrapper)
     alone = rebound(wrapper, {"type": lambda module: outermost})
     contents = [(cell, _content(cell)) for cell in wrapper.__closure__ or ()]
     inner = unwrapped(wrapper)
-    cells = tuple(CellType(function) if unwrapped(held) is inner and held is not wrapper else cell for cell, held in contents)
+    cells = tuple(
+        CellType(function) if unwrapped(held) is inner and held is not wrapper else cell for cell, held in contents
+    )
     return twin(alone, alone.__code__, alone.__globals__, cells)
 
 
-def twin(function: FunctionType, code: CodeType, space: dict[str, Any], cells: tuple[CellType, ...] | None) -> FunctionType:
+def twin(
+    function: FunctionType, code: CodeType, space: dict[str, Any], cells: tuple[CellType, ...] | None
+) -> FunctionType:
     """Return a function with another one's name, docstring and defaults, but its own code, globals and closure."""
     made = FunctionType(code, space, function.__name__, function.__defaults__, cells)
     made.__kwdefaults__ = function.__kwdefaults__

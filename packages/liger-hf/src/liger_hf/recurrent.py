@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that mix tokens in other ways than attention: packed documents are not separated in them.
 
-Attention masks what is before the token where `position_ids` start again. A recurrent state and a short convolution run on. Transformers
-ends them by `seq_idx` and `cu_seq_lens_q` alone, and only in kernels of other packages; its own PyTorch code ignores both.
+Attention masks what is before the token where `position_ids` start again. A recurrent state and a short convolution run
+on. Transformers ends them by `seq_idx` and `cu_seq_lens_q` alone, and only in kernels of other packages; its own
+PyTorch code ignores both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import nn
 from liger_hf.rebinding import innermost, names_in, unwrapped
 
 NOTE = (
-    "In {count} modules ({classes}), a state or a convolution passes from token to token whatever position_ids say: where documents are "
+    "In {count} modules ({classes}), a state or a convolution passes from token to token whatever position_ids say: "
+    "where documents are "
     "packed into one row, each sees those before it. Train such a model on one document per row."
 )
 # What a forward does with the cache or the module to keep a state; RWKV and xLSTM get it as an argument named `state`.
@@ -27,7 +29,9 @@ def note(model: nn.Module) -> str | None:
     kinds = {kind for kind in {type(module) for module in model.modules()} if _keeps_a_state(kind)}
     modules = [module for module in model.modules() if type(module) in kinds]
     # A model or a block hands the state on to a layer in it.
-    layers = [module for module in modules if not any(type(part) in kinds for part in module.modules() if part is not module)]
+    layers = [
+        module for module in modules if not any(type(part) in kinds for part in module.modules() if part is not module)
+    ]
     classes = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers))
     return NOTE.format(count=len(layers), classes=classes) if layers else None
 

@@ -58,7 +58,9 @@ def checkpointed(function: Callable[..., Any], *args: Any, settings: Settings | 
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: copy.deepcopy(value) for name, value in vars(module).items() if name not in MANAGED and _is_setting(value)}
+    return {
+        name: copy.deepcopy(value) for name, value in vars(module).items() if name not in MANAGED and _is_setting(value)
+    }
 
 
 def _is_setting(value: Any) -> bool:
@@ -85,7 +87,10 @@ class Numbers:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.states = torch.get_rng_state(), None if device.type == "cpu" else torch.get_device_module(device.type).get_rng_state(device)
+        self.states = (
+            torch.get_rng_state(),
+            None if device.type == "cpu" else torch.get_device_module(device.type).get_rng_state(device),
+        )
 
     @contextmanager
     def again(self) -> Iterator[None]:

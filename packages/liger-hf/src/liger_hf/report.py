@@ -47,7 +47,8 @@ class Report:
 
     absent           op that only= names → why no module was a candidate for it
     notes            what else the user should know
-    implementations  `inspect`: what the model runs where Transformers has several implementations, and what would be faster
+    implementations  `inspect`: what the model runs where Transformers has several implementations, and what would be
+                     faster
     """
 
     model: str
@@ -102,7 +103,8 @@ class Report:
 
         Several reports of one model can be undone in any order.
 
-        Raises ModelError if somebody replaced a forward once more after `apply` and has not put it back; the others are undone.
+        Raises ModelError if somebody replaced a forward once more after `apply` and has not put it back; the others are
+        undone.
         """
         stuck: list[str] = []
         while self.patches:
@@ -111,11 +113,13 @@ class Report:
                 stuck.append(f"{type(patch.owner).__name__}.{patch.attribute}")
         self._detach()
         OPTIMIZERS.release()
-        # The wrapper of a model's forward passes calls through once the head is restored, even if something has wrapped it since.
+        # The wrapper of a model's forward passes calls through once the head is restored, even if something has wrapped
+        # it since.
         stuck = [name for name in stuck if not name.startswith(self.model + ".")]
         if stuck:
             raise ModelError(
-                f"liger_hf.undo: every forward must be as apply left it, {', '.join(dict.fromkeys(stuck))} was replaced again; undo that first"
+                f"liger_hf.undo: every forward must be as apply left it, {', '.join(dict.fromkeys(stuck))} was "
+                "replaced again; undo that first"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -132,7 +136,9 @@ class Report:
     def __enter__(self) -> Report:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.undo()
 
     def to_dict(self) -> dict[str, Any]:
@@ -170,13 +176,16 @@ class Report:
         cells += [(r.pattern, str(r.count), r.module, r.op, r.backend, f"{r.verdict}: {r.reason}") for r in self.rows]
         cells += [("–", "0", "–", op, "", f"{LEFT}: {reason}") for op, reason in self.absent.items()]
         widths = [max(len(row[i]) for row in cells) for i in range(5)]
-        lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]) for row in cells]
+        lines = [
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]) for row in cells
+        ]
         return "\n".join([self.title(), *lines, *self.implementations, *self.notes])
 
 
 def _replicate_for_data_parallel(self: nn.Module) -> Any:
     """Refuse DataParallel, whose replicas would call forwards that are bound to the modules of the first GPU."""
     raise ModelError(
-        "liger_hf.apply: a patched model must run on several GPUs by one process each, torch.nn.DataParallel copies it within one; "
+        "liger_hf.apply: a patched model must run on several GPUs by one process each, torch.nn.DataParallel copies it "
+        "within one; "
         "start with torchrun or accelerate launch, or show one GPU with CUDA_VISIBLE_DEVICES=0"
     )

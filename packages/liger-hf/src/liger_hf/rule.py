@@ -20,7 +20,8 @@ from liger_hf.stand_in import Case
 class Candidate:
     """One way to compute a module with an op.
 
-    function  what the check compares with the original: it takes the place of that module's forward, or of a function it calls
+    function  what the check compares with the original: it takes the place of that module's forward, or of a function
+              it calls
     install   the patches that put it into one instance; they are not yet installed
     covers    ops of other rules that it also puts into the module
     onto      an earlier rule's patch → one that does what this candidate does, too; None where it cannot
@@ -76,5 +77,6 @@ class Rule:
         for op in self.ops:
             if op not in known:
                 raise PluginError(
-                    f"rule {self.name!r}: each of its ops must be a known op, got {op!r}; known: {', '.join(sorted(known))}.{nearest(op, known)}"
+                    f"rule {self.name!r}: each of its ops must be a known op, got {op!r}; known: "
+                    f"{', '.join(sorted(known))}.{nearest(op, known)}"
                 )

@@ -58,7 +58,9 @@ def copy_of(function: FunctionType) -> ast.FunctionDef:
     return definition
 
 
-def rebuilt(function: FunctionType, definition: ast.FunctionDef, helpers: Mapping[str, Callable[..., Any]]) -> FunctionType:
+def rebuilt(
+    function: FunctionType, definition: ast.FunctionDef, helpers: Mapping[str, Callable[..., Any]]
+) -> FunctionType:
     """Return the function, in its decorators, with a changed definition that may call the helpers by their names.
 
     Its globals stay its own, and so do helpers that it already has.
@@ -68,7 +70,9 @@ def rebuilt(function: FunctionType, definition: ast.FunctionDef, helpers: Mappin
     helpers = {name: cell.cell_contents for name, cell in own} | {**helpers}
     code = _compiled(function, definition, tuple(helpers))
     _rebuilt[code] = definition
-    return redecorated(twin(function, code, function.__globals__, tuple(CellType(helpers[name]) for name in code.co_freevars)), outer)
+    return redecorated(
+        twin(function, code, function.__globals__, tuple(CellType(helpers[name]) for name in code.co_freevars)), outer
+    )
 
 
 def assignment(statement: ast.stmt) -> tuple[str, ast.expr] | None:
@@ -101,10 +105,16 @@ def _compiled(function: FunctionType, definition: ast.FunctionDef, free: tuple[s
     outer.body = [definition]
     flags = function.__code__.co_flags & __future__.annotations.compiler_flag
     body = [
-        *([ast.Import([ast.alias(name) for name in imported])] if (imported := _imported(function.__code__.co_filename)) else []),
+        *(
+            [ast.Import([ast.alias(name) for name in imported])]
+            if (imported := _imported(function.__code__.co_filename))
+            else []
+        ),
         outer,
     ]
-    code = compile(ast.fix_missing_locations(ast.Module(body, [])), function.__code__.co_filename, "exec", flags, dont_inherit=True)
+    code = compile(
+        ast.fix_missing_locations(ast.Module(body, [])), function.__code__.co_filename, "exec", flags, dont_inherit=True
+    )
     for name in ("outer", definition.name):
         code = next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
     return code
@@ -123,7 +133,9 @@ def _imported(filename: str) -> tuple[str, ...]:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names += [(alias.asname or alias.name).partition(".")[0] for alias in node.names if alias.name != "*"]
         elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            inside += [child for child in ast.iter_child_nodes(node) if isinstance(child, (ast.stmt, ast.ExceptHandler))]
+            inside += [
+                child for child in ast.iter_child_nodes(node) if isinstance(child, (ast.stmt, ast.ExceptHandler))
+            ]
     return tuple(dict.fromkeys(names))
 
 
@@ -134,5 +146,6 @@ def _alike(one: CodeType, other: CodeType) -> bool:
         return False
     pairs = zip(one.co_consts, other.co_consts, strict=False)
     return len(one.co_consts) == len(other.co_consts) and all(
-        _alike(a, b) if isinstance(a, CodeType) and isinstance(b, CodeType) else type(a) is type(b) and a == b for a, b in pairs
+        _alike(a, b) if isinstance(a, CodeType) and isinstance(b, CodeType) else type(a) is type(b) and a == b
+        for a, b in pairs
     )

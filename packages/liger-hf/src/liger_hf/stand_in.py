@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small stand-ins of modules with random weights, and the cases that a check runs on them.
 
-Every rule checks its candidates in the same way: it draws inputs and weights (`Draw`), makes a twin of the module with these weights
-(`replica`), runs it forward and backward (`trial`), and `decide` compares what comes out.
+Every rule checks its candidates in the same way: it draws inputs and weights (`Draw`), makes a twin of the module with
+these weights (`replica`), runs it forward and backward (`trial`), and `decide` compares what comes out.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from torch import Tensor, nn
 from liger_core import DeviceError
 from liger_hf.private_transformers import OFFLOADED, OFFLOADED_FORWARD
 
-# What a module computes may depend on how many tokens there are. Besides a few tokens in every dtype, checks run on one, as in
-# generating, and on more than any power of two by which modules distinguish long inputs from short ones, in float32.
+# What a module computes may depend on how many tokens there are. Besides a few tokens in every dtype, checks run on
+# one, as in generating, and on more than any power of two by which modules distinguish long inputs from short ones, in
+# float32.
 LENGTHS = (1, 300)
-# The curvature of an activation shows in moderate inputs, a limit on its values in large ones; the product of two must be finite in float16.
+# The curvature of an activation shows in moderate inputs, a limit on its values in large ones; the product of two must
+# be finite in float16.
 SCALES = {"moderate": 2.0, "large": 150.0}
 SCALES_IN_FLOAT16 = SCALES | {"large": 40.0}
 
 
 class Unfit(Exception):
-    """A module turned out to be of another kind than its rule is for; the text says how, as the reason in the report."""
+    """A module is of another kind than its rule is for; the text is the reason in the report."""
 
 
 Results = dict[str, Tensor]
@@ -71,7 +73,9 @@ def trial(
         )
         results = {name: (value() if inspect.isroutine(value) else value).detach() for name, value in outputs.items()}
         # An input without influence gets no gradient.
-        gradients = {f"gradient of {name}": leaf.grad for name, leaf in (leaves | parameters).items() if leaf.grad is not None}
+        gradients = {
+            f"gradient of {name}": leaf.grad for name, leaf in (leaves | parameters).items() if leaf.grad is not None
+        }
         return results | gradients
 
     return run
@@ -128,20 +132,28 @@ def of_length(length: int, dtype: torch.dtype, run: Run) -> Case:
     def few(function: Callable[..., Any], exact: bool) -> Results:
         with mode(training=length > 1):
             results = run(function, exact)
-        return {name: value[:, rows] if value.dim() > 2 and value.shape[1] == length else value for name, value in results.items()}
+        return {
+            name: value[:, rows] if value.dim() > 2 and value.shape[1] == length else value
+            for name, value in results.items()
+        }
 
     words = f"{str(dtype).removeprefix('torch.')}, length {length}"
     return Case(words if length > 1 else f"{words}, in evaluation", dtype, few)
 
 
 def replica(
-    module: nn.Module, *, parameters: Mapping[str, Tensor | None] | None = None, children: Mapping[str, nn.Module] | None = None
+    module: nn.Module,
+    *,
+    parameters: Mapping[str, Tensor | None] | None = None,
+    children: Mapping[str, nn.Module] | None = None,
 ) -> Any:
     """Return a module of the same class and attributes, without hooks, with the given parameters and children."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
     for name in [
-        n for n in twin.__dict__ if n.endswith("_hooks") or n.endswith("_hooks_with_kwargs") or n.endswith("_hooks_always_called")
+        n
+        for n in twin.__dict__
+        if n.endswith("_hooks") or n.endswith("_hooks_with_kwargs") or n.endswith("_hooks_always_called")
     ]:
         twin.__dict__[name] = type(twin.__dict__[name])()
     for name in ("forward", OFFLOADED_FORWARD, OFFLOADED):
@@ -161,7 +173,11 @@ def configuration(module: nn.Module) -> tuple[Any, ...]:
     plain = (bool, int, float, str, type(None), torch.dtype)
     kept = {n: v for n, v in vars(module).items() if isinstance(v, plain) and n not in ("training", "layer_idx")}
     return tuple(sorted((n, repr(v)) for n, v in kept.items())) + tuple(
-        sorted((n, getattr(v, "__qualname__", "")) for n, v in vars(module).items() if inspect.isroutine(v) and n != "forward")
+        sorted(
+            (n, getattr(v, "__qualname__", ""))
+            for n, v in vars(module).items()
+            if inspect.isroutine(v) and n != "forward"
+        )
     )
 
 
@@ -204,7 +220,8 @@ def device_of(module: nn.Module) -> torch.device:
                 return torch.device(runs_on)
     if next(module.parameters(), None) is not None:
         raise DeviceError(
-            f"liger_hf.apply: the weights must be on a device where they can be used, those of {type(module).__name__} are on meta; "
+            f"liger_hf.apply: the weights must be on a device where they can be used, those of {type(module).__name__} "
+            "are on meta; "
             "load the weights first, or pass verify=False"
         )
     return torch.device("cpu")

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated MLPs that compute a long sequence in tiles of its rows, so that their intermediate activations take the memory of one tile.
+"""Gated MLPs that compute a long sequence in tiles of its rows, so that their intermediate activations take the memory
+of one tile.
 
-Forward and backward pass are one autograd node, which keeps the input alone. Its backward pass recomputes tile by tile and gives the gradient of each weight
-once, summed in float32. Hooks on the MLP itself, such as those of FSDP2 and accelerate, run once around it.
+Forward and backward pass are one autograd node, which keeps the input alone. Its backward pass recomputes tile by tile
+and gives the gradient of each weight once, summed in float32. Hooks on the MLP itself, such as those of FSDP2 and
+accelerate, run once around it.
 """
 
 from __future__ import annotations
@@ -126,7 +128,9 @@ class _Run:
                     _rows(of_x)[:, place] = found.pop(0)
                 _add(sums, found)
                 del found
-        answers = iter([None if total is None else total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)])
+        answers = iter(
+            [None if total is None else total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)]
+        )
         return [of_x, *(next(answers) if need else None for need in needs[1:])]
 
     def _tiles(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -166,7 +170,9 @@ def _add(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
         if gradient is None:
             continue
         total = sums[index]
-        sums[index] = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) if total is None else total.add_(gradient)
+        sums[index] = (
+            gradient.to(torch.promote_types(gradient.dtype, torch.float32)) if total is None else total.add_(gradient)
+        )
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads for verl, prime-rl and Megatron-core on `linear_log_prob`, each with the name and signature of the part that it replaces."""
+"""Heads for verl, prime-rl and Megatron-core on `linear_log_prob`, each with the name and signature of the part that it
+replaces."""
 
 from __future__ import annotations
 
@@ -75,19 +76,25 @@ def output_processor(
     scale_logits: Callable[[Tensor], Tensor] | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """For `GPTModel.forward(output_processor=…)` of Megatron-core: (log-probabilities, entropies), (sequences, tokens) each.
+    """For `GPTModel.forward(output_processor=…)` of Megatron-core: (log-probabilities, entropies), (sequences, tokens)
+    each.
 
-        model(ids, positions, mask, labels=labels, output_processor=output_processor, output_processor_context={"temperature": 0.7})
+        model(ids, positions, mask, labels=labels, output_processor=output_processor,
+        output_processor_context={"temperature": 0.7})
 
-    hidden_states  (tokens, sequences, H), as the decoder returns them: with sequence parallelism a rank's part of the tokens
-    output_weight  (V, H), the shared embedding; None takes the weight of output_layer. With tensor parallelism a rank's part of the classes
+    hidden_states  (tokens, sequences, H), as the decoder returns them: with sequence parallelism a rank's part of the
+                   tokens
+    output_weight  (V, H), the shared embedding; None takes the weight of output_layer. With tensor parallelism a rank's
+                   part of the classes
     labels         (sequences, tokens)   the token after each position, -100 where none counts
-    context        options of linear_log_prob: temperature (a number, or a tensor that broadcasts to labels), budget, softcap, …
+    context        options of linear_log_prob: temperature (a number, or a tensor that broadcasts to labels), budget,
+                   softcap, …
     scale_logits   MuP's scale
 
-    With tensor parallelism every rank gets the results of all tokens, and exchanges a few numbers per token instead of logits. Its group is
-    that of output_layer (`tp_group`), unless the context names one. Rows that Megatron-core pads the vocabulary with are classes, as in its own loss.
-    Raises OptionError without labels, and without a group where tensor parallelism shards the head.
+    With tensor parallelism every rank gets the results of all tokens, and exchanges a few numbers per token instead of
+    logits. Its group is that of output_layer (`tp_group`), unless the context names one. Rows that Megatron-core pads
+    the vocabulary with are classes, as in its own loss. Raises OptionError without labels, and without a group where
+    tensor parallelism shards the head.
     """
     if labels is None:
         raise OptionError("output_processor needs the labels of the forward pass, got none; pass labels to the model")
@@ -99,15 +106,24 @@ def output_processor(
     if isinstance(temperature, Tensor):
         temperature = temperature.expand(labels.shape).t()
     weight = output_layer.weight if output_weight is None else output_weight
-    group, ranks = options.pop("tp_group", getattr(output_layer, "tp_group", None)), getattr(config, "tensor_model_parallel_size", 1)
+    group, ranks = (
+        options.pop("tp_group", getattr(output_layer, "tp_group", None)),
+        getattr(config, "tensor_model_parallel_size", 1),
+    )
     if ranks > 1:
         if group is None:
             raise OptionError(
-                f"output_processor needs the process group of tensor parallelism (tensor_model_parallel_size={ranks}), and output_layer has no "
-                'tp_group; pass it as output_processor_context={"tp_group": parallel_state.get_tensor_model_parallel_group()}'
+                f"output_processor needs the process group of tensor parallelism (tensor_model_parallel_size={ranks}), "
+                "and output_layer has no "
+                'tp_group; pass it as output_processor_context={"tp_group": '
+                "parallel_state.get_tensor_model_parallel_group()}"
             )
         hidden_states, weight, options["bias"] = _over_ranks(
-            _mesh(group, weight.device.type), hidden_states, weight, options["bias"], getattr(config, "sequence_parallel", False)
+            _mesh(group, weight.device.type),
+            hidden_states,
+            weight,
+            options["bias"],
+            getattr(config, "sequence_parallel", False),
         )
     # The labels change places instead of the hidden states, which would have to be copied.
     log_prob, entropy = _log_prob_and_entropy(hidden_states, weight, labels.t(), temperature, options)
@@ -123,7 +139,9 @@ def _mesh(group: Any, device_type: str) -> Any:
     return DeviceMesh.from_group(group, device_type)
 
 
-def _over_ranks(mesh: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, of_tokens: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _over_ranks(
+    mesh: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, of_tokens: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Each as a DTensor over its classes, and hidden over its tokens where these are sharded, too."""
     from torch.distributed.tensor import DTensor, Shard
 
@@ -138,5 +156,7 @@ def _log_prob_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     if isinstance(temperature, Tensor):
         temperature = temperature.detach().expand(target.shape)
-    log_prob, entropy = linear_log_prob(hidden, weight, target.long(), temperature=temperature, return_entropy=True, **options)
+    log_prob, entropy = linear_log_prob(
+        hidden, weight, target.long(), temperature=temperature, return_entropy=True, **options
+    )
     return log_prob, entropy

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liger's head in TRL's trainers: SFT (`chunked_nll`), DPO, KTO and GRPO compute their log-probabilities by `linear_log_prob`."""
+"""Liger's head in TRL's trainers:
+
+SFT (`chunked_nll`), DPO, KTO and GRPO compute their log-probabilities by `linear_log_prob`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,17 @@ from liger_hf.private_transformers import TRL_HEAD
 
 # Where TRL's head looks its function up, and what it passes to it.
 PLACE, NAME = "trl.trainer.utils", TRL_HEAD
-PARAMETERS = ["hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale", "outputs"]
+PARAMETERS = [
+    "hidden",
+    "weight",
+    "bias",
+    "targets",
+    "temperature",
+    "chunk_size",
+    "final_logit_softcapping",
+    "logit_scale",
+    "outputs",
+]
 PerToken = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -34,7 +47,9 @@ class TRLHead:
     def __enter__(self) -> TRLHead:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.undo()
 
 
@@ -53,7 +68,9 @@ def use_in_trl() -> TRLHead:
     try:
         from trl.trainer import utils
     except ImportError as error:
-        raise Unsupported(f"use_in_trl needs the package trl, which cannot be imported: {error}; pip install trl") from error
+        raise Unsupported(
+            f"use_in_trl needs the package trl, which cannot be imported: {error}; pip install trl"
+        ) from error
     original = getattr(utils, NAME, None)
     known = original if not isinstance(original, _Function) else original.original
     forward = getattr(known, "forward", None)
@@ -61,7 +78,8 @@ def use_in_trl() -> TRLHead:
         import trl
 
         raise Unsupported(
-            f"use_in_trl knows the head of TRL 1.16, got {trl.__version__}, in which {PLACE}.{NAME} is missing or takes other arguments"
+            f"use_in_trl knows the head of TRL 1.16, got {trl.__version__}, in which {PLACE}.{NAME} is missing or "
+            "takes other arguments"
         )
     return TRLHead(utils, original)
 
@@ -74,17 +92,29 @@ class _Function:
 
     def apply(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk_size: int,
-        final_logit_softcapping: float | None = None, logit_scale: float = 1.0, outputs: tuple[str, ...] = ("log_probs",),
+        final_logit_softcapping: float | None = None, logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = ("log_probs",),
     ) -> PerToken:  # fmt: skip
         # Not the names here, but the arguments that TRL's function is called with.
         if hasattr(weight, "ds_id"):
-            given = (hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
+            given = (
+                hidden,
+                weight,
+                bias,
+                targets,
+                temperature,
+                chunk_size,
+                final_logit_softcapping,
+                logit_scale,
+                outputs,
+            )
             return self.original.apply(*given)
         weight, wide = _float_weight(weight), None
         if not torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != weight.dtype:
             if hidden.dtype != torch.float32:
                 raise OptionError(
-                    f"use_in_trl: hidden states and head must have one dtype, got {hidden.dtype} and {weight.dtype}; cast one"
+                    f"use_in_trl: hidden states and head must have one dtype, got {hidden.dtype} and {weight.dtype}; "
+                    "cast one"
                 )
             # cast_lm_head_to_fp32: what was float32 only by a cast loses nothing, and the logits are not rounded.
             hidden, wide = hidden.to(weight.dtype), torch.float32
@@ -110,7 +140,8 @@ def _float_weight(weight: Tensor) -> Tensor:
     """Return the weight in a floating dtype: a quantized weight is dequantized, and has no gradient."""
     if not weight.is_floating_point():
         raise OptionError(
-            f"use_in_trl: the head's weight must have a floating dtype, got {weight.dtype}; leave lm_head out of quantization "
+            f"use_in_trl: the head's weight must have a floating dtype, got {weight.dtype}; leave lm_head out of "
+            "quantization "
             "(llm_int8_skip_modules of bitsandbytes)"
         )
     # Every tensor has dequantize; only a subclass of torchao overrides it.

@@ -16,7 +16,8 @@ from liger_hf.source import definition_of
 
 
 def unread(module: nn.Module, names: Collection[str], operators: str, left: str) -> str | None:
-    """Return why a rule cannot rewrite this forward; None if its source can be read, or if its code rules out what the rule rewrites.
+    """Return why a rule cannot rewrite this forward; None if its source can be read, or if its code rules out what the
+    rule rewrites.
 
     names, operators  what the rule rewrites has one of these names, and all of these operators
     left              what stays as it is
@@ -42,7 +43,9 @@ def _names_and_operators(function: Any, depth: int = 0) -> set[str]:
     """Return the names and operators in the code of a function and of the functions in its closure."""
     if not isinstance(function, FunctionType) or depth > 4:
         return set()
-    operators = {step.argrepr.rstrip("=") for step in dis.get_instructions(function.__code__) if step.opname == "BINARY_OP"}
+    operators = {
+        step.argrepr.rstrip("=") for step in dis.get_instructions(function.__code__) if step.opname == "BINARY_OP"
+    }
     code = {*names_in(function.__code__), *operators}
     for cell in function.__closure__ or ():
         # A cell may be empty.

@@ -42,8 +42,9 @@ class Verdict:
     close: bool = False
 
 
-# One large element may hold most of a norm, and the original may round that one luckily: the error of Falcon-H1's gated MLP, which swiglu computes
-# more accurately, came out at 1.3 times the original's in one draw of inputs. What is less accurate is so in other draws, too.
+# One large element may hold most of a norm, and the original may round that one luckily: the error of Falcon-H1's gated
+# MLP, which swiglu computes more accurately, came out at 1.3 times the original's in one draw of inputs. What is less
+# accurate is so in other draws, too.
 DRAWS, LUCK = 3, 2.0
 
 
@@ -53,7 +54,9 @@ def decide(found: Found, verify: bool) -> Decision:
     Without verification the candidates are compared only by their float32 and bfloat16 outputs on the CPU.
     """
     device = found.device() if verify and found.device is not None else torch.device("cpu")
-    dtypes = tuple(dict.fromkeys((found.dtype, torch.float32, torch.bfloat16) if verify else (torch.float32, torch.bfloat16)))
+    dtypes = tuple(
+        dict.fromkeys((found.dtype, torch.float32, torch.bfloat16) if verify else (torch.float32, torch.bfloat16))
+    )
     first: dict[Candidate, Verdict] = {}
     verdicts: dict[Candidate, Verdict] = {}
     for number in range(DRAWS):
@@ -62,12 +65,19 @@ def decide(found: Found, verify: bool) -> Decision:
             if isinstance(known, Decision):
                 return known
             # Asked for after the cases, which may show how the module calls its children.
-            candidates = list(found.candidates()) if not number else [c for c, verdict in verdicts.items() if verdict.close]
+            candidates = (
+                list(found.candidates()) if not number else [c for c, verdict in verdicts.items() if verdict.close]
+            )
             verdicts = {candidate: _verdict(candidate, known, verify) for candidate in candidates}
         first = first or verdicts
-        if passed := {candidate: verdict.distance for candidate, verdict in verdicts.items() if verdict.problem is None}:
+        if passed := {
+            candidate: verdict.distance for candidate, verdict in verdicts.items() if verdict.problem is None
+        }:
             best = min(passed, key=lambda candidate: passed[candidate])
-            return Decision(best, ", ".join(filter(None, ("outputs and gradients agree" if verify else "not verified", best.detail))))
+            return Decision(
+                best,
+                ", ".join(filter(None, ("outputs and gradients agree" if verify else "not verified", best.detail))),
+            )
         if not any(verdict.close for verdict in verdicts.values()):
             break
     if not first:
@@ -77,7 +87,9 @@ def decide(found: Found, verify: bool) -> Decision:
     return Decision(None, f"{NO_OP}; closest is {name}: {first[closest].problem}")
 
 
-def _known(found: Found, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> list[tuple[Case, Results, Results]] | Decision:
+def _known(
+    found: Found, device: torch.device, dtypes: tuple[torch.dtype, ...]
+) -> list[tuple[Case, Results, Results]] | Decision:
     """Return the cases with the original's results, also in float64; or a decision why it cannot be checked."""
     assert found.original is not None and found.cases is not None
     try:
@@ -87,7 +99,9 @@ def _known(found: Found, device: torch.device, dtypes: tuple[torch.dtype, ...]) 
     except Unfit as reason:
         return Decision(None, str(reason))
     except Exception as problem:
-        return Decision(None, f"it could not be checked, since the module did not run on a small input: {_short(problem)}")
+        return Decision(
+            None, f"it could not be checked, since the module did not run on a small input: {_short(problem)}"
+        )
     doubtful = [f"{case.name}, {name}" for case, plain, exact in known for name in _doubtful(case.dtype, plain, exact)]
     if doubtful:
         return Decision(None, f"it could not be checked, since its float64 run gives another result ({doubtful[0]})")

@@ -17,8 +17,8 @@ from liger_core.kernels import check_backward
 from liger_core.op import OVERWRITING
 from liger_core.private_torch import DisableAutocast, autocast_is_on, dispatch_stack_length, is_transforming
 
-# Programs that torch.compile may make of a function: one for each dtype, number of dimensions, pattern of gradients and value of an option,
-# for sizes of 1, and for all other sizes. Calls past them run uncompiled.
+# Programs that torch.compile may make of a function: one for each dtype, number of dimensions, pattern of gradients and
+# value of an option, for sizes of 1, and for all other sizes. Calls past them run uncompiled.
 PROGRAMS = 64
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
@@ -85,7 +85,9 @@ class _Derived(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, programs: Programs, names: tuple[str, ...], options: Mapping[str, Any], *tensors: Tensor) -> Any:
+    def forward(
+        ctx: Any, programs: Programs, names: tuple[str, ...], options: Mapping[str, Any], *tensors: Tensor
+    ) -> Any:
         ctx.programs, ctx.names, ctx.options = programs, names, options
         ctx.save_for_backward(*tensors)
         made = _run(programs, dict(zip(names, tensors, strict=True)), options)
@@ -127,7 +129,9 @@ def _programs(op: str, reference: Callable[..., Any]) -> Programs:
         return pull(upstream if isinstance(made, tuple) else upstream[0])
 
     # torch 2.11 has one limit for the whole process, 8 by default.
-    limit: Any = {"recompile_limit": PROGRAMS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+    limit: Any = (
+        {"recompile_limit": PROGRAMS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+    )
     return Programs(op, *(torch.compile(_own(each), dynamic=True, **limit) for each in (forward, backward)))
 
 
@@ -136,6 +140,12 @@ def _own(function: Any) -> FunctionType:
 
     torch.compile counts and looks up programs by code object, which all ops would otherwise share.
     """
-    copy = FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copy = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

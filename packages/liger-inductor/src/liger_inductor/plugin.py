@@ -16,8 +16,9 @@ COMPILERS = ("g++", "clang++", "cl")
 
 @hookimpl
 def liger_backends() -> list[Backend]:
-    # Not automatic: an op compiles for 2 to 11 seconds at its first call, and again for every dtype and pattern of gradients. It then saves about a
-    # millisecond a call on a CPU, so that a short program, such as a test, would only become slower.
+    # Not automatic: an op compiles for 2 to 11 seconds at its first call, and again for every dtype and pattern of
+    # gradients. It then saves about a millisecond a call on a CPU, so that a short program, such as a test, would only
+    # become slower.
     return [Backend("inductor", DEVICES, 50, _implementations, _unavailable, automatic=False)]
 
 

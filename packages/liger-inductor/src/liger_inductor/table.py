@@ -7,8 +7,9 @@ import liger_core
 from liger_core.backend import Implementations
 from liger_inductor.compiled import compiled
 
-# benchmarks/results/2026-11-23-cpu-inductor has their speed beside plain PyTorch; the package's README says why each of the other ops is not here.
-# layer_norm is slower than F.layer_norm, but the reference, which would run instead, takes 2 to 7 times as long.
+# benchmarks/results/2026-11-23-cpu-inductor has their speed beside plain PyTorch; the package's README says why each of
+# the other ops is not here. layer_norm is slower than F.layer_norm, but the reference, which would run instead, takes 2
+# to 7 times as long.
 TABLE: Implementations = {
     op: compiled(op)
     for op in (

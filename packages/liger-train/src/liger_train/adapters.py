@@ -16,7 +16,8 @@ from liger_train.setup import ALL_LINEAR, Setup
 
 
 def add_adapters(model: Any, setup: Setup) -> Any:
-    """Add adapters by peft: to all linear layers of the language model, or to the layers and experts that the setup names."""
+    """Add adapters by peft: to all linear layers of the language model, or to the layers and experts that the setup
+    names."""
     peft = importlib.import_module("peft")
     if setup.adapter == "qlora":
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -36,11 +37,20 @@ def add_adapters(model: Any, setup: Setup) -> Any:
 
 
 def adaptable(model: Any) -> tuple[list[str], list[str]]:
-    """Return the names of the linear layers in the language model, except the LM head, and those of the weights of its experts."""
+    """Return the names of the linear layers in the language model, except the LM head, and those of the weights of its
+    experts."""
     beside = beside_text(model)
     linear = [name for name in _linear_layers(model) if f"{name}.weight" not in beside]
-    modules = ((path, module) for path, module in model.named_modules() if not isinstance(module, nn.Conv1d | nn.ConvTranspose1d))
-    weights = ((f"{path}.{name}", weight) for path, module in modules for name, weight in module.named_parameters(recurse=False))
+    modules = (
+        (path, module)
+        for path, module in model.named_modules()
+        if not isinstance(module, nn.Conv1d | nn.ConvTranspose1d)
+    )
+    weights = (
+        (f"{path}.{name}", weight)
+        for path, module in modules
+        for name, weight in module.named_parameters(recurse=False)
+    )
     experts = [name for name, weight in weights if len(_shape(weight)) == 3 and name not in beside]
     return linear, experts
 
@@ -58,31 +68,50 @@ def names_of_targets(setup: Setup) -> list[str]:
 
 def note_of_adapters(model: Any, setup: Setup, frozen: str, own: str) -> str:
     """Return a sentence with the layers that have adapters, and the share of the layers' weights that have none."""
-    layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "lora_A") and hasattr(layer, "base_layer")}
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if hasattr(layer, "lora_A") and hasattr(layer, "base_layer")
+    }
     weights = {id(_adapted_weight(layer)) for layer in layers.values()}
-    experts = [f"{name}.{layer.parameter_name}".removesuffix(".weight") for name, layer in layers.items() if _is_of_a_parameter(layer)]
+    experts = [
+        f"{name}.{layer.parameter_name}".removesuffix(".weight")
+        for name, layer in layers.items()
+        if _is_of_a_parameter(layer)
+    ]
     linear = [name for name, layer in layers.items() if not _is_of_a_parameter(layer)]
     counted = (("linear layer", linear), ("weight", experts))
-    places = [f"{len(names)} {kind}{'s' if len(names) > 1 else ''} ({_last(names)})" for kind, names in counted if names]
+    places = [
+        f"{len(names)} {kind}{'s' if len(names) > 1 else ''} ({_last(names)})" for kind, names in counted if names
+    ]
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     outside = {id(weight) for part in embeddings if part is not None for weight in part.parameters()} | {
         *map(id, beside_text(model).values())
     }
-    rest = {name: weight for name, weight in model.named_parameters() if "lora_" not in name and id(weight) not in outside}
+    rest = {
+        name: weight for name, weight in model.named_parameters() if "lora_" not in name and id(weight) not in outside
+    }
     without = {name: _size(weight) for name, weight in rest.items() if id(weight) not in weights}
     share = 100 * sum(without.values()) / max(1, sum(map(_size, rest.values())))
     largest = [
-        name.removesuffix(".weight") for name in sorted(without, key=without.__getitem__, reverse=True) if len(_shape(rest[name])) > 1
+        name.removesuffix(".weight")
+        for name in sorted(without, key=without.__getitem__, reverse=True)
+        if len(_shape(rest[name])) > 1
     ]
     left = f" {share:.0f} % of the layers' weights have none: {_last(largest)}." if share >= 1 else ""
-    return f"Training adapters of rank {setup.adapter_rank} on {' and '.join(places)}, in {own}; the frozen weights are in {frozen}.{left}"
+    return (
+        f"Training adapters of rank {setup.adapter_rank} on {' and '.join(places)}, in {own}; the frozen weights are "
+        f"in {frozen}.{left}"
+    )
 
 
 def _linear_layers(model: Any) -> set[str]:
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
-    return {name for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D) and layer is not head}
+    return {
+        name for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D) and layer is not head
+    }
 
 
 def _is_of_a_parameter(layer: Any) -> bool:

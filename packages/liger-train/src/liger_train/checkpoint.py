@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a checkpoint: those that a model takes from it, those that it leaves out, and those that text does not reach."""
+"""The weights of a checkpoint: those that a model takes from it, those that it leaves out, and those that text does not
+reach."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ BUFFERS = re.compile(r"(^|\.)(inv_freq|position_ids|version)$")
 
 
 def load(setup: Setup, config: Any, notes: list[str], **options: Any) -> Any:
-    """Load the model of a folder or hub name, and note the weights that it leaves out of the checkpoint or that the checkpoint lacks.
+    """Load the model of a folder or hub name, and note the weights that it leaves out of the checkpoint or that the
+    checkpoint lacks.
 
     Raises OptionError for a model that cannot be loaded.
     """
@@ -47,15 +49,21 @@ def load(setup: Setup, config: Any, notes: list[str], **options: Any) -> Any:
     kind = type(model).__name__
     if unused:
         count = sum(size for name, size in _sizes(files).items() if name in set(unused))
-        notes.append(f"{kind} leaves out {count:,} weights of {setup.model}, which are neither trained nor saved: {_listed(unused)}.")
+        notes.append(
+            f"{kind} leaves out {count:,} weights of {setup.model}, which are neither trained nor saved: "
+            f"{_listed(unused)}."
+        )
     if missing := sorted(info["missing_keys"]):
         tensors, start = ("tensor", "starts") if len(missing) == 1 else ("tensors", "start")
-        notes.append(f"{setup.model} lacks {len(missing)} {tensors} of {kind}, which {start} with random values: {_listed(missing)}.")
+        notes.append(
+            f"{setup.model} lacks {len(missing)} {tensors} of {kind}, which {start} with random values: "
+            f"{_listed(missing)}."
+        )
     return model
 
 
 def freeze_what_text_does_not_reach(model: Any, notes: list[str]) -> None:
-    """Freeze the parts of a vision-language model beside its language model: their weights get no gradients from text."""
+    """Freeze the parts of a vision-language model beside its language model, which text gives no gradients."""
     rest = beside_text(model)
     weights = [weight for weight in rest.values() if weight.requires_grad]
     for weight in weights:
@@ -63,13 +71,15 @@ def freeze_what_text_does_not_reach(model: Any, notes: list[str]) -> None:
     if rest:
         count = sum(getattr(weight, "ds_numel", weight.numel()) for weight in rest.values())
         notes.append(
-            f"Training the language model of {type(model).__name__}; {count:,} weights that text does not reach are frozen, "
+            f"Training the language model of {type(model).__name__}; {count:,} weights that text does not reach are "
+            "frozen, "
             f"and saved with it: {_listed(rest)}."
         )
 
 
 def beside_text(model: Any) -> dict[str, nn.Parameter]:
-    """Return the weights, by name, of a model of several parts that are not of its language model, embeddings or LM head."""
+    """Return the weights, by name, of a model of several parts that are not of its language model, embeddings or LM
+    head."""
     text = language_model(model)
     if text is model:
         return {}
@@ -88,7 +98,10 @@ def _sizes(files: Iterable[str]) -> dict[str, int]:
             with safe_open(file, framework="pt") as tensors:
                 sizes |= {name: prod(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
         else:
-            sizes |= {name: tensor.numel() for name, tensor in torch.load(file, map_location="meta", weights_only=True).items()}
+            sizes |= {
+                name: tensor.numel()
+                for name, tensor in torch.load(file, map_location="meta", weights_only=True).items()
+            }
     return sizes
 
 

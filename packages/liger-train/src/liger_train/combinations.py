@@ -33,17 +33,24 @@ def ops(setup: Setup) -> str:
 def pure(setup: Setup) -> str:
     if setup.shard in ZERO:
         return (
-            f"cannot be combined with --shard {setup.shard}, since DeepSpeed keeps float32 weights in its optimizer; use --precision bf16"
+            f"cannot be combined with --shard {setup.shard}, since DeepSpeed keeps float32 weights in its optimizer; "
+            "use --precision bf16"
         )
     return ""
 
 
 def compiled(setup: Setup) -> str:
     if setup.shard in ZERO:
-        return f"cannot be combined with --shard {setup.shard}, whose hooks within layers the compiler cannot follow; use --shard fsdp2"
+        return (
+            f"cannot be combined with --shard {setup.shard}, whose hooks within layers the compiler cannot follow; use "
+            "--shard fsdp2"
+        )
     for name in ("tp", "cp"):
         if getattr(setup, name) > 1:
-            return f"cannot be combined with --{name} {getattr(setup, name)}, which exchanges tensors within layers; use --compile none"
+            return (
+                f"cannot be combined with --{name} {getattr(setup, name)}, which exchanges tensors within layers; use "
+                "--compile none"
+            )
     if setup.device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
         return "needs a C++ compiler on the CPU, not installed here; apt-get install g++"
     return ""
@@ -51,15 +58,29 @@ def compiled(setup: Setup) -> str:
 
 def graphs(setup: Setup) -> str:
     if setup.ranks > 1:
-        return f"needs a single GPU, got {setup.ranks} ranks, which exchange gradients while a step runs; use --compile default"
+        return (
+            f"needs a single GPU, got {setup.ranks} ranks, which exchange gradients while a step runs; use --compile "
+            "default"
+        )
     if setup.shard != "none":
-        return f"cannot be combined with --shard {setup.shard}, which moves weights while a step runs; use --compile default"
+        return (
+            f"cannot be combined with --shard {setup.shard}, which moves weights while a step runs; use --compile "
+            "default"
+        )
     if setup.checkpoint == "offload":
-        return "cannot be combined with --checkpoint offload, whose copies to the host a graph does not include; use --checkpoint auto"
+        return (
+            "cannot be combined with --checkpoint offload, whose copies to the host a graph does not include; use "
+            "--checkpoint auto"
+        )
     if setup.packing:
-        return "cannot be combined with --packing, whose masks depend on the positions of each step; use --compile default"
+        return (
+            "cannot be combined with --packing, whose masks depend on the positions of each step; use --compile default"
+        )
     if setup.optimizer == "galore-layerwise":
-        return "cannot be combined with --optimizer galore-layerwise, which updates weights within the backward pass; use galore"
+        return (
+            "cannot be combined with --optimizer galore-layerwise, which updates weights within the backward pass; use "
+            "galore"
+        )
     return ""
 
 
@@ -72,24 +93,37 @@ def tiled(setup: Setup) -> str:
 
 
 def unsharded(setup: Setup) -> str:
-    return "" if setup.shard == "none" else f"{_shards(setup)} weights into pieces that it cannot update; use --optimizer adamw"
+    return (
+        ""
+        if setup.shard == "none"
+        else f"{_shards(setup)} weights into pieces that it cannot update; use --optimizer adamw"
+    )
 
 
 def unsharded_or_zero(setup: Setup) -> str:
     if setup.offload != "none":
-        return f"cannot be combined with --offload {setup.offload}, where DeepSpeed's AdamW updates on the CPU; use --optimizer adamw"
+        return (
+            f"cannot be combined with --offload {setup.offload}, where DeepSpeed's AdamW updates on the CPU; use "
+            "--optimizer adamw"
+        )
     return unsharded(setup) if setup.shard == "fsdp2" else ""
 
 
 def unsharded_or_fsdp2(setup: Setup) -> str:
     if setup.offload != "none":
-        return f"cannot be combined with --offload {setup.offload}, where weights are updated on the CPU; use --optimizer adamw"
+        return (
+            f"cannot be combined with --offload {setup.offload}, where weights are updated on the CPU; use --optimizer "
+            "adamw"
+        )
     return unsharded(setup) if setup.shard in ZERO else ""
 
 
 def layerwise(setup: Setup) -> str:
     if setup.accumulation > 1 or setup.ranks > 1:
-        return f"updates each weight immediately, so it supports neither --accumulation {setup.accumulation} nor {setup.ranks} ranks; use galore"
+        return (
+            f"updates each weight immediately, so it supports neither --accumulation {setup.accumulation} nor "
+            f"{setup.ranks} ranks; use galore"
+        )
     if setup.precision == "fp16":
         return "does not support the loss scaling of --precision fp16; use --precision bf16"
     return unsharded(setup)
@@ -99,7 +133,9 @@ def offloaded_optimizer(setup: Setup) -> str:
     if setup.shard in ZERO:
         return ""
     if setup.shard == "fsdp2":
-        return "must be --offload parameters for --shard fsdp2, which offloads weights, gradients and optimizer together"
+        return (
+            "must be --offload parameters for --shard fsdp2, which offloads weights, gradients and optimizer together"
+        )
     return "needs --shard zero1, zero2 or zero3, also on one GPU, got none"
 
 
@@ -158,9 +194,15 @@ def float8(setup: Setup) -> str:
     if setup.tp * setup.cp > 1:
         return f"supports data parallelism alone, got --tp {setup.tp} --cp {setup.cp}; use --precision bf16"
     if setup.adapter != "none":
-        return f"trains every weight, got --adapter {setup.adapter}, whose frozen weights are not in float8; use --precision bf16"
+        return (
+            f"trains every weight, got --adapter {setup.adapter}, whose frozen weights are not in float8; use "
+            "--precision bf16"
+        )
     if setup.sequence % FLOAT8_MULTIPLE:
-        return f"needs a --sequence that is a multiple of {FLOAT8_MULTIPLE}, as float8 matmuls need rows, got {setup.sequence}"
+        return (
+            f"needs a --sequence that is a multiple of {FLOAT8_MULTIPLE}, as float8 matmuls need rows, got "
+            f"{setup.sequence}"
+        )
     import torch
 
     if not torch.cuda.is_available():
@@ -170,7 +212,10 @@ def float8(setup: Setup) -> str:
     if found < FLOAT8_CAPABILITY:
         has, wanted = (".".join(map(str, one)) for one in (found, FLOAT8_CAPABILITY))
         name = torch.cuda.get_device_name()
-        return f"needs a GPU with compute capability {wanted} or higher, such as Ada, Hopper or Blackwell, got {name} with {has}; use --precision bf16"
+        return (
+            f"needs a GPU with compute capability {wanted} or higher, such as Ada, Hopper or Blackwell, got {name} "
+            f"with {has}; use --precision bf16"
+        )
     return ""
 
 
@@ -178,7 +223,10 @@ def tensor_parallel(setup: Setup) -> str:
     if setup.shard in ZERO:
         return f"cannot be combined with --shard {setup.shard}, since DeepSpeed does not know of it; use --shard fsdp2"
     if setup.ranks > setup.tp and setup.shard != "fsdp2":
-        return f"needs --shard fsdp2 for data or context parallelism over the {setup.ranks // setup.tp} other ranks, got {setup.shard}"
+        return (
+            f"needs --shard fsdp2 for data or context parallelism over the {setup.ranks // setup.tp} other ranks, got "
+            f"{setup.shard}"
+        )
     if setup.ranks == setup.tp and setup.shard != "none":
         return f"leaves no ranks for --shard {setup.shard} to shard over; use --shard none"
     if setup.offload != "none":
@@ -188,7 +236,10 @@ def tensor_parallel(setup: Setup) -> str:
     if setup.optimizer != "adamw":
         return f"needs --optimizer adamw, got {setup.optimizer}, which does not know of sharded weights"
     if setup.adapter != "none":
-        return f"cannot be combined with --adapter {setup.adapter}, whose weights Transformers does not shard; use --adapter none"
+        return (
+            f"cannot be combined with --adapter {setup.adapter}, whose weights Transformers does not shard; use "
+            "--adapter none"
+        )
     from liger_train.configs import config_of
 
     text = config_of(setup).get_text_config()
@@ -196,7 +247,9 @@ def tensor_parallel(setup: Setup) -> str:
     if heads % setup.tp:
         return f"must divide the {heads} key heads of {setup.model}, since a head is never split"
     if not getattr(text, "base_model_tp_plan", None):
-        return f"needs a model for which Transformers has a tensor-parallel plan, got {setup.model}, a {text.model_type}"
+        return (
+            f"needs a model for which Transformers has a tensor-parallel plan, got {setup.model}, a {text.model_type}"
+        )
     return ""
 
 
@@ -210,7 +263,9 @@ def context_parallel(setup: Setup) -> str:
     from liger_train.configs import config_of
 
     text = config_of(setup).get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or (["sliding_attention"] if getattr(text, "sliding_window", None) else []))
+    kinds = set(
+        getattr(text, "layer_types", None) or (["sliding_attention"] if getattr(text, "sliding_window", None) else [])
+    )
     if kinds - {"full_attention"}:
         return f"needs a model with full attention in every layer, got {setup.model} with {', '.join(sorted(kinds))}"
     return ""

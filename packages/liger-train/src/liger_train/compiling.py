@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--compile`: torch.compile for each layer of a model. Layers of a kind share a graph, so compile time does not grow with their number."""
+"""`--compile`: torch.compile for each layer of a model.
+
+Layers of a kind share a graph, so compile time does not grow with their number.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from liger_core.errors import OptionError
 from liger_core.private_torch import CompilerError, compiler_counters, compiler_times
 
 COMPILER = "inductor"
-# The most graphs of a layer's forward: one per kind of layer and shape, in training and in evaluation. More run in eager mode.
+# The most graphs of a layer's forward: one per kind of layer and shape, in training and in evaluation. More run in
+# eager mode.
 GRAPHS = 64
 # The layer's forward from before it was compiled.
 EAGER = "_eager_forward"
@@ -37,7 +41,9 @@ def compile_layers(model: nn.Module) -> str:
     """
     every = layers(model)
     if not every:
-        raise OptionError(f"train: --compile needs a model with layers that Transformers can checkpoint, got {type(model).__name__}")
+        raise OptionError(
+            f"train: --compile needs a model with layers that Transformers can checkpoint, got {type(model).__name__}"
+        )
     for layer in every:
         vars(layer)[EAGER] = layer.forward
         layer.forward = torch.compile(layer.forward, backend=COMPILER, dynamic=False)
@@ -65,8 +71,8 @@ def session(packing: bool = False) -> Iterator[None]:
         stack.enter_context(config.patch(recompile_limit=max(GRAPHS, config.recompile_limit)))
         stack.enter_context(mock.patch.dict(os.environ, {CACHE: cache()}))
         if not packing:
-            # Transformers looks for several texts in a row in the values of the positions, for which the host waits in each step;
-            # while a graph is captured it cannot, and would add masks, with which attention is slower.
+            # Transformers looks for several texts in a row in the values of the positions, for which the host waits in
+            # each step; while a graph is captured it cannot, and would add masks, with which attention is slower.
             stack.enter_context(without_packing())
             stack.enter_context(as_outside_a_capture())
         try:
@@ -80,7 +86,10 @@ def cache() -> str:
 
     PyTorch's default, which it also writes into the environment, does not count: restarting the machine empties it.
     """
-    given, place = os.environ.get(CACHE), Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "liger" / "compiled"
+    given, place = (
+        os.environ.get(CACHE),
+        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "liger" / "compiled",
+    )
     if given and not given.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_")):
         return given
     with suppress(OSError):

@@ -31,7 +31,8 @@ def config_of(setup: Setup) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """Return the Auto class of a causal language model, with all its parts if it is the language model of a vision-language model.
+    """Return the Auto class of a causal language model, with all its parts if it is the language model of a
+    vision-language model.
 
     AutoModelForCausalLM drops the other parts of some checkpoints.
     """
@@ -59,7 +60,10 @@ def has_code_of_its_own(name: str, problem: Exception) -> OptionError | None:
     """Return the error for a model or tokenizer whose own code may not run; None for any other problem."""
     if "trust_remote_code" not in str(problem):
         return None
-    return OptionError(f"train: --model {name} has Python code of its own, which runs only with --trust-remote-code; read the code first")
+    return OptionError(
+        f"train: --model {name} has Python code of its own, which runs only with --trust-remote-code; read the code "
+        "first"
+    )
 
 
 def not_found(name: str, problem: Exception) -> OptionError:
@@ -83,7 +87,9 @@ def not_found(name: str, problem: Exception) -> OptionError:
 
 def _is_adapter(name: str) -> OptionError:
     return OptionError(
-        f"train: --model must be a whole model, got {name!r}, an adapter of peft; to train on from it, give the model that "
-        f"peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(FOLDER) writes, with the tokenizer, "
+        f"train: --model must be a whole model, got {name!r}, an adapter of peft; to train on from it, give the model "
+        "that "
+        f"peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(FOLDER) writes, "
+        "with the tokenizer, "
         "or --resume the run that saved it"
     )

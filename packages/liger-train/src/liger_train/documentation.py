@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of techniques in docs/training.md; `python -m liger_train.documentation docs/training.md` regenerates them."""
+"""The tables of techniques in docs/training.md; `python -m liger_train.documentation docs/training.md` regenerates
+them."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def _row(technique: Technique) -> str:
     value = SHOWN.get(technique.value, f"`{technique.value}`")
     if technique.value == str(getattr(Setup, technique.option)):
         value += " (default)"
-    carried = technique.implemented_by + (f"; `pip install {' '.join(technique.packages)}`" if technique.packages else "")
+    carried = technique.implemented_by + (
+        f"; `pip install {' '.join(technique.packages)}`" if technique.packages else ""
+    )
     where = f" Only on a GPU: {technique.reason}." if technique.devices == ("cuda",) else ""
     return f"| {value} | {technique.summary}{where} | {technique.saves} | {technique.costs} | {carried} |"
 

@@ -101,7 +101,9 @@ def values(text: str, taken: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
     class Parser(HfArgumentParser):
         def error(self, message: str) -> NoReturn:
-            raise OptionError(f"train: --set must have values that TrainingArguments accepts, got {shlex.join(arguments)}: {message}")
+            raise OptionError(
+                f"train: --set must have values that TrainingArguments accepts, got {shlex.join(arguments)}: {message}"
+            )
 
     parser = Parser(TrainingArguments, allow_abbrev=False)  # type: ignore[arg-type]
     known = TrainingArguments.__dataclass_fields__
@@ -110,13 +112,16 @@ def values(text: str, taken: Mapping[str, Any] | None = None) -> dict[str, Any]:
             raise OptionError(f"train: --set cannot set {name}; {OPTIONS[name]}")
         if name not in known and FORMER.get(name) not in known:
             raise OptionError(
-                f"train: --set must name a field of transformers.TrainingArguments, got {name!r}.{nearest(name, [*known, *FORMER])}"
+                "train: --set must name a field of transformers.TrainingArguments, got "
+                f"{name!r}.{nearest(name, [*known, *FORMER])}"
             )
         if name in (taken or {}):
             raise OptionError(f"train: --set cannot set {name}, which another option sets; leave it out")
     renamed = {name if name in known else FORMER[name]: value for name, value in words.items()}
     if len(renamed) < len(words):
-        raise OptionError("train: --set must name each field once, got warmup_ratio and warmup_steps, which are one; give one of them")
+        raise OptionError(
+            "train: --set must name each field once, got warmup_ratio and warmup_steps, which are one; give one of them"
+        )
     arguments = [f"--{name}={value}" for name, value in renamed.items()]
     try:
         parsed = vars(parser.parse_args(arguments))

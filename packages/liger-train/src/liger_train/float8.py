@@ -23,15 +23,16 @@ HEAD, OTHER, ODD, EXPERTS = (
     f"dimensions that are not multiples of {MULTIPLE}",
     "experts, whose matmuls are grouped",
 )
-# Every shape of a layer is compiled for itself, with and without gradients; torch stops after 8, and runs the rest uncompiled.
+# Every shape of a layer is compiled for itself, with and without gradients; torch stops after 8, and runs the rest
+# uncompiled.
 COMPILED = 64
 
 
 def convert(model: Any, setup: Setup, notes: list[str]) -> None:
     """Make the linear layers of a model multiply in float8; a note names those that do not.
 
-    On a GPU they are compiled, each layer for itself: the casts are then few passes over memory. Weights stay as they are, so a saved
-    model is one of plain linear layers.
+    On a GPU they are compiled, each layer for itself: the casts are then few passes over memory. Weights stay as they
+    are, so a saved model is one of plain linear layers.
 
     Raises OptionError for a model without such layers.
     """
@@ -63,12 +64,17 @@ def chosen_layers(model: Any, setup: Setup, notes: list[str]) -> set[str]:
             f"got {setup.model} with {others or 'none'}; use --precision bf16"
         )
     scales = SCALES[RECIPES[setup.precision]]
-    notes.append(f"--precision {setup.precision}: {len(wanted)} linear layers multiply in float8 with {scales}; left out: {others}.")
+    notes.append(
+        f"--precision {setup.precision}: {len(wanted)} linear layers multiply in float8 with {scales}; left out: "
+        f"{others}."
+    )
     return wanted
 
 
 def holds_experts(module: nn.Module) -> bool:
-    return not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)) and any(p.dim() == 3 for p in module.parameters(recurse=False))
+    return not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)) and any(
+        p.dim() == 3 for p in module.parameters(recurse=False)
+    )
 
 
 def _linear(model: nn.Module, head: Any) -> Iterator[tuple[str, str]]:

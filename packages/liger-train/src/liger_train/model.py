@@ -22,7 +22,9 @@ from liger_train.parallelism import parallelism
 from liger_train.setup import MLP_ROWS, ZERO, Setup
 
 # The dtype of activations; float8 has none of its own.
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16} | dict.fromkeys(RECIPES, torch.bfloat16)
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16} | dict.fromkeys(
+    RECIPES, torch.bfloat16
+)
 LOSS = "linear_cross_entropy"
 
 
@@ -141,7 +143,9 @@ def _quantized(setup: Setup, device: torch.device, notes: list[str]) -> Any:
     from transformers import BitsAndBytesConfig
 
     config, low = config_of(setup), LOW.get(setup.precision, torch.float32)
-    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=low)
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=low
+    )
     options: dict[str, Any] = {"dtype": low, "quantization_config": four_bits, "device_map": {"": device}}
     if not _is_random(setup):
         return checkpoint.load(setup, config, notes, **options)
@@ -175,7 +179,9 @@ def _patched(model: nn.Module, setup: Setup, notes: list[str]) -> str:
     report = liger_hf.apply(model, **names, mlp_rows=rows)
     # That note is about compiling the model, which does not happen here.
     notes.extend(note for note in report.notes if note != NOTE)
-    notes.extend(f"Liger did not replace {row.count} × {row.pattern}: {row.reason}." for row in report.rows if _left_unasked(row))
+    notes.extend(
+        f"Liger did not replace {row.count} × {row.pattern}: {row.reason}." for row in report.rows if _left_unasked(row)
+    )
     return ", ".join(f"{op} {count}" for op, count in report.replaced.items())
 
 

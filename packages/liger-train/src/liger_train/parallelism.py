@@ -17,5 +17,6 @@ def parallelism(setup: Setup) -> ParallelismConfig | None:
 
 
 def allow_fsdp2_over_tensor_parallelism() -> None:
-    """accelerate 1.15 first makes DTensors of unsharded weights, by a class that Transformers has no more; FSDP2 does not need them."""
+    """accelerate 1.15 first makes DTensors of unsharded weights, by a class that Transformers has no more; FSDP2 does
+    not need them."""
     leave_weights_of_tensor_parallelism(Accelerator)

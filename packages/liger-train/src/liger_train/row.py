@@ -24,7 +24,8 @@ class Row(Recorded, Setup):
     static_bytes         held between steps: weights, remaining gradients, optimizer state
     losses               of every step
     validation_loss      the last of validation_losses, which were computed after the steps validation_steps
-    compile_seconds      seconds of compiling and of recording CUDA graphs, not counted as part of the steps; None without --compile
+    compile_seconds      seconds of compiling and of recording CUDA graphs, not counted as part of the steps; None
+                         without --compile
     checkpointed_layers  the number of layers that were recomputed
     replaced             the ops that Liger inserted, and how often
     notes                decisions made for the user, one sentence each
@@ -53,7 +54,8 @@ class Row(Recorded, Setup):
 
 COLUMNS = Row.header()
 SETUP = tuple(field.name for field in fields(Setup))
-# What `--checkpoint auto` notes: the number of layers that recompute everything, everything but their matmuls, and nothing.
+# What `--checkpoint auto` notes: the number of layers that recompute everything, everything but their matmuls, and
+# nothing.
 AUTO_NOTE = "layers with full recompute: {}, with selective recompute: {}, without recompute: {}"
 # A reason begins with this if a sweep skipped the run.
 NOT_RUN = "not run"
@@ -62,7 +64,8 @@ WITHIN_SPREAD = "≈ "
 
 
 def overlapping(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether the difference in speed is within the spread of the steps: the 20th to 80th percentiles of the two runs overlap."""
+    """Whether the difference in speed is within the spread of the steps: the 20th to 80th percentiles of the two runs
+    overlap."""
     low, high = (f"{end}_tokens_per_second" for end in ("low", "high"))
     if any(each.get(end) is None for each in (one, other) for end in (low, high)):
         return False

@@ -33,7 +33,8 @@ LIMITS = {
     "adapter_alpha": (1, MOST),
     "seed": (0, 2**32 - 1),
 }
-# Tokens of a tile of --mlp tiled: enough to keep a GPU busy; the sums of weight gradients take little beside its matmuls.
+# Tokens of a tile of --mlp tiled: enough to keep a GPU busy; the sums of weight gradients take little beside its
+# matmuls.
 MLP_ROWS = 16_384
 # The defaults of `liger train` by device, where they differ from those of the fields.
 DEFAULTS = {"cuda": {"precision": "bf16", "checkpoint": "full"}, "cpu": {"precision": "fp32", "checkpoint": "none"}}
@@ -47,7 +48,8 @@ class Setup:
     batch         sequences per micro-batch and rank, of `sequence` tokens each; ranks of tp and cp share theirs
     data          a file of text or of rows, a folder, a dataset saved by Hugging Face's datasets, or "library"
     liger         "all", "none", "all-but-loss", or ops separated by commas
-    precision     "fp32"; "bf16", "fp16": mixed, with float32 weights; "bf16-pure": all in bfloat16; "fp8…": as one of these in float8.py
+    precision     "fp32"; "bf16", "fp16": mixed, with float32 weights; "bf16-pure": all in bfloat16; "fp8…": as one of
+                  these in float8.py
     checkpoint    "none", "full", "offload", "auto", or the number of layers to recompute
     compile, mlp, optimizer, shard, offload, adapter    names in techniques.py
     ranks         all of them; `tp` of them share each layer, `cp` each sequence, and the others are data parallel
@@ -55,7 +57,8 @@ class Setup:
     nvme_folder   where --offload nvme writes
     trust_remote_code  whether the model's own code may run
     random_weights     use only the config of a folder or name
-    set           more fields of transformers.TrainingArguments, as "name=value" words; with num_train_epochs, `steps` has no effect
+    set           more fields of transformers.TrainingArguments, as "name=value" words; with num_train_epochs, `steps`
+                  has no effect
     adapter_targets    "all-linear", or names of linear layers separated by commas
     validation    share of the sequences, or documents, that is never trained on, for the validation loss
     packing       put several documents into one sequence
@@ -132,13 +135,17 @@ class Setup:
                 continue
             if field.name == "steps" and training_fields.epochs(self.set) is not None:
                 continue
-            words += [option] if value is True else [option, _size(value) if field.name == "memory_limit" else str(value)]
+            words += (
+                [option] if value is True else [option, _size(value) if field.name == "memory_limit" else str(value)]
+            )
         return shlex.join(words)
 
 
 def _size(size: int) -> str:
     """The value of --memory-limit for a number of bytes."""
-    return next((f"{size >> bits}{unit}" for bits, unit in ((30, "GiB"), (20, "MiB")) if size % (1 << bits) == 0), f"{size}B")
+    return next(
+        (f"{size >> bits}{unit}" for bits, unit in ((30, "GiB"), (20, "MiB")) if size % (1 << bits) == 0), f"{size}B"
+    )
 
 
 def batch_of(given: str, largest: int, command: str = "train") -> int:
@@ -159,21 +166,28 @@ def check_values(setup: Setup, command: str = "train") -> None:
     if setup.ranks % (setup.tp * setup.cp):
         ranks = f"{setup.ranks} rank{'s' if setup.ranks > 1 else ''}"
         raise OptionError(
-            f"{command}: the number of ranks must be a multiple of --tp × --cp, got {setup.tp} × {setup.cp} and {ranks}; "
+            f"{command}: the number of ranks must be a multiple of --tp × --cp, got {setup.tp} × {setup.cp} and "
+            f"{ranks}; "
             + ("run it under torchrun --nproc-per-node N -m liger_core train" if command == "train" else "give --ranks")
         )
     if setup.batch * setup.sequence > MOST:
-        raise OptionError(f"{command}: --batch × --sequence must be at most {MOST} tokens, got {setup.batch} × {setup.sequence}")
+        raise OptionError(
+            f"{command}: --batch × --sequence must be at most {MOST} tokens, got {setup.batch} × {setup.sequence}"
+        )
     if not 0 < setup.learning_rate < math.inf:
         raise OptionError(f"{command}: --learning-rate must be a positive number, got {setup.learning_rate}")
     if not 0 <= setup.validation < 1:
         raise OptionError(f"{command}: --validation must be from 0 to below 1, got {setup.validation}")
     if setup.validation and setup.tp * setup.cp > 1:
-        raise OptionError(f"{command}: --validation needs ranks with sequences of their own, got --tp {setup.tp} --cp {setup.cp}")
+        raise OptionError(
+            f"{command}: --validation needs ranks with sequences of their own, got --tp {setup.tp} --cp {setup.cp}"
+        )
     for name in ("adapter_rank", "adapter_alpha", "adapter_targets"):
         if setup.adapter == "none" and getattr(setup, name) != getattr(Setup, name):
             raise OptionError(f"{command}: --{name.replace('_', '-')} needs --adapter lora or qlora, got none")
     for name in ("model", "data", "nvme_folder", "adapter_targets"):
         if (word := getattr(setup, name)) is not None and not word.strip():
             option = name.replace("_", "-")
-            raise OptionError(f"{command}: --{option} must not be empty, as it is when it is a shell variable that is not set")
+            raise OptionError(
+                f"{command}: --{option} must not be empty, as it is when it is a shell variable that is not set"
+            )

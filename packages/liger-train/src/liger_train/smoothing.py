@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--set label_smoothing_factor`: label smoothing in the loss function of the model, which a fused head computes without the logits."""
+"""`--set label_smoothing_factor`: label smoothing in the loss function of the model, which a fused head computes
+without the logits."""
 
 from __future__ import annotations
 
@@ -25,22 +26,32 @@ def factor_of(setup: Setup) -> float:
 
 
 def smooth(model: nn.Module, setup: Setup, notes: list[str]) -> None:
-    """Make a model compute the smoothed loss itself, or note that the Trainer computes it from the logits of the whole batch."""
+    """Make a model compute the smoothed loss itself, or note that the Trainer computes it from the logits of the whole
+    batch."""
     if not (factor := factor_of(setup)):
         return
     base = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     code = getattr(inspect.unwrap(type(base).forward), "__code__", None)
-    if base.loss_function in (ForCausalLMLoss, causal_lm_loss) and code is not None and "loss_function" in code.co_names:
+    if (
+        base.loss_function in (ForCausalLMLoss, causal_lm_loss)
+        and code is not None
+        and "loss_function" in code.co_names
+    ):
         base.loss_function = partial(smoothed_loss, factor)
     else:
         notes.append(
-            f"--set {FIELD}: Transformers computes the loss from the logits of the whole batch, since {type(base).__name__} computes its own loss."
+            f"--set {FIELD}: Transformers computes the loss from the logits of the whole batch, since "
+            f"{type(base).__name__} computes its own loss."
         )
 
 
 def is_smoothed(model: nn.Module) -> bool:
     """Whether the model computes the smoothed loss itself."""
-    return any(getattr(one.loss_function, "func", None) is smoothed_loss for one in model.modules() if isinstance(one, PreTrainedModel))
+    return any(
+        getattr(one.loss_function, "func", None) is smoothed_loss
+        for one in model.modules()
+        if isinstance(one, PreTrainedModel)
+    )
 
 
 def smoothed_loss(
@@ -53,7 +64,8 @@ def smoothed_loss(
     shift_labels: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """The loss of Transformers' LabelSmoother: (1 - factor) · (-log p of the label) + factor · (the mean of -log p over all classes).
+    """The loss of Transformers' LabelSmoother: (1 - factor) · (-log p of the label) + factor · (the mean of -log p over
+    all classes).
 
     It is the mean over labels that are not ignored, or their sum over num_items_in_batch.
     """
@@ -63,7 +75,11 @@ def smoothed_loss(
     target = shift_labels.to(logits.device).reshape(-1)
     reduction = "mean" if num_items_in_batch is None else "sum"
     loss = nn.functional.cross_entropy(
-        logits.float().view(-1, vocab_size), target, ignore_index=ignore_index, reduction=reduction, label_smoothing=factor
+        logits.float().view(-1, vocab_size),
+        target,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=factor,
     )
     if isinstance(num_items_in_batch, torch.Tensor):
         num_items_in_batch = num_items_in_batch.to(loss.device)

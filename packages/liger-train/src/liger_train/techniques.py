@@ -96,7 +96,10 @@ ALL = (
         Technique(
             "precision",
             value,
-            f"As `{as_}`, with the matmuls of linear layers in float8 and {scales}; the LM head and the loss stay in bfloat16.",
+            (
+                f"As `{as_}`, with the matmuls of linear layers in float8 and {scales}; the LM head and the loss stay "
+                "in bfloat16."
+            ),
             f"as `{as_}`",
             f"as `{as_}`, {costs}; compiles in the first step; faster",
             "torchao",
@@ -131,7 +134,10 @@ ALL = (
     Technique(
         "checkpoint",
         "auto",
-        "As `full` in the first steps, or as `offload` where inputs take over an eighth of the memory; then each layer keeps, recomputes or offloads, by measured memory, bandwidth and time.",
+        (
+            "As `full` in the first steps, or as `offload` where inputs take over an eighth of the memory; then each "
+            "layer keeps, recomputes or offloads, by measured memory, bandwidth and time."
+        ),
         "as much as the batch needs",
         "less recomputation than `full`",
         "torch",
@@ -172,7 +178,10 @@ ALL = (
         "mlp",
         "tiled",
         f"Gated MLPs compute {MLP_ROWS:,} tokens at a time, in both passes.",
-        f"with more than {MLP_ROWS:,} tokens, (3 to 5) × tokens × intermediate size × bytes of the layer that is computed",
+        (
+            f"with more than {MLP_ROWS:,} tokens, (3 to 5) × tokens × intermediate size × bytes of the layer that is "
+            "computed"
+        ),
         "with `--checkpoint none`, a second forward pass of MLPs; sums of weight gradients in float32",
         "liger-hf",
         problem=combinations.tiled,
@@ -292,7 +301,10 @@ ALL = (
         ("galore-torch",),
         "galore",
         arguments=_optim(
-            "galore_adamw_layerwise", optim_target_modules="all-linear", optim_args=LOW_RANK + ",scale=0.25", max_grad_norm=0.0
+            "galore_adamw_layerwise",
+            optim_target_modules="all-linear",
+            optim_args=LOW_RANK + ",scale=0.25",
+            max_grad_norm=0.0,
         ),
         problem=combinations.layerwise,
     ),
@@ -306,7 +318,9 @@ ALL = (
         ("apollo-torch",),
         "apollo",
         arguments=_optim(
-            "apollo_adamw", optim_target_modules="all-linear", optim_args=LOW_RANK + ",proj=random,scale=1.0,scale_type=channel"
+            "apollo_adamw",
+            optim_target_modules="all-linear",
+            optim_args=LOW_RANK + ",proj=random,scale=1.0,scale_type=channel",
         ),
         problem=combinations.unsharded,
     ),
@@ -369,8 +383,14 @@ ALL = (
     Technique(
         "tp",
         NUMBER,
-        "Tensor parallelism: as many ranks share each layer and the LM head, by the model's own plan, and train on the same sequences.",
-        "(ranks − 1) / ranks of weights, gradients and optimizer state of linear layers, and of activations within them",
+        (
+            "Tensor parallelism: as many ranks share each layer and the LM head, by the model's own plan, and train on "
+            "the same sequences."
+        ),
+        (
+            "(ranks − 1) / ranks of weights, gradients and optimizer state of linear layers, and of activations within "
+            "them"
+        ),
         "two sums of activations over the ranks per layer and pass",
         "Transformers, torch",
         problem=combinations.tensor_parallel,
@@ -419,7 +439,10 @@ ALL = (
     Technique(
         "adapter",
         "lora",
-        "Freezes the weights and trains adapters of --adapter-rank 16 on every linear layer, or those of --adapter-targets.",
+        (
+            "Freezes the weights and trains adapters of --adapter-rank 16 on every linear layer, or those of "
+            "--adapter-targets."
+        ),
         "about 99 % of gradients and optimizer state",
         "limited to what low-rank adapters can express",
         "peft",
@@ -465,7 +488,8 @@ def values_of(option: str) -> str:
 
 
 def check(setup: Setup) -> None:
-    """Check that every technique of a setup is known, installed, supported on its device, and compatible with the others.
+    """Check that every technique of a setup is known, installed, supported on its device, and compatible with the
+    others.
 
     Raises OptionError or DeviceError with what to do, before anything large is loaded.
     """
@@ -479,14 +503,18 @@ def check(setup: Setup) -> None:
             raise DeviceError(f"train: {given} needs --device {places}, got {setup.device}: {technique.reason}")
         missing = [name for name in technique.packages if importlib.util.find_spec(name.replace("-", "_")) is None]
         if missing:
-            raise OptionError(f"train: {given} needs {' and '.join(missing)}, not installed here; pip install {' '.join(missing)}")
+            raise OptionError(
+                f"train: {given} needs {' and '.join(missing)}, not installed here; pip install {' '.join(missing)}"
+            )
         problem = technique.problem(setup)
         if problem:
             raise OptionError(f"train: {given} {problem}")
     fields.values(setup.set, arguments(setup))
     evaluating = [name for name in fields.EVALUATION if name in fields.given(setup.set)]
     if evaluating and not setup.validation:
-        raise OptionError(f"train: --set {evaluating[0]} needs --validation, the share of the text to hold out, for instance 0.02")
+        raise OptionError(
+            f"train: --set {evaluating[0]} needs --validation, the share of the text to hold out, for instance 0.02"
+        )
 
 
 def arguments(setup: Setup) -> dict[str, Any]:
@@ -507,4 +535,6 @@ def _chosen(option: str, values: dict[str, Technique], value: str) -> Technique:
     known = [name for name in values if name not in (NUMBER, LIST)]
     also = " or a number of layers" if NUMBER in values else " or ops separated by commas" if LIST in values else ""
     likely = [*known, *combinations.op_names()] if LIST in values else known
-    raise OptionError(f"train: --{option} must be one of {', '.join(known)}{also}, got {value!r}.{nearest(value, likely)}")
+    raise OptionError(
+        f"train: --{option} must be one of {', '.join(known)}{also}, got {value!r}.{nearest(value, likely)}"
+    )

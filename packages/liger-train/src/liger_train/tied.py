@@ -26,8 +26,12 @@ def tie(model: Any) -> str:
     if head is None or type(embedding) is not nn.Embedding or getattr(head, "weight", None) is not embedding.weight:
         return ""
     weight = embedding.weight
-    plain = type(weight) is nn.Parameter and weight.is_contiguous() and not weight.is_meta and weight.is_floating_point()
-    watched = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None) or "forward" in vars(embedding)
+    plain = (
+        type(weight) is nn.Parameter and weight.is_contiguous() and not weight.is_meta and weight.is_floating_point()
+    )
+    watched = (
+        weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None) or "forward" in vars(embedding)
+    )
     if (
         not plain
         or watched

@@ -93,9 +93,9 @@ def timeline(
 def logits_sizes(vocabulary: int, hidden: int, tokens: int | None) -> Guess:
     """Recognize logits, and what is computed from them, by size: a multiple of the vocabulary size.
 
-    The gradient of the LM head has that size, too, with `hidden` rows. The baseline loss has logits for all `tokens` of a batch. The fused
-    loss has fewer rows at a time; tokens is then None, and `hidden` rows are taken for the gradient. No other size in a model is a
-    multiple of the vocabulary size, unless that is a power of two.
+    The gradient of the LM head has that size, too, with `hidden` rows. The baseline loss has logits for all `tokens` of
+    a batch. The fused loss has fewer rows at a time; tokens is then None, and `hidden` rows are taken for the gradient.
+    No other size in a model is a multiple of the vocabulary size, unless that is a power of two.
     """
 
     def guess(size: int, time: float) -> str | None:
@@ -119,7 +119,8 @@ def _blocks(held: Mapping[int, int], events: Iterable[Event]) -> dict[int, list[
     blocks = {address: [_Block(float("-inf"), float("inf"), size)] for address, size in held.items()}
     for event in events:
         lives = blocks.setdefault(event.address, [])
-        # A second allocation at an address implies a release; a release without an allocation implies a block from before.
+        # A second allocation at an address implies a release; a release without an allocation implies a block from
+        # before.
         if lives and lives[-1].end == float("inf"):
             lives[-1].end = event.time
         elif event.bytes < 0:

@@ -12,7 +12,8 @@ from typing import Any
 
 from liger_train.setup import Setup
 
-# The most elements of offloaded weights that are on the device at once; DeepSpeed's default, 1e9, is a whole model of 1 billion.
+# The most elements of offloaded weights that are on the device at once; DeepSpeed's default, 1e9, is a whole model of 1
+# billion.
 LIVE = 100_000_000
 
 
@@ -39,7 +40,12 @@ def start() -> None:
 def config(setup: Setup) -> dict[str, Any]:
     """The contents of DeepSpeed's JSON file; Transformers fills in "auto"."""
     stage = int(setup.shard.removeprefix("zero"))
-    zero: dict[str, Any] = {"stage": stage, "contiguous_gradients": True, "overlap_comm": True, "reduce_bucket_size": "auto"}
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "contiguous_gradients": True,
+        "overlap_comm": True,
+        "reduce_bucket_size": "auto",
+    }
     if stage == 3:
         zero |= {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
         # Otherwise a checkpoint has no model that Transformers can load.
@@ -47,7 +53,11 @@ def config(setup: Setup) -> dict[str, Any]:
     if setup.offload != "none":
         zero["offload_optimizer"] = _place(setup)
     if setup.offload in ("parameters", "nvme"):
-        zero |= {"offload_param": _place(setup), "stage3_max_live_parameters": live(setup), "stage3_max_reuse_distance": live(setup)}
+        zero |= {
+            "offload_param": _place(setup),
+            "stage3_max_live_parameters": live(setup),
+            "stage3_max_reuse_distance": live(setup),
+        }
     if setup.offload == "nvme":
         # Each of the five buffers must hold any weight. By default the first billion weights would stay on the host.
         zero["offload_param"] |= {"buffer_count": 5, "buffer_size": _largest_weight(setup), "max_in_cpu": 0}

@@ -6,7 +6,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from liger_triton._chunks import cast, multiplied, no_chunks, no_sums, plus_scaled, product_sum, read_chunks, write_chunk, write_chunks
+from liger_triton._chunks import (
+    cast,
+    multiplied,
+    no_chunks,
+    no_sums,
+    plus_scaled,
+    product_sum,
+    read_chunks,
+    write_chunk,
+    write_chunks,
+)
 from liger_triton._norm_sum import read
 from liger_triton.launch import Launcher, wait
 
@@ -23,7 +33,7 @@ def forward_kernel(
     layers, query, weight, y, statistics, layer_stride, row_stride, depth, rows, WIDTH: tl.constexpr, eps,
     CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program computes a row: each layer is read once, and what was summed is scaled where the highest score rises."""
+    """One program computes a row: it reads each layer once, and rescales its sum where the highest score rises."""
     row = tl.program_id(0).to(tl.int64)
     by = weighted_query(query, weight, WIDTH, CHUNK)
     top = tl.full((), float("-inf"), dtype=tl.float32)
@@ -52,12 +62,14 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    grad_y, layers, query, weight, statistics, grad_layers, part, grad_stride, layer_stride, row_stride, depth, rows, WIDTH: tl.constexpr,
+    grad_y, layers, query, weight, statistics, grad_layers, part, grad_stride, layer_stride, row_stride, depth, rows,
+    WIDTH: tl.constexpr,
     DEPTH: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program p walks every programs-th row; what it adds up for query and weight goes to row p of part.
 
-    The gradient of layer k is a_k · grad_y + slope_k · (query · weight) - shrink_k · layers_k. Registers keep the first HELD layers for it.
+    The gradient of layer k is a_k · grad_y + slope_k · (query · weight) - shrink_k · layers_k. Registers keep the first
+    HELD layers for it.
     """
     program = tl.program_id(0)
     layer = tl.arange(0, DEPTH)
@@ -112,20 +124,23 @@ def add_layer(sums, grad_layers, place, value, grad, by, numbers, WIDTH: tl.cons
     if grad_layers is not None:
         for c in tl.static_range(len(value)):
             # It is not read again soon: the cache keeps the layers.
-            write_chunk(grad_layers + place, share * grad[c] + slope * by[c] - shrink * value[c], c, WIDTH, CHUNK, ".cs")
+            write_chunk(
+                grad_layers + place, share * grad[c] + slope * by[c] - shrink * value[c], c, WIDTH, CHUNK, ".cs"
+            )
     return plus_scaled(sums, value, slope)
 
 
 @triton.jit
 def slopes(product, score, inverse, layer, depth, width):
-    """Three numbers for each layer of a row: its share a_k, the gradient of its score times inverse, and how much of it the norm of its key
-    takes away.
+    """Three numbers for each layer of a row: its share a_k, the gradient of its score times inverse, and how much of it
+    the norm of its key takes away.
 
     With g = grad_y and product_k = Σ g · layers_k the gradient of score k is a_k · (product_k - Σ_l a_l product_l).
     """
     top = tl.max(score, 0)
     share = tl.exp(score - top)
-    # Only differences from the product of the layer with the highest score: that layer's own would be what is left of two equal numbers.
+    # Only differences from the product of the layer with the highest score: that layer's own would be what is left of
+    # two equal numbers.
     highest = (score == top).to(tl.float32)
     product = product - tl.sum(product * highest, 0) / tl.sum(highest, 0)
     share = share / tl.sum(share, 0)
@@ -134,7 +149,18 @@ def slopes(product, score, inverse, layer, depth, width):
 
 
 @triton.jit
-def sum_kernel(part, query, weight, grad_query, grad_weight, programs, width, EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def sum_kernel(
+    part,
+    query,
+    weight,
+    grad_query,
+    grad_weight,
+    programs,
+    width,
+    EARLY: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program adds one strip of what the programs have, and multiplies it by the other factor of query · weight."""
     wait(EARLY)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -142,10 +168,14 @@ def sum_kernel(part, query, weight, grad_query, grad_weight, programs, width, EA
     sums = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for start in range(0, programs, ROWS):
         row = start + tl.arange(0, ROWS)
-        sums += tl.load(part + row[:, None] * width + column[None, :], mask=(row < programs)[:, None] & inside[None, :], other=0.0)
+        sums += tl.load(
+            part + row[:, None] * width + column[None, :], mask=(row < programs)[:, None] & inside[None, :], other=0.0
+        )
     total = tl.sum(sums, 0)
     if grad_weight is not None:
-        tl.store(grad_weight + column, (total * read(query + column, inside)).to(grad_weight.dtype.element_ty), mask=inside)
+        tl.store(
+            grad_weight + column, (total * read(query + column, inside)).to(grad_weight.dtype.element_ty), mask=inside
+        )
     if grad_query is not None:
         if weight is not None:
             total = total * read(weight + column, inside)

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in registers as tuples of chunks: a width that is not a power of two leaves few lanes idle, and no chunk but the last needs a mask.
+"""Rows in registers as tuples of chunks: a width that is not a power of two leaves few lanes idle, and no chunk but the
+last needs a mask.
 
-A chunk is CHUNK adjacent columns, 16 bytes of bf16 for each thread; the last one is as short as the columns that are left allow.
+A chunk is CHUNK adjacent columns, 16 bytes of bf16 for each thread; the last one is as short as the columns that are
+left allow.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ LANES = 32
 def chunks_of(width: int, warps: int, centered: bool = False) -> dict[str, int | bool]:
     """How so many warps hold a row, as compile-time arguments; centered: their distances from a mean are taken."""
     chunk = min(LANES * VECTOR * warps, power_of_two(width))
-    # A thread of a full chunk adds its neighbors first, unless a short one comes right behind it: see `fuses` and `row_sum`. A product fused into
-    # its distance from the mean would leave its round-off, which is large beside that of a constant row.
+    # A thread of a full chunk adds its neighbors first, unless a short one comes right behind it: see `fuses` and
+    # `row_sum`. A product fused into its distance from the mean would leave its round-off, which is large beside that
+    # of a constant row.
     short = chunk < LANES * VECTOR * warps or (chunk < width < 2 * chunk and size_of(1, width, chunk) < chunk)
     return {"CHUNK": chunk, "num_warps": warps, "enable_fp_fusion": not short and not centered}
 
@@ -43,7 +46,8 @@ def warps_for(width: int, most: int) -> int:
 
 
 def stages_of(size: int, like: Tensor, most: int = 3) -> int:
-    """Rows on their way at once, at most so many, which wait in shared memory; size is the bytes of one row of every program of a multiprocessor."""
+    """Rows on their way at once, at most so many, which wait in shared memory; size is the bytes of one row of every
+    program of a multiprocessor."""
     # A kilobyte stays for the reductions.
     return max(1, min(most, (shared_memory(like.device) - 1024) // max(1, size)))
 

@@ -31,7 +31,8 @@ from liger_triton.launch import VECTOR, Launcher, cdiv, fuses, power_of_two, reg
 
 
 class RowShape(NamedTuple):
-    """Columns of a block, warps, neighbors that a thread takes, and the most registers of a thread if that many cost too many warps."""
+    """Columns of a block, warps, neighbors that a thread takes, and the most registers of a thread if that many cost
+    too many warps."""
 
     block: int
     warps: int
@@ -39,39 +40,47 @@ class RowShape(NamedTuple):
     registers: int | None = None
 
 
-# Milliseconds on one H200, 8192 rows of 40 960 · 128 256 classes in bfloat16 forward, with STREAMED and with MIXED: KL by one read .370 · 1.109 and
-# .435 · 1.335, total variation .560 · 1.871 and .614 · 1.991, reverse KL .772 · 2.428 and .834 · 2.639, JSD .828 · 2.578 and .794 · 2.452. Without
-# the bound on registers STREAMED takes up to a third more. A kernel that does nothing but read each row twice takes .36 · 1.57 at best.
+# Milliseconds on one H200, 8192 rows of 40 960 · 128 256 classes in bfloat16 forward, with STREAMED and with MIXED: KL
+# by one read .370 · 1.109 and .435 · 1.335, total variation .560 · 1.871 and .614 · 1.991, reverse KL .772 · 2.428 and
+# .834 · 2.639, JSD .828 · 2.578 and .794 · 2.452. Without the bound on registers STREAMED takes up to a third more. A
+# kernel that does nothing but read each row twice takes .36 · 1.57 at best.
 STREAMED, MIXED = RowShape(4096, 8, VECTOR, 64), RowShape(2048, 8, VECTOR // 2)
 
 
 class TritonDivergencePasses(TritonPasses):
-    """One program a row, which reads both sides once for the forward KL alone, else two or three times; but for the first from the L2 cache."""
+    """One program a row, which reads both sides once for the forward KL alone, else two or three times; but for the
+    first from the L2 cache."""
 
     def divergences(
-        self, student: Tensor, teacher: Tensor, target: Tensor | None, results: DivergenceResults, options: DivergenceOptions,
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, results: DivergenceResults,
+        options: DivergenceOptions,
         row_factor: Tensor | None, gradient: bool,
     ) -> None:  # fmt: skip
         rows, width = student.shape
         if rows == 0:
             return
         student, teacher = student if gradient else rows_of(student), rows_of(teacher)
-        # A positive scale keeps the largest logit the largest. A gradient written here takes a second read anyway, and the caches hold a
-        # narrow row.
+        # A positive scale keeps the largest logit the largest. A gradient written here takes a second read anyway, and
+        # the caches hold a narrow row.
         one_read = options.formula == FORWARD and not gradient and not options.hard_weight and width > STREAMED.block
         one_read = one_read and options.logit_scale > 0 and options.teacher_logit_scale > 0
         shape = MIXED if options.formula == MIXTURE else STREAMED
         block = max(2, min(shape.block, power_of_two(width)))
         vector = min(shape.vector, block // 2)
         divergence_launch(
-            (rows,), student, teacher, None if target is None else target.contiguous(), row_factor, results.loss, results.moments,
-            student.stride(0), teacher.stride(0), 0 if row_factor is None else row_factor.stride(0), width, *_scalars(options),
-            **_forms(options), PAIRED=vector > 1 and _paired(student) and _paired(teacher), GRADIENT=gradient, ONE_READ=one_read,
-            BLOCK=block, VECTOR=vector, num_warps=shape.warps, enable_fp_fusion=fuses(block), **registers(shape.registers, student),
+            (rows,), student, teacher, None if target is None else target.contiguous(), row_factor, results.loss,
+            results.moments,
+            student.stride(0), teacher.stride(0), 0 if row_factor is None else row_factor.stride(0), width,
+            *_scalars(options),
+            **_forms(options), PAIRED=vector > 1 and _paired(student) and _paired(teacher), GRADIENT=gradient,
+            ONE_READ=one_read,
+            BLOCK=block, VECTOR=vector, num_warps=shape.warps, enable_fp_fusion=fuses(block),
+            **registers(shape.registers, student),
         )  # fmt: skip
 
     def divergence_gradients(
-        self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, row_factor: Tensor, options: DivergenceOptions,
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, row_factor: Tensor,
+        options: DivergenceOptions,
         out: Tensor,
     ) -> None:  # fmt: skip
         rows, width = student.shape
@@ -80,13 +89,20 @@ class TritonDivergencePasses(TritonPasses):
         student, teacher = rows_of(student), rows_of(teacher)
         block = min(GRADIENT.block, power_of_two(width))
         gradient_launch(
-            (rows, cdiv(width, block)), student, teacher, None if target is None else target.contiguous(), row_factor, moments, out,
+            (rows, cdiv(width, block)), student, teacher, None if target is None else target.contiguous(), row_factor,
+            moments, out,
             student.stride(0), teacher.stride(0), row_factor.stride(0), out.stride(0), width, *_scalars(options),
             **_forms(options), BLOCK=block, num_warps=GRADIENT.warps,
         )  # fmt: skip
 
     def divergence_sums(
-        self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, options: DivergenceOptions, out: Tensor
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        target: Tensor | None,
+        moments: Tensor,
+        options: DivergenceOptions,
+        out: Tensor,
     ) -> None:
         rows, width = student.shape
         if rows == 0:
@@ -94,8 +110,10 @@ class TritonDivergencePasses(TritonPasses):
         student, teacher = rows_of(student), rows_of(teacher)
         block = min(MIXED.block, power_of_two(width))
         sums_launch(
-            (rows,), student, teacher, None if target is None else target.contiguous(), moments, out, student.stride(0), teacher.stride(0),
-            width, *_scalars(options), **_forms(options), BLOCK=block, VECTOR=min(MIXED.vector, block), num_warps=MIXED.warps,
+            (rows,), student, teacher, None if target is None else target.contiguous(), moments, out, student.stride(0),
+            teacher.stride(0),
+            width, *_scalars(options), **_forms(options), BLOCK=block, VECTOR=min(MIXED.vector, block),
+            num_warps=MIXED.warps,
         )  # fmt: skip
 
 
@@ -104,7 +122,8 @@ PASSES = TritonDivergencePasses()
 
 def _scalars(options: DivergenceOptions) -> tuple[int | float, ...]:
     return (
-        options.ignore_index, options.beta, 1.0 - options.beta, options.of_teacher, options.of_student, options.temperature, options.hard_weight,
+        options.ignore_index, options.beta, 1.0 - options.beta, options.of_teacher, options.of_student,
+        options.temperature, options.hard_weight,
         options.logit_scale, options.softcap or 1.0, options.teacher_logit_scale, options.teacher_softcap or 1.0,
     )  # fmt: skip
 
@@ -130,14 +149,18 @@ def _paired(x: Tensor) -> bool:
 @triton.jit
 def divergence_kernel(
     student, teacher, target, row_factor, loss, moments, row_stride, their_stride, factor_stride, width,
-    ignore_index, beta, complement, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale, their_softcap,
-    FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PARTIAL: tl.constexpr,
-    PLAIN: tl.constexpr, PAIRED: tl.constexpr, GRADIENT: tl.constexpr, ONE_READ: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    ignore_index, beta, complement, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale,
+    their_softcap,
+    FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    PLAIN: tl.constexpr, PAIRED: tl.constexpr, GRADIENT: tl.constexpr, ONE_READ: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One program takes one row: maximum and sum of both sides, then the loss, then, if asked, the gradient over the student's logits.
+    """One program takes one row: maximum and sum of both sides, then the loss, then, if asked, the gradient over the
+    student's logits.
 
-    A thread takes VECTOR neighbors at a time and keeps its own maximum and sum; threads meet only once a row. The forward KL needs no
-    Σ q h, so that its gradient is written while its terms are added.
+    A thread takes VECTOR neighbors at a time and keeps its own maximum and sum; threads meet only once a row. The
+    forward KL needs no Σ q h, so that its gradient is written while its terms are added.
     """
     row = tl.program_id(0).to(tl.int64)
     base = student + row * row_stride
@@ -155,11 +178,26 @@ def divergence_kernel(
             if GRADIENT:
                 for start in range(0, width, BLOCK):
                     column = start + lane
-                    tl.store(base + column, tl.zeros((BLOCK // VECTOR, VECTOR), dtype=student.dtype.element_ty), mask=column < width)
+                    tl.store(
+                        base + column,
+                        tl.zeros((BLOCK // VECTOR, VECTOR), dtype=student.dtype.element_ty),
+                        mask=column < width,
+                    )
             return
     if ONE_READ:
         total, top, exp_sum, their_top, their_sum = streamed(
-            base, theirs, width, logit_scale, softcap, their_scale, their_softcap, HAS_SOFTCAP, TEACHER_SOFTCAP, PAIRED, BLOCK // 2, VECTOR
+            base,
+            theirs,
+            width,
+            logit_scale,
+            softcap,
+            their_scale,
+            their_softcap,
+            HAS_SOFTCAP,
+            TEACHER_SOFTCAP,
+            PAIRED,
+            BLOCK // 2,
+            VECTOR,
         )
         # Else a logit is infinite, NaN or nearly as large as a float can be: the passes below know what to make of it.
         if tl.abs(total) < float("inf"):
@@ -207,13 +245,17 @@ def divergence_kernel(
             base, theirs, column, width, logit_scale, softcap, their_scale, their_softcap,
             HAS_SOFTCAP, TEACHER_SOFTCAP, PLAIN, "evict_last",
         )  # fmt: skip
-        value, slope, q = compared(x - top, y - their_top, apart, first, h, beta, complement, of_teacher, of_student, FORMULA)
+        value, slope, q = compared(
+            x - top, y - their_top, apart, first, h, beta, complement, of_teacher, of_student, FORMULA
+        )
         values += value
         slopes = summed(slopes, slope, q, FORMULA)
         if GRADIENT and FORMULA == KIND_FORWARD:
             pull = slope * inverse
             if HARD:
-                pull = (1.0 - hard_weight) * pull + hard_weight * sharpened(x - top, sharp_inverse, column, label, temperature)
+                pull = (1.0 - hard_weight) * pull + hard_weight * sharpened(
+                    x - top, sharp_inverse, column, label, temperature
+                )
             pull = pull * factor
             if HAS_SOFTCAP:
                 u = tl.where(mask, x * (1.0 / softcap), 0.0)
@@ -221,9 +263,15 @@ def divergence_kernel(
             tl.store(base + column, pull.to(student.dtype.element_ty), mask=mask, eviction_policy="evict_first")
     # Backward: what was read last is still in the caches, of which a long row fills more than there is.
     for back in range(BLOCK, whole + BLOCK, BLOCK):
-        x = neighbors(base + (whole - back), BLOCK // VECTOR, VECTOR, PAIRED, "evict_last" if GRADIENT else "evict_first")
-        y = neighbors(theirs + (whole - back), BLOCK // VECTOR, VECTOR, PAIRED, "evict_last" if GRADIENT else "evict_first")
-        value, slope, q = compared(x - top, y - their_top, apart, first, h, beta, complement, of_teacher, of_student, FORMULA)
+        x = neighbors(
+            base + (whole - back), BLOCK // VECTOR, VECTOR, PAIRED, "evict_last" if GRADIENT else "evict_first"
+        )
+        y = neighbors(
+            theirs + (whole - back), BLOCK // VECTOR, VECTOR, PAIRED, "evict_last" if GRADIENT else "evict_first"
+        )
+        value, slope, q = compared(
+            x - top, y - their_top, apart, first, h, beta, complement, of_teacher, of_student, FORMULA
+        )
         values += value
         slopes = summed(slopes, slope, q, FORMULA)
     total, mean = added_up(values, slopes, apart, inverse, FORMULA)
@@ -242,15 +290,24 @@ def divergence_kernel(
         for start in range(0, width, BLOCK):
             column = start + lane
             mask = column < width
-            x = capped(tl.load(base + column, mask=mask, other=0.0, eviction_policy="evict_first"), logit_scale, softcap, HAS_SOFTCAP)
+            x = capped(
+                tl.load(base + column, mask=mask, other=0.0, eviction_policy="evict_first"),
+                logit_scale,
+                softcap,
+                HAS_SOFTCAP,
+            )
             y = tl.load(theirs + column, mask=mask, other=0.0, eviction_policy="evict_first")
             y = capped(y, their_scale, their_softcap, TEACHER_SOFTCAP)
             x = tl.where(mask, x, 0.0)
             y = tl.where(mask, y, 0.0)
-            _, slope, q = compared(x - top, y - their_top, apart, first, h, beta, complement, of_teacher, of_student, FORMULA)
+            _, slope, q = compared(
+                x - top, y - their_top, apart, first, h, beta, complement, of_teacher, of_student, FORMULA
+            )
             pull = pulled(slope, q, mean, inverse, FORMULA)
             if HARD:
-                pull = (1.0 - hard_weight) * pull + hard_weight * sharpened(x - top, sharp_inverse, column, label, temperature)
+                pull = (1.0 - hard_weight) * pull + hard_weight * sharpened(
+                    x - top, sharp_inverse, column, label, temperature
+                )
             pull = pull * factor
             if HAS_SOFTCAP:
                 u = x * (1.0 / softcap)
@@ -261,8 +318,10 @@ def divergence_kernel(
 @triton.jit
 def gradient_kernel(
     student, teacher, target, row_factor, moments, out, row_stride, their_stride, factor_stride, out_stride, width,
-    ignore_index, beta, complement, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale, their_softcap,
-    FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PARTIAL: tl.constexpr,
+    ignore_index, beta, complement, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale,
+    their_softcap,
+    FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
+    PARTIAL: tl.constexpr,
     PLAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program writes one block of one row's gradient, from the moments that the forward pass kept.
@@ -315,11 +374,14 @@ def gradient_kernel(
 @triton.jit
 def sums_kernel(
     student, teacher, target, moments, out, row_stride, their_stride, width,
-    ignore_index, beta, complement, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale, their_softcap,
-    FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PARTIAL: tl.constexpr,
+    ignore_index, beta, complement, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale,
+    their_softcap,
+    FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
+    PARTIAL: tl.constexpr,
     PLAIN: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One program adds up one row over a part of its classes, given the moments of all: the divergence, q · (h - h₀), and x of the target."""
+    """One program adds up one row over a part of its classes, given the moments of all: the divergence, q · (h - h₀),
+    and x of the target."""
     row = tl.program_id(0).to(tl.int64)
     base = student + row * row_stride
     theirs = teacher + row * their_stride
@@ -347,7 +409,9 @@ def sums_kernel(
             base, theirs, start + lane, width, logit_scale, softcap, their_scale, their_softcap,
             HAS_SOFTCAP, TEACHER_SOFTCAP, PLAIN, "evict_first",
         )  # fmt: skip
-        value, slope, q = compared(x - top, y - their_top, apart, first, h, beta, complement, of_teacher, of_student, FORMULA)
+        value, slope, q = compared(
+            x - top, y - their_top, apart, first, h, beta, complement, of_teacher, of_student, FORMULA
+        )
         values += value
         slopes = summed(slopes, slope, q, FORMULA)
     total, mean = added_up(values, slopes, apart, 1.0 / exp_sum, FORMULA)

@@ -14,7 +14,9 @@ from liger_triton._logits import capped
 def grown(m, d, x):
     """Update each thread's maximum m and sum of e^(x - m) with VECTOR more neighbors."""
     top = tl.maximum(m, tl.max(x, 1))
-    return top, d * tl.exp2((m - top) * 1.4426950408889634) + tl.sum(tl.exp2((x - top[:, None]) * 1.4426950408889634), 1)
+    return top, d * tl.exp2((m - top) * 1.4426950408889634) + tl.sum(
+        tl.exp2((x - top[:, None]) * 1.4426950408889634), 1
+    )
 
 
 @triton.jit
@@ -139,8 +141,10 @@ def quick_statistics(base, theirs, width, BLOCK: tl.constexpr, VECTOR: tl.conste
 
 @triton.jit
 def statistics(
-    base, theirs, width, temperature, logit_scale, softcap, their_scale, their_softcap, FORMULA: tl.constexpr, HARD: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    base, theirs, width, temperature, logit_scale, softcap, their_scale, their_softcap, FORMULA: tl.constexpr,
+    HARD: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Return m and d of both rows.
 
@@ -160,7 +164,9 @@ def statistics(
             base, theirs, start + offset, width, logit_scale, softcap, their_scale, their_softcap,
             HAS_SOFTCAP, TEACHER_SOFTCAP, PLAIN, "evict_last",
         )  # fmt: skip
-        m, d, their_m, their_d, their_first, sharp_d = seen(m, d, their_m, their_d, their_first, sharp_d, x, y, temperature, FORMULA, HARD)
+        m, d, their_m, their_d, their_first, sharp_d = seen(
+            m, d, their_m, their_d, their_first, sharp_d, x, y, temperature, FORMULA, HARD
+        )
     top, exp_sum = met(m, d)
     their_top, their_sum = met(their_m, their_d)
     sharp_sum = 1.0

@@ -15,8 +15,8 @@ from liger_triton._logits import capped
 def moved(s, a, w, v, down, our_down):
     """The sums of `streamed` after the anchors grew by down (the teacher's) and our_down, to base 2.
 
-    With α and β the factors of w and v, s becomes α · (a - δ · w - w) + β · v, or α · (s + (e^δ - 1) · (s - a) + (e^δ - 1 - δ) · w), whose
-    parts are of second order as s is, and which loses no digits where δ is small.
+    With α and β the factors of w and v, s becomes α · (a - δ · w - w) + β · v, or α · (s + (e^δ - 1) · (s - a) + (e^δ -
+    1 - δ) · w), whose parts are of second order as s is, and which loses no digits where δ is small.
     """
     alpha = tl.exp2(-down)
     beta = tl.exp2(-our_down)
@@ -64,17 +64,20 @@ def added(s, a, w, v, mean, m, anchor, their_m, their_anchor, x, y, mask, scale,
 @triton.jit
 def streamed(
     base, theirs, width, logit_scale, softcap, their_scale, their_softcap,
-    HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PAIRED: tl.constexpr, HALF: tl.constexpr, VECTOR: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PAIRED: tl.constexpr, HALF: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """(KL(p ‖ q), m and d of the student, m and d of the teacher) by one read of a row. Infinite or NaN if a logit is; see the slow passes.
+    """(KL(p ‖ q), m and d of the student, m and d of the teacher) by one read of a row.
+
+    Infinite or NaN if a logit is; see the slow passes.
 
     With any anchors n, n' and w = e^(y - n'), v = e^(x - n), δ = (y - n') - (x - n):
 
         KL(p ‖ q) = s/W - (u - log(1 + u))        s = Σ (w · δ - w + v), W = Σ w, u = Σ (v - w) / W
 
-    Terms of s are ≥ 0 and, as u², of second order in δ, so near agreement nothing cancels as long as the anchors are about as far apart as
-    most classes are. Each thread has its own, near the maxima of what it read, at which the mean of δ under p was 0 until now; in the end all
-    move to those of the row.
+    Terms of s are ≥ 0 and, as u², of second order in δ, so near agreement nothing cancels as long as the anchors are
+    about as far apart as most classes are. Each thread has its own, near the maxima of what it read, at which the mean
+    of δ under p was 0 until now; in the end all move to those of the row.
     """
     m = tl.full((HALF // VECTOR,), -1e30, dtype=tl.float32)
     their_m = m

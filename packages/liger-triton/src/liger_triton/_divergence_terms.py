@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formulas of the divergences in Triton: terms and slopes of classes, given the maximum and the sum of both rows."""
+"""The formulas of the divergences in Triton: terms and slopes of classes, from the maximum and sum of both rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import triton.language as tl
 
 from liger_core.ops._divergence import FORWARD, MIXTURE, REVERSE, VARIATION
 
-# After those of liger_core: the Jensen-Shannon divergence with beta 1/2, a mixture whose formula is even in log p - log q, and much shorter.
+# After those of liger_core: the Jensen-Shannon divergence with beta 1/2, a mixture whose formula is even in log p - log
+# q, and much shorter.
 EVEN = 1 + max(FORWARD, REVERSE, MIXTURE, VARIATION)
 KIND_FORWARD, KIND_REVERSE, KIND_MIXTURE = tl.constexpr(FORWARD), tl.constexpr(REVERSE), tl.constexpr(MIXTURE)
 KIND_VARIATION, KIND_EVEN = tl.constexpr(VARIATION), tl.constexpr(EVEN)
@@ -32,7 +33,9 @@ def steps(far):
     """
     smaller = tl.exp2(far * -1.4426950408889634)
     near = far < 0.5
-    over = 0.5 * far * far * (1.0 - far * (1.0 / 3 - far * (1.0 / 12 - far * (1.0 / 60 - far * (1.0 / 360 - far / 2520)))))
+    over = (
+        0.5 * far * far * (1.0 - far * (1.0 / 3 - far * (1.0 / 12 - far * (1.0 / 60 - far * (1.0 / 360 - far / 2520)))))
+    )
     over = tl.where(near, over, far - 1.0 + smaller)
     step = tl.where(near, far - over, 1.0 - smaller)
     # e^-800 is 0, so that the cut changes nothing but 0 · ∞.
@@ -122,12 +125,13 @@ def first_slope(first, beta, complement, of_teacher, of_student, FORMULA: tl.con
 def compared(below, beneath, offset, first, h, beta, complement, of_teacher, of_student, FORMULA: tl.constexpr):
     """Return (terms of `added_up`, h minus h of the student's largest class, q) of classes; for the forward KL, q · h.
 
-    All but h are in units of 1/d of the student. As in liger_core/ops/_divergence.py: the larger of p and q times a function of
-    far = |log p - log q|, by a series where it is small.
+    All but h are in units of 1/d of the student. As in liger_core/ops/_divergence.py: the larger of p and q times a
+    function of far = |log p - log q|, by a series where it is small.
     """
     ours = below * 1.4426950408889634
     theirs = tl.fma(beneath, 1.4426950408889634, offset * 1.4426950408889634)
-    # In this order classes of nearly equal distances are rounded alike, and their difference, of which h - h₀ is made, is exact.
+    # In this order classes of nearly equal distances are rounded alike, and their difference, of which h - h₀ is made,
+    # is exact.
     apart = (beneath - below) + offset
     if FORMULA == KIND_VARIATION:
         q = tl.exp2(ours)
@@ -164,7 +168,12 @@ def compared(below, beneath, offset, first, h, beta, complement, of_teacher, of_
             of_larger = tl.where(ahead, of_teacher, of_student)
             of_smaller = tl.where(ahead, of_student, of_teacher)
             value = larger * (of_larger * rest + of_smaller * of_other)
-            slope = mixed_slope(far, ahead, step, smaller, log, mixture, first < -0.7, beta, complement, of_teacher, of_student) - h
+            slope = (
+                mixed_slope(
+                    far, ahead, step, smaller, log, mixture, first < -0.7, beta, complement, of_teacher, of_student
+                )
+                - h
+            )
         else:
             value = tl.where(larger != 0, larger * tl.where(ahead, under, over), 0.0)
             slope = first - apart
@@ -182,7 +191,8 @@ def slope_unit(FORMULA: tl.constexpr):
 def added_up(values, slopes, offset, inverse, FORMULA: tl.constexpr):
     """Return (divergence, Σ q (h - h₀)) of a row from the terms of its threads, which VARIATION and EVEN double.
 
-    A NaN among the logits of either side shows in the offset, the difference of the logarithms of both sums, if nowhere else.
+    A NaN among the logits of either side shows in the offset, the difference of the logarithms of both sums, if nowhere
+    else.
     """
     total = tl.sum(tl.sum(values, 1), 0) * inverse * (0.5 if FORMULA >= KIND_VARIATION else 1.0)
     mean = tl.sum(tl.sum(slopes, 1), 0) * inverse * slope_unit(FORMULA)

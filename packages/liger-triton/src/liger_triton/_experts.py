@@ -66,7 +66,8 @@ def joined_at(row, column, width, GATED: tl.constexpr, INTERLEAVED: tl.constexpr
 @triton.jit
 def joined_values(
     joined, bias, group, row, column, mask, width, limit, alpha, shift,
-    ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of the activated gate and of the factor that multiplies it.
 
@@ -100,7 +101,8 @@ def group_of(order, index, row, mask, HAS_BIAS: tl.constexpr):
 @triton.jit
 def activate_kernel(
     joined, bias, order, index, ends, active, rows, width, tiles, groups, limit, alpha, shift,
-    ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program activates one tile of ROWS rows."""
@@ -110,19 +112,37 @@ def activate_kernel(
     mask = inside[:, None] & (column < width)[None, :]
     group = group_of(order, index, row, inside, HAS_BIAS)
     value, _, _, factor, _ = joined_values(
-        joined, bias, group, row, column, mask, width, limit, alpha, shift, ACTIVATION, LIMITED, GATED, INTERLEAVED, HAS_BIAS
+        joined,
+        bias,
+        group,
+        row,
+        column,
+        mask,
+        width,
+        limit,
+        alpha,
+        shift,
+        ACTIVATION,
+        LIMITED,
+        GATED,
+        INTERLEAVED,
+        HAS_BIAS,
     )
     tl.store(active + row[:, None] * width + column[None, :], (value * factor).to(active.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def activate_backward_kernel(
-    joined, bias, order, index, ends, weight, along, pulled, active, grad_joined, grad_weight, rows, width, groups, limit, alpha, shift,
-    NEEDS_JOINED: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, HAS_ALONG: tl.constexpr, NEEDS_ACTIVE: tl.constexpr, WEIGHTED: tl.constexpr,
-    ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    joined, bias, order, index, ends, weight, along, pulled, active, grad_joined, grad_weight, rows, width, groups,
+    limit, alpha, shift,
+    NEEDS_JOINED: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, HAS_ALONG: tl.constexpr, NEEDS_ACTIVE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program takes ROWS rows back through the router weight w and the activation a; `pulled` holds Wᵀ g, `active` gets w · a, or a.
+    """One program takes ROWS rows back through the router weight w and the activation a; `pulled` holds Wᵀ g, `active`
+    gets w · a, or a.
 
     grad_w = Wᵀ g · a,   grad_a = w · Wᵀ g
     """
@@ -137,7 +157,21 @@ def activate_backward_kernel(
         mask = inside[:, None] & (column < width)[None, :]
         place = row[:, None] * width + column[None, :]
         value, slope, flat, factor, factor_flat = joined_values(
-            joined, bias, group, row, column, mask, width, limit, alpha, shift, ACTIVATION, LIMITED, GATED, INTERLEAVED, HAS_BIAS
+            joined,
+            bias,
+            group,
+            row,
+            column,
+            mask,
+            width,
+            limit,
+            alpha,
+            shift,
+            ACTIVATION,
+            LIMITED,
+            GATED,
+            INTERLEAVED,
+            HAS_BIAS,
         )
         if NEEDS_JOINED or NEEDS_WEIGHT:
             grad = tl.load(pulled + place, mask=mask, other=0.0).to(tl.float32)
@@ -177,7 +211,9 @@ def along_kernel(grad_y, bias, index, place, ends, along, stride, width, groups,
 
 
 @triton.jit
-def sum_rows_kernel(rows, order, weight, ends, sums, width, tiles, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def sum_rows_kernel(
+    rows, order, weight, ends, sums, width, tiles, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     """One program sums one tile of columns over the rows of one group."""
     group = tl.program_id(0) // tiles
     column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)

@@ -16,12 +16,14 @@ from liger_core.private_torch import storage_id
 from liger_triton.launch import TILE_WARPS, Launcher, TritonKernel, rows_of, tiles_of
 
 SILU, GELU_TANH, GELU_ERF, RELU_SQUARED = 0, 1, 2, 3
-# Limit of gate and up, α, shift of up, scales of the gate and of the result: a list, which a call passes on in one piece.
+# Limit of gate and up, α, shift of up, scales of the gate and of the result: a list, which a call passes on in one
+# piece.
 PLAIN = [math.inf, 1.0, 0.0, 1.0, 1.0]
 
 
 def gated(name: str) -> Callable[..., Any]:
-    """The differentiable gated activation `name(gate, up or None, activation, numbers, overwrite)`; PLAIN says what numbers are."""
+    """The differentiable gated activation `name(gate, up or None, activation, numbers, overwrite)`; PLAIN says what
+    numbers are."""
     return differentiable(
         TritonKernel(name, _allocate, _launch),
         TritonKernel(f"{name}_backward", _allocate_backward, _launch_backward, _recycle_backward),
@@ -32,7 +34,9 @@ def _allocate(gate: Tensor, up: Tensor | None, activation: int, numbers: list[fl
     return (gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)),)
 
 
-def _launch(y: Tensor, /, gate: Tensor, up: Tensor | None, activation: int, numbers: list[float], overwrite: bool) -> None:
+def _launch(
+    y: Tensor, /, gate: Tensor, up: Tensor | None, activation: int, numbers: list[float], overwrite: bool
+) -> None:
     first, second = _halves(gate, up)
     rows, width, tiles, block = tiles_of(first, second, y)
     if rows * width:
@@ -43,16 +47,35 @@ def _launch(y: Tensor, /, gate: Tensor, up: Tensor | None, activation: int, numb
 
 
 def _allocate_backward(
-    grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, numbers: list[float], overwrite: bool, needs: list[bool]
+    grad_y: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    activation: int,
+    numbers: list[float],
+    overwrite: bool,
+    needs: list[bool],
 ) -> Outputs:
-    return tuple(t.new_empty(t.shape) if need and t is not None else None for need, t in zip(needs, (gate, up), strict=True))
+    return tuple(
+        t.new_empty(t.shape) if need and t is not None else None for need, t in zip(needs, (gate, up), strict=True)
+    )
 
 
 def _recycle_backward(
-    grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, numbers: list[float], overwrite: bool, needs: list[bool]
+    grad_y: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    activation: int,
+    numbers: list[float],
+    overwrite: bool,
+    needs: list[bool],
 ) -> Outputs:
     """Gate and up themselves if they share no memory: every element is read before its gradient is written there."""
-    if not overwrite or (up is not None and _share_memory(gate, up)) or not gate.is_contiguous() or not (up is None or up.is_contiguous()):
+    if (
+        not overwrite
+        or (up is not None and _share_memory(gate, up))
+        or not gate.is_contiguous()
+        or not (up is None or up.is_contiguous())
+    ):
         return _allocate_backward(grad_y, gate, up, activation, numbers, overwrite, needs)
     return tuple(t.detach() if need and t is not None else None for need, t in zip(needs, (gate, up), strict=True))
 
@@ -64,7 +87,8 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _launch_backward(
-    grad_gate: Tensor | None, grad_up: Tensor | None, /, grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int,
+    grad_gate: Tensor | None, grad_up: Tensor | None, /, grad_y: Tensor, gate: Tensor, up: Tensor | None,
+    activation: int,
     numbers: list[float], overwrite: bool, needs: list[bool],
 ) -> None:  # fmt: skip
     first, second = _halves(gate, up)
@@ -82,7 +106,8 @@ def _launch_backward(
     backward_launch(
         (rows * tiles,), grad_y, first, second, grad_first, grad_second,
         grad_y.stride(0), first.stride(0), second.stride(0), given[0].stride(0), width, tiles, *numbers,
-        ACTIVATION=activation, LIMITED=numbers[0] != math.inf, NEEDS_GATE=grad_first is not None, NEEDS_UP=grad_second is not None, BLOCK=block,
+        ACTIVATION=activation, LIMITED=numbers[0] != math.inf, NEEDS_GATE=grad_first is not None,
+        NEEDS_UP=grad_second is not None, BLOCK=block,
         num_warps=TILE_WARPS,
     )  # fmt: skip
 
@@ -159,7 +184,8 @@ def forward_kernel(
 def backward_kernel(
     grad_y, gate, up, grad_gate, grad_up, grad_stride, gate_stride, up_stride, out_stride, width, tiles,
     limit, alpha, shift, gate_scale, scale,
-    ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, NEEDS_GATE: tl.constexpr, NEEDS_UP: tl.constexpr, BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, NEEDS_GATE: tl.constexpr, NEEDS_UP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program computes both gradients of one tile; the activation is recomputed."""
     program = tl.program_id(0)

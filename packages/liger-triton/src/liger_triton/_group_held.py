@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups that one program holds, for group_norm: forward in registers; backward it reads them twice, from the cache next to its multiprocessor.
+"""Groups that one program holds, for group_norm: forward in registers; backward it reads them twice, from the cache
+next to its multiprocessor.
 
-One H100 (bfloat16), µs, a copy of as many bytes · these kernels · those that read everything twice: 16 x 320 x 64 x 64 forward 33 · 33 · 40,
-backward 47 · 63 · 75; 16 x 640 x 32 x 32 forward 20 · 18 · 22, backward 26 · 34 · 42. The sum over samples takes 6 µs of the backward pass.
+One H100 (bfloat16), µs, a copy of as many bytes · these kernels · those that read everything twice: 16 x 320 x 64 x 64
+forward 33 · 33 · 40, backward 47 · 63 · 75; 16 x 640 x 32 x 32 forward 20 · 18 · 22, backward 26 · 34 · 42. The sum
+over samples takes 6 µs of the backward pass.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def holds(size: int, groups: int, like: Tensor) -> bool:
 
 
 class Tiles(NamedTuple):
-    """Channels and columns of a tile, and how many tiles there are across the channels of a group and along the columns of a channel."""
+    """Channels and columns of a tile, and how many tiles there are across the channels of a group and along the columns
+    of a channel."""
 
     rows: int
     block: int
@@ -56,17 +59,19 @@ def cached_tiles(channels: int, space: int, groups: int, like: Tensor) -> Tiles 
 
 
 def warps_of(elements: int, most: int = 16) -> int:
-    """At most one for so many elements that each thread has eight: of fewer, several threads would write one and the same sum."""
+    """At most one for so many elements that each thread has eight: of fewer, several threads would write one and the
+    same sum."""
     return max(1, min(most, elements // (32 * VECTOR)))
 
 
 def together(space: int, tile: int) -> int:
-    """How many adjacent numbers certainly have one channel: those of a tile, a thread's neighbors, or each by itself."""
+    """The number of adjacent elements that certainly have one channel: a tile's, a thread's, or one."""
     return next(count for count in (tile, VECTOR, 1) if space % count == 0)
 
 
 def forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, mean: Tensor, inverse: Tensor, groups: int, channels: int, space: int,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, mean: Tensor, inverse: Tensor, groups: int,
+    channels: int, space: int,
     eps: float,
 ) -> None:  # fmt: skip
     """groups: those of a sample; channels: those of a group."""
@@ -82,7 +87,8 @@ def forward(
 
 
 def backward(
-    tiles: Tiles, grad_y: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, inverse: Tensor, grad_x: Tensor | None, groups: int,
+    tiles: Tiles, grad_y: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, inverse: Tensor,
+    grad_x: Tensor | None, groups: int,
 ) -> Tensor:  # fmt: skip
     """Returns the sums (2, samples, 1, channels) of grad_y · n and of grad_y."""
     samples, channels, space = x.shape[0], x.shape[1] // groups, x.shape[2:].numel()
@@ -159,7 +165,8 @@ def backward_kernel(
     grad_y, x, weight, mean, inverse, grad_x, sums, groups, channels, space,
     ACROSS: tl.constexpr, ALONG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Program r sums over group r, then reads it again: grad_x = inverse · (g - mean(g) - n · mean(g · n)), g = grad_y · weight, n the normalized x.
+    """Program r sums over group r, then reads it again: grad_x = inverse · (g - mean(g) - n · mean(g · n)), g = grad_y
+    · weight, n the normalized x.
 
     A tile has ROWS channels. WHOLE: no tile needs a mask.
     """
@@ -236,7 +243,8 @@ def of_channels(values):
     for _ in tl.static_range(COUNT - len(values)):
         values += (tl.zeros(values[0].shape, dtype=tl.float32),)
     ROWS: tl.constexpr = values[0].shape[0]
-    # Side by side, so that one reduction adds them all: the first half of them with the second one, again and again, keeps their order.
+    # Side by side, so that one reduction adds them all: the first half of them with the second one, again and again,
+    # keeps their order.
     for _ in tl.static_range(levels_of(COUNT)):
         pairs = no_chunks()
         for i in tl.static_range(len(values) // 2):

@@ -59,7 +59,10 @@ def forward_kernel(
     x, weight, bias, y, mean, inverse, found, groups, channels, space, part, eps,
     EARLY: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (r, p) takes part p of group r. FIRST: it writes the moments of its part; else it normalizes it, by the moments of all."""
+    """Program (r, p) takes part p of group r.
+
+    FIRST: it writes the moments of its part; else it normalizes it, by the moments of all.
+    """
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0)
@@ -102,7 +105,9 @@ def forward_kernel(
 
 
 @triton.jit
-def normalize(x, weight, bias, y, average, scale, channel, first, space, stop, TOGETHER: tl.constexpr, BLOCK: tl.constexpr):
+def normalize(
+    x, weight, bias, y, average, scale, channel, first, space, stop, TOGETHER: tl.constexpr, BLOCK: tl.constexpr
+):
     """Read a tile of x, and write it as `write_tile` does."""
     place = first + (tl.arange(0, BLOCK // NEAR) * NEAR)[:, None] + tl.arange(0, NEAR)[None, :]
     value = read(x + place, None if stop is None else place < stop, "evict_first")
@@ -114,7 +119,10 @@ def sum_kernel(
     grad_y, x, mean, inverse, sums, rows, channels, per_group, space, part,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Program (r, p) sums grad_y · n and grad_y of part p of ROWS channels, n the normalized x. WHOLE: no tile needs a mask."""
+    """Program (r, p) sums grad_y · n and grad_y of part p of ROWS channels, n the normalized x.
+
+    WHOLE: no tile needs a mask.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     average = tl.load(mean + row // per_group, mask=inside, other=0.0)[:, None]
@@ -140,7 +148,8 @@ def mean_kernel(
     weight, sums, means, grad_weight, grad_bias, first, samples, channels, per_group, space, parts,
     EARLY: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
-    """Program r < first writes the means of g · n and g over group r, g = grad_y · weight; one beyond, a strip of the sums over samples."""
+    """Program r < first writes the means of g · n and g over group r, g = grad_y · weight; one beyond, a strip of the
+    sums over samples."""
     wait(EARLY)
     totals = sums + tl.cast(samples * parts, tl.int64) * channels
     program = tl.program_id(0)
@@ -205,7 +214,10 @@ def backward_kernel(
         value = (value - average) * scale
         result = (grad * factor - total - value * product) * scale
         tl.store(
-            grad_x + row[:, None] * space + place[None, :], result.to(grad_x.dtype.element_ty), mask=mask, eviction_policy="evict_first"
+            grad_x + row[:, None] * space + place[None, :],
+            result.to(grad_x.dtype.element_ty),
+            mask=mask,
+            eviction_policy="evict_first",
         )
 
 

@@ -15,8 +15,9 @@ from triton import knobs
 from liger_core.private_torch import grouped_mm
 from liger_triton.launch import Launcher, cdiv, power_of_two, shared_memory
 
-# Tiles of rows and columns, and what a program multiplies at a time. 16-bit operands go through tensor cores; float32 is multiplied exactly.
-# On an H200, 262 144 rows of 2048 by 128 matrices of 1536 columns: 624 TFLOP/s with the first tiles, 571 with the second; sums 565 and 459.
+# Tiles of rows and columns, and what a program multiplies at a time. 16-bit operands go through tensor cores; float32
+# is multiplied exactly. On an H200, 262 144 rows of 2048 by 128 matrices of 1536 columns: 624 TFLOP/s with the first
+# tiles, 571 with the second; sums 565 and 459.
 LARGE = {"ROWS": 128, "COLUMNS": 256, "INNER": 64, "num_warps": 8, "num_stages": 3}
 MEDIUM = {"ROWS": 128, "COLUMNS": 128, "INNER": 64, "num_warps": 8, "num_stages": 3}
 SMALL = {"ROWS": 64, "COLUMNS": 64, "INNER": 32, "num_warps": 4, "num_stages": 2}
@@ -27,7 +28,8 @@ LARGE_BYTES = 3 * 2 * 64 * (128 + 256)
 def grouped_matmul(
     rows: Tensor, matrices: Tensor, ends: Tensor, dtype: torch.dtype | None = None, onto: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """rows (n, inner) @ matrices (groups, inner, columns), each group of rows with its own; rows behind the last end are not written.
+    """rows (n, inner) @ matrices (groups, inner, columns), each group of rows with its own; rows behind the last end
+    are not written.
 
     dtype  of the result; that of rows by default
     onto   what the matmul adds to, before it rounds, and returns: (n, columns), dense
@@ -49,7 +51,8 @@ def grouped_matmul(
 
 
 def grouped_sum(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """For each group of rows, left (n, outer)ᵀ @ right (n, columns): (groups, outer, columns); 0 where a group has no rows."""
+    """For each group of rows, left (n, outer)ᵀ @ right (n, columns): (groups, outer, columns); 0 where a group has no
+    rows."""
     if _in_torch(left, right):
         return _torch_grouped_mm(left.t(), right, ends)
     outer, columns, groups = left.shape[1], right.shape[1], ends.shape[0]
@@ -72,7 +75,8 @@ def _tiles(x: Tensor, columns: int) -> dict[str, int]:
 
 
 def _in_torch(first: Tensor, second: Tensor) -> bool:
-    """Whether torch multiplies these without waiting for the device: bfloat16 on Hopper and later, with rows at multiples of 16 bytes."""
+    """Whether torch multiplies these without waiting for the device: bfloat16 on Hopper and later, with rows at
+    multiples of 16 bytes."""
     if not first.is_cuda or first.dtype != torch.bfloat16 or not first.numel() or not _has_kernels(first.device):
         return False
     return all(_aligned(t) for t in (first, second))
@@ -84,7 +88,10 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def _aligned(x: Tensor) -> bool:
-    """Matrices with adjacent rows or columns. Sizes are whole vectors, too: torch pads the rows of a result whose columns are not."""
+    """Matrices with adjacent rows or columns.
+
+    Sizes are whole vectors, too: torch pads the rows of a result whose columns are not.
+    """
     (height, width), (down, right) = x.shape[-2:], x.stride()[-2:]
     packed = (right == 1 and down >= width) or (down == 1 and right >= height)
     sizes = (*x.shape[1:], *(stride for stride in x.stride() if stride != 1))
@@ -112,8 +119,10 @@ def multiplied(a, b, total, EXACT: tl.constexpr):
 
 @triton.jit
 def rows_kernel(
-    rows, matrices, ends, out, row_stride, inner_stride, matrix_stride, matrix_inner, matrix_column, groups, columns, inner,
-    GROUPS: tl.constexpr, EXACT: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    rows, matrices, ends, out, row_stride, inner_stride, matrix_stride, matrix_inner, matrix_column, groups, columns,
+    inner,
+    GROUPS: tl.constexpr, EXACT: tl.constexpr, ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
 ):  # fmt: skip
     """One program computes one tile of the result of one group, which it finds among the ends of all of them."""
     column_tiles = tl.cdiv(columns, COLUMNS)
@@ -142,7 +151,9 @@ def rows_kernel(
         for begin in range(0, inner, INNER):
             at = begin + step
             a = tl.load(left + at[None, :] * inner_stride, mask=row_mask & (at < inner)[None, :], other=0.0)
-            b = tl.load(right + at.to(tl.int64)[:, None] * matrix_inner, mask=(at < inner)[:, None] & column_mask, other=0.0)
+            b = tl.load(
+                right + at.to(tl.int64)[:, None] * matrix_inner, mask=(at < inner)[:, None] & column_mask, other=0.0
+            )
             total = multiplied(a, b, total, EXACT)
         tl.store(place, total.to(out.dtype.element_ty), mask=row_mask & column_mask)
 
@@ -169,8 +180,14 @@ def sum_kernel(
         at = begin + step
         inside = at < end
         at = at.to(tl.int64)
-        a = tl.load(left + at[None, :] * left_row + row[:, None] * left_column, mask=row_mask & inside[None, :], other=0.0)
-        b = tl.load(right + at[:, None] * right_row + column[None, :] * right_column, mask=inside[:, None] & column_mask, other=0.0)
+        a = tl.load(
+            left + at[None, :] * left_row + row[:, None] * left_column, mask=row_mask & inside[None, :], other=0.0
+        )
+        b = tl.load(
+            right + at[:, None] * right_row + column[None, :] * right_column,
+            mask=inside[:, None] & column_mask,
+            other=0.0,
+        )
         total = multiplied(a, b, total, EXACT)
     place = out + (group.to(tl.int64) * outer + row[:, None]) * columns + column[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=row_mask & column_mask)

@@ -18,8 +18,8 @@ class Shape(NamedTuple):
 
 
 # Share of copy bandwidth on one H200 at 8192 rows (bf16) for V = 40960 · 128256 · 163840, kernels alone.
-# Log-sum-exp (more than 1, since nothing is written): .98 · 1.06 · 1.07; blocks of 1024 on 4 warps .92 · 1.00 · 1.01. One thread a column, with
-# an exponential and nine operations for each, .84 · .89 · .89.
+# Log-sum-exp (more than 1, since nothing is written): .98 · 1.06 · 1.07; blocks of 1024 on 4 warps .92 · 1.00 · 1.01.
+# One thread a column, with an exponential and nine operations for each, .84 · .89 · .89.
 STATISTICS = Shape(4096, 8)
 # Gradient alone: .94 · .94 · .94; most shapes do.
 GRADIENT = Shape(2048, 4)

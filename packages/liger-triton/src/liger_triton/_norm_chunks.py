@@ -40,7 +40,8 @@ def forward_options(width: int, centered: bool) -> dict[str, int | bool]:
 
 
 def backward(
-    rows: int, grad_y: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None, inverse: Tensor,
+    rows: int, grad_y: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None,
+    inverse: Tensor,
     grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
     grad_stride: int, summed_stride: int, x_stride: int, width: int, offset: float,
 ) -> None:  # fmt: skip
@@ -57,7 +58,8 @@ def backward(
     strips = cdiv(width, STRIP) if direct and sums else 0
     backward_launch(
         (programs + strips,),
-        grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_weight, grad_bias, part, grad_stride, summed_stride, x_stride, rows, width,
+        grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_weight, grad_bias, part, grad_stride, summed_stride,
+        x_stride, rows, width,
         programs, strips, offset, HELD=held, STAGES=stages, **chunks_of(width, warps),
         **registers(registers_for(12) if walking == 12 and not direct else None, x),
     )  # fmt: skip
@@ -65,8 +67,9 @@ def backward(
         sum_columns(part, grad_weight, grad_bias)
 
 
-# Share of copy bandwidth on one H200 (bfloat16), backward: rms_norm .81 at 1024 columns, .86 at 2560, .90 at 4096 and 5120, .89 at 8192, .91 at 16384;
-# layer_norm .79 at 1024, .85 at 3072, .88 at 4096 and 5120, .86 at 8192. In one block a row of 2560 columns reaches .74, of 5120 .78.
+# Share of copy bandwidth on one H200 (bfloat16), backward: rms_norm .81 at 1024 columns, .86 at 2560, .90 at 4096 and
+# 5120, .89 at 8192, .91 at 16384; layer_norm .79 at 1024, .85 at 3072, .88 at 4096 and 5120, .86 at 8192. In one block
+# a row of 2560 columns reaches .74, of 5120 .78.
 def backward_shape(width: int, centered: bool, summed: bool) -> tuple[int, int, bool]:
     """Return the warps per row and per multiprocessor, and whether the weight stays in registers between rows."""
     if width <= 3072:
@@ -146,15 +149,18 @@ def backward_kernel(
     grad_stride, summed_stride, x_stride, rows, WIDTH: tl.constexpr, programs, strips, offset,
     HELD: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program p walks every programs-th row, and writes its sums for the other gradients to row p of part (sums, programs, width).
+    """Program p walks every programs-th row, and writes its sums for the other gradients to row p of part (sums,
+    programs, width).
 
-    part None: `strips` programs before them add whole columns instead. HELD: the weight stays in registers; else the cache serves it
-    to every row.
+    part None: `strips` programs before them add whole columns instead. HELD: the weight stays in registers; else the
+    cache serves it to every row.
     """
     program = tl.program_id(0) - strips
     if part is None and program < 0:
         # They come first, since they have more to do.
-        add_columns(program + strips, grad_y, x, mean, inverse, grad_weight, grad_bias, grad_stride, x_stride, rows, WIDTH)
+        add_columns(
+            program + strips, grad_y, x, mean, inverse, grad_weight, grad_bias, grad_stride, x_stride, rows, WIDTH
+        )
         return
     if weight is not None and HELD:
         factors = read_chunks(weight, WIDTH, CHUNK)

@@ -30,12 +30,23 @@ from liger_triton._chunks import (
 )
 from liger_triton._norm_chunks import around_mean, inverse_of, normalized
 from liger_triton._norm_sum import read, sum_columns, zero
-from liger_triton.launch import Launcher, cdiv, contiguous, power_of_two, processors, registers, rows_of, strided_rows, wait
+from liger_triton.launch import (
+    Launcher,
+    cdiv,
+    contiguous,
+    power_of_two,
+    processors,
+    registers,
+    rows_of,
+    strided_rows,
+    wait,
+)
 
 WIDEST = 16384
-# Chunks of a row forward and backward, and forward, warps of all programs of a multiprocessor, of which some 12 run at once: those that start later even
-# out the others' times. Share of copy bandwidth on one H200 (bfloat16) backward: .86 at 1152 columns, .91 at 3072 (centered .90). Forward, µs on one H100,
-# a copy · as it is · 4 chunks, 16 warps, 3 rows on their way: 256 x 256 x 1152 105 · 111 · 114, 8 x 4096 x 3072 138 · 143 · 146.
+# Chunks of a row forward and backward, and forward, warps of all programs of a multiprocessor, of which some 12 run at
+# once: those that start later even out the others' times. Share of copy bandwidth on one H200 (bfloat16) backward: .86
+# at 1152 columns, .91 at 3072 (centered .90). Forward, µs on one H100, a copy · as it is · 4 chunks, 16 warps, 3 rows
+# on their way: 256 x 256 x 1152 105 · 111 · 114, 8 x 4096 x 3072 138 · 143 · 146.
 MOST_CHUNKS, MOST_CHUNKS_BACKWARD, WARPS, RUNNING = 6, 3, 48, 12
 # Numbers that a program which adds what the programs of a sample have reads at once, at most so many rows of them.
 STRIP, STRIP_ROWS = 1024, 32
@@ -53,7 +64,14 @@ def statistics(x: Tensor, count: int) -> Outputs:
 
 
 def forward(
-    x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tensor | None, y: Tensor, mean: Tensor | None, inverse: Tensor, eps: float
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor | None,
+    weight: Tensor | None,
+    y: Tensor,
+    mean: Tensor | None,
+    inverse: Tensor,
+    eps: float,
 ) -> None:
     if x.numel() == 0:
         return
@@ -66,7 +84,8 @@ def forward(
     forward_launch(
         (programs * samples,), x, scale, shift, contiguous(weight), y, mean, inverse,
         x_stride, scale.stride(0), 0 if shift is None else shift.stride(0), tokens, width, programs, eps,
-        STAGES=stages_of(max(1, RUNNING // warps) * width * x.element_size(), x, 6), **chunks_of(width, warps, mean is not None),
+        STAGES=stages_of(max(1, RUNNING // warps) * width * x.element_size(), x, 6),
+        **chunks_of(width, warps, mean is not None),
     )  # fmt: skip
 
 
@@ -74,7 +93,9 @@ def backward(
     grad_y: Tensor, x: Tensor, scale: Tensor, weight: Tensor | None, mean: Tensor | None, inverse: Tensor,
     grad_x: Tensor | None, grad_scale: Tensor | None, grad_shift: Tensor | None, grad_weight: Tensor | None,
 ) -> None:  # fmt: skip
-    """grad_x row by row. With S = Σ grad_y · n and T = Σ grad_y over the tokens of a sample: grad_scale = weight · S, grad_shift = T, and
+    """grad_x row by row.
+
+    With S = Σ grad_y · n and T = Σ grad_y over the tokens of a sample: grad_scale = weight · S, grad_shift = T, and
     grad_weight = Σ (1 + scale) · S over samples.
     """
     if x.numel() == 0:
@@ -88,9 +109,12 @@ def backward(
     several = max(1, (12 if warps < 4 or mean is not None else 8) // warps)
     programs = min(tokens, programs_of_sample(several, x, samples))
     products = grad_scale is not None or grad_weight is not None
-    part = x.new_empty((2, samples * programs, width), dtype=torch.float32) if products or grad_shift is not None else None
+    part = (
+        x.new_empty((2, samples * programs, width), dtype=torch.float32) if products or grad_shift is not None else None
+    )
     backward_launch(
-        (programs * samples,), grad_y, x, scale, weight, mean, inverse, grad_x, part, grad_stride, x_stride, scale.stride(0), tokens, width, programs,
+        (programs * samples,), grad_y, x, scale, weight, mean, inverse, grad_x, part, grad_stride, x_stride,
+        scale.stride(0), tokens, width, programs,
         STAGES=stages_of(several * 2 * width * x.element_size(), x, 4 if several == 1 else 3),
         **chunks_of(width, warps, mean is not None), **registers(registers_for(max(12, warps)), x),
     )  # fmt: skip
@@ -100,7 +124,8 @@ def backward(
     several = min(STRIP_ROWS, power_of_two(programs))
     strips = cdiv(width, STRIP // several)
     sum_launch.after(
-        (strips * samples,), part, scale, weight, grad_scale, grad_shift, of_samples, scale.stride(0), programs, width, samples, strips,
+        (strips * samples,), part, scale, weight, grad_scale, grad_shift, of_samples, scale.stride(0), programs, width,
+        samples, strips,
         ROWS=several, BLOCK=STRIP // several,
     )  # fmt: skip
     if of_samples is not None:
@@ -114,7 +139,8 @@ def programs_of_sample(programs: int, x: Tensor, samples: int) -> int:
 
 @triton.jit
 def forward_kernel(
-    x, scale, shift, weight, y, mean, inverse, x_stride, scale_stride, shift_stride, tokens, WIDTH: tl.constexpr, programs, eps,
+    x, scale, shift, weight, y, mean, inverse, x_stride, scale_stride, shift_stride, tokens, WIDTH: tl.constexpr,
+    programs, eps,
     STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program s · programs + p computes every programs-th token of sample s, from the p-th on."""
@@ -148,7 +174,8 @@ def modulation(scale, weight, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def backward_kernel(
-    grad_y, x, scale, weight, mean, inverse, grad_x, part, grad_stride, x_stride, scale_stride, tokens, WIDTH: tl.constexpr, programs,
+    grad_y, x, scale, weight, mean, inverse, grad_x, part, grad_stride, x_stride, scale_stride, tokens,
+    WIDTH: tl.constexpr, programs,
     STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program s · programs + p walks every programs-th token of sample s, from the p-th on."""
@@ -200,7 +227,11 @@ def sum_kernel(
         sums += tl.load(first + tl.cast(samples, tl.int64) * programs * width, mask=mask, other=0.0)
     product = tl.sum(products, 0)
     if of_samples is not None:
-        tl.store(of_samples + sample * width + column, product * (1.0 + read(scale + sample * scale_stride + column, inside)), mask=inside)
+        tl.store(
+            of_samples + sample * width + column,
+            product * (1.0 + read(scale + sample * scale_stride + column, inside)),
+            mask=inside,
+        )
     if weight is not None:
         product = product * read(weight + column, inside)
     if grad_scale is not None:

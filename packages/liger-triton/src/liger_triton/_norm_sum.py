@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Column sums over all rows, for grad_weight and grad_bias of the norms.
 
-Many rows: each program that walks rows adds its own, a second kernel adds what the programs have. Few rows: programs beside them
-add whole columns, which reads the rows twice but spares memory, a launch and its wait.
+Many rows: each program that walks rows adds its own, a second kernel adds what the programs have. Few rows: programs
+beside them add whole columns, which reads the rows twice but spares memory, a launch and its wait.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from triton import knobs
 from liger_triton.launch import Launcher, cdiv, power_of_two, wait
 
 DIRECT_ROWS = 512
-# Columns of a program that adds whole columns (in the interpreter a program costs milliseconds), and rows that it reads at once.
+# Columns of a program that adds whole columns (in the interpreter a program costs milliseconds), and rows that it reads
+# at once.
 STRIP, STRIP_ROWS = 512 if knobs.runtime.interpret else 32, 128
 
 
@@ -103,7 +104,9 @@ def sum_columns(part: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | No
 
 
 @triton.jit
-def column_sum_kernel(part, grad_weight, grad_bias, programs, width, EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def column_sum_kernel(
+    part, grad_weight, grad_bias, programs, width, EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Program (c, s) adds all rows of BLOCK columns of part[s] into the s-th of the gradients that are there."""
     wait(EARLY)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -113,7 +116,9 @@ def column_sum_kernel(part, grad_weight, grad_bias, programs, width, EARLY: tl.c
     for start in range(0, programs, ROWS):
         row = start + tl.arange(0, ROWS)
         accumulated += tl.load(
-            part + row.to(tl.int64)[:, None] * width + column[None, :], mask=(row < programs)[:, None] & mask[None, :], other=0.0
+            part + row.to(tl.int64)[:, None] * width + column[None, :],
+            mask=(row < programs)[:, None] & mask[None, :],
+            other=0.0,
         )
     total = tl.sum(accumulated, 0)
     if grad_weight is None or grad_bias is None:

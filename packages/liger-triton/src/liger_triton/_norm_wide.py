@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows processed tile by tile and read a second time where necessary, because registers cannot hold them, or only badly."""
+"""Rows processed tile by tile and read a second time where necessary, because registers cannot hold them, or only
+badly."""
 
 from __future__ import annotations
 
@@ -34,14 +35,16 @@ def forward_options(width: int, centered: bool) -> dict[str, int | bool]:
 
 
 def backward(
-    rows: int, grad_y: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None, inverse: Tensor,
+    rows: int, grad_y: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None,
+    inverse: Tensor,
     grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
     grad_stride: int, summed_stride: int, x_stride: int, width: int, offset: float,
 ) -> None:  # fmt: skip
     """One program a row for grad_x, then column tiles for the other two."""
     if grad_x is not None:
         backward_launch(
-            (rows,), grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_stride, summed_stride, x_stride, width, offset,
+            (rows,), grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_stride, summed_stride, x_stride, width,
+            offset,
             BLOCK=TILE, num_warps=8,
         )  # fmt: skip
     sums = (grad_weight is not None) + (grad_bias is not None)
@@ -50,7 +53,8 @@ def backward(
     programs = min(rows, PARTS)
     part = x.new_empty((sums, programs, width), dtype=torch.float32)
     sum_launch(
-        (cdiv(width, SUM_TILE), programs), grad_y, x, mean, inverse, grad_weight, grad_bias, part, grad_stride, x_stride, rows, width,
+        (cdiv(width, SUM_TILE), programs), grad_y, x, mean, inverse, grad_weight, grad_bias, part, grad_stride,
+        x_stride, rows, width,
         ROWS=SUM_ROWS, BLOCK=SUM_TILE,
     )  # fmt: skip
     sum_columns(part, grad_weight, grad_bias)
@@ -70,10 +74,11 @@ def wide_forward_kernel(
     x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride, width, eps, offset,
     CAST_INPUT: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One program normalizes one row in two passes over its tiles; the L2 cache, hinted to keep the first read, serves the second.
+    """One program normalizes one row in two passes over its tiles; the L2 cache, hinted to keep the first read, serves
+    the second.
 
-    EVEN: tiles fill the row, so that no lane is masked. For the variance a thread takes VECTOR neighbors at a time, their mean and the
-    squares around it, and merges both into its running mean and squares.
+    EVEN: tiles fill the row, so that no lane is masked. For the variance a thread takes VECTOR neighbors at a time,
+    their mean and the squares around it, and merges both into its running mean and squares.
     """
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -136,7 +141,19 @@ def wide_forward_kernel(
 
 @triton.jit
 def wide_backward_kernel(
-    grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_stride, summed_stride, x_stride, width, offset, BLOCK: tl.constexpr
+    grad_y,
+    grad_summed,
+    x,
+    weight,
+    mean,
+    inverse,
+    grad_x,
+    grad_stride,
+    summed_stride,
+    x_stride,
+    width,
+    offset,
+    BLOCK: tl.constexpr,
 ):
     """One program computes grad_x of one row in two passes over its tiles."""
     row = tl.program_id(0).to(tl.int64)
@@ -175,9 +192,21 @@ def wide_backward_kernel(
 
 @triton.jit
 def wide_sum_kernel(
-    grad_y, x, mean, inverse, grad_weight, grad_bias, part, grad_stride, x_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    grad_y,
+    x,
+    mean,
+    inverse,
+    grad_weight,
+    grad_bias,
+    part,
+    grad_stride,
+    x_stride,
+    rows,
+    width,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Program (c, p) adds every programs-th group of ROWS rows, from the p-th on, of column tile c into partial row p."""
+    """Program (c, p) adds every programs-th group of ROWS rows of column tile c, from the p-th, to partial row p."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     program = tl.program_id(1)
     sum_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
@@ -187,7 +216,17 @@ def wide_sum_kernel(
         product, grad = summands(grad_y, x, mean, inverse, grad_stride, x_stride, row, column, rows, width)
         sum_weight += product
         sum_bias += grad
-    store_sums(tl.sum(sum_weight, 0), tl.sum(sum_bias, 0), part, grad_weight, grad_bias, program, tl.num_programs(1), column, width)
+    store_sums(
+        tl.sum(sum_weight, 0),
+        tl.sum(sum_bias, 0),
+        part,
+        grad_weight,
+        grad_bias,
+        program,
+        tl.num_programs(1),
+        column,
+        width,
+    )
 
 
 forward_launch = Launcher(wide_forward_kernel)

@@ -30,7 +30,8 @@ def columns(half, width, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: 
 
 @triton.jit
 def partners(
-    value, row, partner, mask, turned, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr
+    value, row, partner, mask, turned, INTERLEAVED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    LANES: tl.constexpr
 ):  # fmt: skip
     """Return the values of the partners of a tile's columns: neighbors from the tile, the other half's from memory."""
     if INTERLEAVED:
@@ -77,14 +78,16 @@ def share(program, programs, tiles, batches, heads, TOKENS: tl.constexpr, HEADS:
 
 @triton.jit
 def forward_tiles(
-    program, programs, tiles, x, out, inverse, weight, cos, sin, x_batch, x_head, x_token, out_batch, out_head, out_token,
+    program, programs, tiles, x, out, inverse, weight, cos, sin, x_batch, x_head, x_token, out_batch, out_head,
+    out_token,
     cos_batch, cos_token, sin_batch, sin_token, batches, tokens, heads, eps, offset,
     HALF: tl.constexpr, WIDTH: tl.constexpr, CAST_INPUT: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr,
     LANES: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Normalize and rotate the same heads of all of this program's tokens, TOKENS adjacent ones at a time.
 
-    y1 = m1·cos1 - m2·sin1,  y2 = m2·cos2 + m1·sin2,  where m = x · inverse · (weight + offset) and inverse = 1 / sqrt(mean(x²) + eps).
+    y1 = m1·cos1 - m2·sin1,  y2 = m2·cos2 + m1·sin2,  where m = x · inverse · (weight + offset) and inverse = 1 /
+                             sqrt(mean(x²) + eps).
     """
     batch, start, step, head, there = share(program, programs, tiles, batches, heads, TOKENS, HEADS, EVEN)
     column, partner, inside, turned, negative = columns(HALF, WIDTH, INTERLEAVED, PAIRS, LANES)
@@ -101,7 +104,8 @@ def forward_tiles(
     cos += (batch * cos_batch + index * cos_token)[:, None]
     sin += (batch * sin_batch + index * sin_token)[:, None]
     for number in tl.range(start, tokens, step, num_stages=STAGES):
-        # No mask for tokens: the last tile ends with the last token, and stores some tokens that the tile before it stores, too.
+        # No mask for tokens: the last tile ends with the last token, and stores some tokens that the tile before it
+        # stores, too.
         token = tl.cast(tl.minimum(number, tokens - TOKENS), tl.int64)
         row = x + token * x_token
         cos_row = cos + token * cos_token
@@ -121,7 +125,9 @@ def forward_tiles(
         if PAIRS:
             cos2 = table(cos_row, partner, table_mask, 1.0)
             sin2 = table(sin_row, partner, table_mask, 0.0)
-            tl.store(out_row + partner[None, None, :], (b * cos2 + a * sin2).to(out.dtype.element_ty), mask=partner_mask)
+            tl.store(
+                out_row + partner[None, None, :], (b * cos2 + a * sin2).to(out.dtype.element_ty), mask=partner_mask
+            )
 
 
 @triton.jit
@@ -133,19 +139,22 @@ def forward_kernel(
     batches, tokens, q_heads, k_heads, q_tiles, k_tiles, programs, eps, offset,
     HALF: tl.constexpr, WIDTH: tl.constexpr, CAST_INPUT: tl.constexpr,
     Q_TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_TOKENS: tl.constexpr, K_HEADS: tl.constexpr,
-    Q_EVEN: tl.constexpr, K_EVEN: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
+    Q_EVEN: tl.constexpr, K_EVEN: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every program walks its tokens with a tile of heads of q, then of k; what tokens share is computed once."""
     program = tl.program_id(0)
     if q_tiles > 0:
         forward_tiles(
-            program, programs, q_tiles, q, out_q, inverse_q, q_weight, cos, sin, q_batch, q_head, q_token, out_q_batch, out_q_head, out_q_token,
+            program, programs, q_tiles, q, out_q, inverse_q, q_weight, cos, sin, q_batch, q_head, q_token, out_q_batch,
+            out_q_head, out_q_token,
             cos_batch, cos_token, sin_batch, sin_token, batches, tokens, q_heads, eps, offset,
             HALF, WIDTH, CAST_INPUT, INTERLEAVED, PAIRS, LANES, Q_TOKENS, Q_HEADS, Q_EVEN, STAGES,
         )  # fmt: skip
     if k_tiles > 0:
         forward_tiles(
-            program, programs, k_tiles, k, out_k, inverse_k, k_weight, cos, sin, k_batch, k_head, k_token, out_k_batch, out_k_head, out_k_token,
+            program, programs, k_tiles, k, out_k, inverse_k, k_weight, cos, sin, k_batch, k_head, k_token, out_k_batch,
+            out_k_head, out_k_token,
             cos_batch, cos_token, sin_batch, sin_token, batches, tokens, k_heads, eps, offset,
             HALF, WIDTH, CAST_INPUT, INTERLEAVED, PAIRS, LANES, K_TOKENS, K_HEADS, K_EVEN, STAGES,
         )  # fmt: skip
@@ -171,9 +180,11 @@ def backward_tiles(
     start, count, programs, above, x, grad, inverse, weight, cos, sin, part_row, wanted,
     above_batch, above_head, above_token, x_batch, x_head, x_token, grad_batch, grad_head, grad_token,
     cos_batch, cos_token, sin_batch, sin_token, rows, tokens, heads, half, width, offset,
-    INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Walk the tiles start, start + programs, …, and store the column sums for the weight gradient, if it is wanted, in part_row.
+    """Walk the tiles start, start + programs, …, and store the column sums for the weight gradient, if it is wanted, in
+    part_row.
 
     With n = x · inverse and the gradient d of n · (weight + offset), which is the upstream one rotated back,
     d1 = g1·cos1 + g2·sin2,  d2 = g2·cos2 - g1·sin1,  and h = d · (weight + offset):
@@ -233,7 +244,8 @@ def backward_tiles(
 
 @triton.jit
 def backward_kernel(
-    above_q, above_k, q, k, grad_q, grad_k, inverse_q, inverse_k, q_weight, k_weight, cos, sin, grad_q_weight, grad_k_weight, part,
+    above_q, above_k, q, k, grad_q, grad_k, inverse_q, inverse_k, q_weight, k_weight, cos, sin, grad_q_weight,
+    grad_k_weight, part,
     above_q_batch, above_q_head, above_q_token, above_k_batch, above_k_head, above_k_token,
     q_batch, q_head, q_token, k_batch, k_head, k_token,
     grad_q_batch, grad_q_head, grad_q_token, grad_k_batch, grad_k_head, grad_k_token,
@@ -242,7 +254,10 @@ def backward_kernel(
     INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr,
     Q_TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_TOKENS: tl.constexpr, K_HEADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Every program walks its share of the tiles of q, then of k. Its sums go to its row of part (sums, programs, width)."""
+    """Every program walks its share of the tiles of q, then of k.
+
+    Its sums go to its row of part (sums, programs, width).
+    """
     program = tl.program_id(0)
     part_row = part
     if part is not None:
@@ -250,7 +265,8 @@ def backward_kernel(
     if grad_q is not None or grad_q_weight is not None:
         backward_tiles(
             program, q_tiles, programs, above_q, q, grad_q, inverse_q, q_weight, cos, sin, part_row, grad_q_weight,
-            above_q_batch, above_q_head, above_q_token, q_batch, q_head, q_token, grad_q_batch, grad_q_head, grad_q_token,
+            above_q_batch, above_q_head, above_q_token, q_batch, q_head, q_token, grad_q_batch, grad_q_head,
+            grad_q_token,
             cos_batch, cos_token, sin_batch, sin_token, rows, tokens, q_heads, half, width, offset,
             INTERLEAVED, PAIRS, LANES, Q_TOKENS, Q_HEADS, STAGES,
         )  # fmt: skip
@@ -259,9 +275,11 @@ def backward_kernel(
     if grad_k is not None or grad_k_weight is not None:
         # The programs that had one tile of q less begin.
         backward_tiles(
-            (program + programs - q_tiles % programs) % programs, k_tiles, programs, above_k, k, grad_k, inverse_k, k_weight, cos, sin,
+            (program + programs - q_tiles % programs) % programs, k_tiles, programs, above_k, k, grad_k, inverse_k,
+            k_weight, cos, sin,
             part_row, grad_k_weight,
-            above_k_batch, above_k_head, above_k_token, k_batch, k_head, k_token, grad_k_batch, grad_k_head, grad_k_token,
+            above_k_batch, above_k_head, above_k_token, k_batch, k_head, k_token, grad_k_batch, grad_k_head,
+            grad_k_token,
             cos_batch, cos_token, sin_batch, sin_token, rows, tokens, k_heads, half, width, offset,
             INTERLEAVED, PAIRS, LANES, K_TOKENS, K_HEADS, STAGES,
         )  # fmt: skip

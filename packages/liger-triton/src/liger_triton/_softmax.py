@@ -32,14 +32,26 @@ def forward_kernel(x, y, x_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.co
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
         # The last row again for the lanes behind it: rows of nothing but minus infinity would make them NaN.
         source = tl.minimum(row, rows - 1)
-        value = tl.load(x + source[:, None] * x_stride + column[None, :], mask=inside, other=float("-inf")).to(tl.float32)
+        value = tl.load(x + source[:, None] * x_stride + column[None, :], mask=inside, other=float("-inf")).to(
+            tl.float32
+        )
         share = power(value - tl.max(value, 1)[:, None], x.dtype.element_ty == tl.float32)
-        share = share * (1.0 / tl.sum(share, 1))[:, None] if y.dtype.element_ty != tl.float32 else share / tl.sum(share, 1)[:, None]
-        tl.store(y + row[:, None] * width + column[None, :], share.to(y.dtype.element_ty), mask=(row < rows)[:, None] & inside)
+        share = (
+            share * (1.0 / tl.sum(share, 1))[:, None]
+            if y.dtype.element_ty != tl.float32
+            else share / tl.sum(share, 1)[:, None]
+        )
+        tl.store(
+            y + row[:, None] * width + column[None, :],
+            share.to(y.dtype.element_ty),
+            mask=(row < rows)[:, None] & inside,
+        )
 
 
 @triton.jit
-def backward_kernel(grad_y, y, grad_x, grad_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def backward_kernel(
+    grad_y, y, grad_x, grad_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):
     """grad_x = y · (grad_y - Σ grad_y · y) of every programs-th group of ROWS rows."""
     column = tl.arange(0, BLOCK)
     for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
@@ -55,7 +67,8 @@ def backward_kernel(grad_y, y, grad_x, grad_stride, rows, width, ROWS: tl.conste
 def wait_for(done, PARTS: tl.constexpr):
     """Report that this program has stored what it found, and wait for the other programs of its row.
 
-    Programs take rows in the order in which they start, so all those of a row but the last one have started: each wait ends.
+    Programs take rows in the order in which they start, so all those of a row but the last one have started: each wait
+    ends.
     """
     tl.debug_barrier()
     tl.atomic_add(done, 1, sem="acq_rel", scope="gpu")
@@ -65,7 +78,9 @@ def wait_for(done, PARTS: tl.constexpr):
 
 
 @triton.jit
-def split_forward_kernel(x, y, started, moments, x_stride, rows, width, PARTS: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr):
+def split_forward_kernel(
+    x, y, started, moments, x_stride, rows, width, PARTS: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr
+):
     """One program computes one block of a row, and waits for the maxima and sums of the others."""
     turn = tl.atomic_add(started, 1, sem="relaxed", scope="gpu")
     row = (turn // PARTS).to(tl.int64)
@@ -73,7 +88,9 @@ def split_forward_kernel(x, y, started, moments, x_stride, rows, width, PARTS: t
     column = part * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     EXACT: tl.constexpr = x.dtype.element_ty == tl.float32
-    value = tl.load(x + row * x_stride + column, mask=mask, other=float("-inf"), eviction_policy="evict_first").to(tl.float32)
+    value = tl.load(x + row * x_stride + column, mask=mask, other=float("-inf"), eviction_policy="evict_first").to(
+        tl.float32
+    )
     top = tl.max(value, 0)
     value = power(value - tl.where(top == float("-inf"), 0.0, top), EXACT)
     found = moments + row * (2 * PARTS)
@@ -92,7 +109,17 @@ def split_forward_kernel(x, y, started, moments, x_stride, rows, width, PARTS: t
 
 @triton.jit
 def split_backward_kernel(
-    grad_y, y, grad_x, started, moments, grad_stride, rows, width, PARTS: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr
+    grad_y,
+    y,
+    grad_x,
+    started,
+    moments,
+    grad_stride,
+    rows,
+    width,
+    PARTS: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """The gradient of one block of a row, whose sum the programs of the row add up in one order."""
     turn = tl.atomic_add(started, 1, sem="relaxed", scope="gpu")
@@ -100,7 +127,9 @@ def split_backward_kernel(
     part = turn % PARTS
     column = part * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
-    grad = tl.load(grad_y + row * grad_stride + column, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    grad = tl.load(grad_y + row * grad_stride + column, mask=mask, other=0.0, eviction_policy="evict_first").to(
+        tl.float32
+    )
     value = tl.load(y + row * width + column, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     found = moments + row * PARTS
     tl.store(found + part, tl.sum(grad * value, 0))
@@ -108,13 +137,17 @@ def split_backward_kernel(
     place = tl.arange(0, PLACES)
     product = tl.sum(tl.load(found + place, mask=place < PARTS, other=0.0, volatile=True), 0)
     tl.store(
-        grad_x + row * width + column, (value * (grad - product)).to(grad_x.dtype.element_ty), mask=mask, eviction_policy="evict_first"
+        grad_x + row * width + column,
+        (value * (grad - product)).to(grad_x.dtype.element_ty),
+        mask=mask,
+        eviction_policy="evict_first",
     )
 
 
 @triton.jit
 def wide_forward_kernel(x, y, x_stride, rows, width, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Program p computes every programs-th row: every lane keeps the maximum and the sum of what it reads, then all are merged."""
+    """Program p computes every programs-th row: every lane keeps the maximum and the sum of what it reads, then all are
+    merged."""
     lane = tl.arange(0, BLOCK)
     EXACT: tl.constexpr = x.dtype.element_ty == tl.float32
     tiles = tl.cdiv(width, BLOCK)
@@ -126,7 +159,9 @@ def wide_forward_kernel(x, y, x_stride, rows, width, EVEN: tl.constexpr, BLOCK: 
         for start in range(0, width, BLOCK):
             column = start + lane
             mask = None if EVEN else column < width
-            value = tl.load(source + column, mask=mask, other=None if EVEN else float("-inf"), eviction_policy="evict_last").to(tl.float32)
+            value = tl.load(
+                source + column, mask=mask, other=None if EVEN else float("-inf"), eviction_policy="evict_last"
+            ).to(tl.float32)
             higher = tl.maximum(top, value)
             # Without a finite maximum there is nothing to scale yet, and nothing to add.
             base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -137,7 +172,9 @@ def wide_forward_kernel(x, y, x_stride, rows, width, EVEN: tl.constexpr, BLOCK: 
         for tile in range(0, tiles):
             column = (tiles - 1 - tile) * BLOCK + lane
             mask = None if EVEN else column < width
-            value = tl.load(source + column, mask=mask, other=None if EVEN else 0.0, eviction_policy="evict_first").to(tl.float32)
+            value = tl.load(source + column, mask=mask, other=None if EVEN else 0.0, eviction_policy="evict_first").to(
+                tl.float32
+            )
             value = power(value - highest, EXACT) / total
             tl.store(y + row * width + column, value.to(y.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
@@ -153,15 +190,29 @@ def wide_backward_kernel(grad_y, y, grad_x, grad_stride, rows, width, EVEN: tl.c
         for start in range(0, width, BLOCK):
             column = start + lane
             mask = None if EVEN else column < width
-            grad = tl.load(grad_y + row * grad_stride + column, mask=mask, other=None if EVEN else 0.0, eviction_policy="evict_last")
-            value = tl.load(y + row * width + column, mask=mask, other=None if EVEN else 0.0, eviction_policy="evict_last")
+            grad = tl.load(
+                grad_y + row * grad_stride + column,
+                mask=mask,
+                other=None if EVEN else 0.0,
+                eviction_policy="evict_last",
+            )
+            value = tl.load(
+                y + row * width + column, mask=mask, other=None if EVEN else 0.0, eviction_policy="evict_last"
+            )
             products += grad.to(tl.float32) * value.to(tl.float32)
         product = tl.sum(products, 0)
         for tile in range(0, tiles):
             column = (tiles - 1 - tile) * BLOCK + lane
             mask = None if EVEN else column < width
-            grad = tl.load(grad_y + row * grad_stride + column, mask=mask, other=None if EVEN else 0.0, eviction_policy="evict_first")
-            value = tl.load(y + row * width + column, mask=mask, other=None if EVEN else 0.0, eviction_policy="evict_first").to(tl.float32)
+            grad = tl.load(
+                grad_y + row * grad_stride + column,
+                mask=mask,
+                other=None if EVEN else 0.0,
+                eviction_policy="evict_first",
+            )
+            value = tl.load(
+                y + row * width + column, mask=mask, other=None if EVEN else 0.0, eviction_policy="evict_first"
+            ).to(tl.float32)
             result = (value * (grad.to(tl.float32) - product)).to(grad_x.dtype.element_ty)
             tl.store(grad_x + row * width + column, result, mask=mask, eviction_policy="evict_first")
 

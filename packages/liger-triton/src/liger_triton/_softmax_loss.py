@@ -21,10 +21,11 @@ SCALE_PROGRAMS = 8
 
 
 def both_shape(width: int) -> Shape:
-    """Statistics and gradient in place, counted as one read and one write: .84 at 32000 and 40960, .86 at 65536, .77 at 128256, .73 at 163840.
+    """Statistics and gradient in place, counted as one read and one write: .84 at 32000 and 40960, .86 at 65536, .77 at
+    128256, .73 at 163840.
 
-    The fewer rows are under way at a time, the more of the second read the L2 cache serves (none: .67); long blocks keep enough loads
-    in flight for that. 2048 columns on 8 warps reach .65 at every width.
+    The fewer rows are under way at a time, the more of the second read the L2 cache serves (none: .67); long blocks
+    keep enough loads in flight for that. 2048 columns on 8 warps reach .65 at every width.
     """
     if width <= 49152:
         return Shape(8192, 16, 3)
@@ -35,7 +36,13 @@ class TritonPasses(TritonTokenPasses):
     """One program a row. The second read of a row comes from the L2 cache."""
 
     def losses(
-        self, logits: Tensor, target: Tensor, results: RowResults, options: RowOptions, row_factor: Tensor | None, gradient: bool
+        self,
+        logits: Tensor,
+        target: Tensor,
+        results: RowResults,
+        options: RowOptions,
+        row_factor: Tensor | None,
+        gradient: bool,
     ) -> None:
         rows, width = logits.shape
         if rows == 0:
@@ -45,16 +52,21 @@ class TritonPasses(TritonTokenPasses):
         shape = both_shape(width) if gradient else STATISTICS
         block = min(shape.block, power_of_two(width))
         loss_launch(
-            (rows,), logits, target, options.class_weight, row_factor, results.loss, results.moments, results.prediction, results.entropy,
+            (rows,), logits, target, options.class_weight, row_factor, results.loss, results.moments,
+            results.prediction, results.entropy,
             logits.stride(0), row_factor.stride(0) if row_factor is not None else 0, width, *_scalars(options),
-            HAS_WEIGHT=options.class_weight is not None, HAS_FACTOR=row_factor is not None, HAS_SOFTCAP=options.softcap is not None,
-            HAS_SMOOTHING=options.label_smoothing > 0, KEEPS_LOWEST=options.softcap is None and options.logit_scale == 1.0,
+            HAS_WEIGHT=options.class_weight is not None, HAS_FACTOR=row_factor is not None,
+            HAS_SOFTCAP=options.softcap is not None,
+            HAS_SMOOTHING=options.label_smoothing > 0,
+            KEEPS_LOWEST=options.softcap is None and options.logit_scale == 1.0,
             PREDICTION=results.prediction is not None, ENTROPY=results.entropy is not None,
             GRADIENT=gradient, BLOCK=block, VECTOR=min(VECTOR, block), STAGES=shape.stages, num_warps=shape.warps,
             enable_fp_fusion=fuses(block),
         )  # fmt: skip
 
-    def gradients(self, logits: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor) -> None:
+    def gradients(
+        self, logits: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor
+    ) -> None:
         rows, width = logits.shape
         if rows == 0:
             return
@@ -63,11 +75,14 @@ class TritonPasses(TritonTokenPasses):
         gradient_launch(
             (rows, cdiv(width, block)), logits, target, options.class_weight, row_factor, statistics, out,
             logits.stride(0), out.stride(0), row_factor.stride(0), width, *_scalars(options), _weight_sum(options),
-            HAS_WEIGHT=options.class_weight is not None, HAS_SOFTCAP=options.softcap is not None, HAS_SMOOTHING=options.label_smoothing > 0,
+            HAS_WEIGHT=options.class_weight is not None, HAS_SOFTCAP=options.softcap is not None,
+            HAS_SMOOTHING=options.label_smoothing > 0,
             BLOCK=block, num_warps=GRADIENT.warps,
         )  # fmt: skip
 
-    def mean(self, losses: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, mean: Tensor, inverse: Tensor) -> None:
+    def mean(
+        self, losses: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, mean: Tensor, inverse: Tensor
+    ) -> None:
         target, options = target.contiguous(), _contiguous(options)
         block = min(MEAN_BLOCK, power_of_two(losses.shape[0]))
         mean_launch(
@@ -105,7 +120,8 @@ def row_gradient(
     x, column, label, top, inverse, hard, share, factor, class_weight, label_smoothing, width, mask,
     HAS_WEIGHT: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
 ):  # fmt: skip
-    """factor · d loss / d x for a block of columns: softmax · share, less `hard` at the label, less the smoothed weights.
+    """factor · d loss / d x for a block of columns: softmax · share, less `hard` at the label, less the smoothed
+    weights.
 
     inverse is 1 / Σ e^(x - top).
     """
@@ -124,16 +140,18 @@ def row_gradient(
 def loss_kernel(
     logits, target, class_weight, row_factor, loss, statistics, prediction, entropy,
     row_stride, factor_stride, width, ignore_index, label_smoothing, z_loss, softcap, logit_scale,
-    HAS_WEIGHT: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, KEEPS_LOWEST: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    KEEPS_LOWEST: tl.constexpr,
     PREDICTION: tl.constexpr, ENTROPY: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program takes one row: its statistics, loss and metrics, and, if asked, its gradient over the logits.
 
-    A thread takes VECTOR neighbors at a time and keeps its own running maximum m and sum d of e^(x - m): it finds their maximum,
-    moves d to it with one exponential and adds one for each, so that threads meet only once a row. Differences are taken before
-    they are scaled to base 2: what logits have in common cancels exactly. KEEPS_LOWEST: x is the logit itself, so that a masked lane is -∞.
-    Otherwise a mask also keeps the product that x is from being fused into x - m, where m is a rounded one.
+    A thread takes VECTOR neighbors at a time and keeps its own running maximum m and sum d of e^(x - m): it finds their
+    maximum, moves d to it with one exponential and adds one for each, so that threads meet only once a row. Differences
+    are taken before they are scaled to base 2: what logits have in common cancels exactly. KEEPS_LOWEST: x is the logit
+    itself, so that a masked lane is -∞. Otherwise a mask also keeps the product that x is from being fused into x - m,
+    where m is a rounded one.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
@@ -169,7 +187,9 @@ def loss_kernel(
     for start in tl.range(0, width, BLOCK, num_stages=STAGES):
         column = start + offset
         mask = column < width
-        loaded = tl.load(base + column, mask=mask, other=float("-inf"), eviction_policy="evict_last" if GRADIENT else "")
+        loaded = tl.load(
+            base + column, mask=mask, other=float("-inf"), eviction_policy="evict_last" if GRADIENT else ""
+        )
         x = capped(loaded, logit_scale, softcap, HAS_SOFTCAP)
         if HAS_SMOOTHING:
             if HAS_WEIGHT:
@@ -287,7 +307,8 @@ def gradient_kernel(
 
 @triton.jit
 def mean_kernel(
-    loss, target, class_weight, divide, mean, inverse, rows, ignore_index, HAS_WEIGHT: tl.constexpr, HAS_DIVIDE: tl.constexpr, BLOCK: tl.constexpr
+    loss, target, class_weight, divide, mean, inverse, rows, ignore_index, HAS_WEIGHT: tl.constexpr,
+    HAS_DIVIDE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program adds all losses, and the weights of the targets that count, in the same order every time."""
     losses = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -315,7 +336,8 @@ def mean_kernel(
 
 @triton.jit
 def scale_kernel(tensor, scale, out, size, ADD: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
-    """The programs walk over all blocks and scale them by the scalar, in float32, rounded once; with ADD they add them to out."""
+    """The programs walk over all blocks and scale them by the scalar, in float32, rounded once; with ADD they add them
+    to out."""
     factor = tl.load(scale)
     if IN_PLACE:  # noqa: SIM102  (a constexpr and a value do not share one condition)
         # The upstream gradient of a loss is nearly always 1, which leaves nothing to do.

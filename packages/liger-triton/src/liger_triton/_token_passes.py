@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row passes of per-token results in Triton: sums over a block of classes, and the gradient of the logits from four numbers a row."""
+"""The row passes of per-token results in Triton: sums over a block of classes, and the gradient of the logits from four
+numbers a row."""
 
 from __future__ import annotations
 
@@ -40,8 +41,10 @@ class TritonTokenPasses:
         logits, index = rows_of(logits), index.contiguous()
         entries, block = index.numel(), min(CHOSEN_BLOCK, power_of_two(index.numel()))
         selected_launch(
-            (cdiv(entries, block),), logits, index, options.inverse_temperature, out, logits.stride(0), logits.shape[1], first,
-            index.shape[1], entries, options.logit_scale, options.softcap or 1.0, HAS_SOFTCAP=options.softcap is not None, BLOCK=block,
+            (cdiv(entries, block),), logits, index, options.inverse_temperature, out, logits.stride(0), logits.shape[1],
+            first,
+            index.shape[1], entries, options.logit_scale, options.softcap or 1.0,
+            HAS_SOFTCAP=options.softcap is not None, BLOCK=block,
         )  # fmt: skip
 
     def derivative(self, logits: Tensor, slopes: Slopes, options: LogitOptions, out: Tensor, first: int) -> None:
@@ -56,21 +59,42 @@ class TritonTokenPasses:
         values = torch.empty_like(gradient)
         entries, block = classes.numel(), min(CHOSEN_BLOCK, power_of_two(classes.numel()))
         chosen_launch(
-            (cdiv(entries, block),), logits, classes, gradient, *common, values, logits.stride(0), first, classes.shape[1], entries,
+            (cdiv(entries, block),), logits, classes, gradient, *common, values, logits.stride(0), first,
+            classes.shape[1], entries,
             *scalars, HAS_SOFTCAP=options.softcap is not None, BLOCK=block,
         )  # fmt: skip
         columns = min(GRADIENT.block, power_of_two(width))
         derivative_launch(
-            (rows, cdiv(width, columns)), logits, slopes.counted, *common, out, logits.stride(0), out.stride(0), *scalars,
+            (rows, cdiv(width, columns)), logits, slopes.counted, *common, out, logits.stride(0), out.stride(0),
+            *scalars,
             HAS_SOFTCAP=options.softcap is not None, BLOCK=columns, num_warps=GRADIENT.warps,
         )  # fmt: skip
-        scatter_launch((cdiv(entries, block),), classes, values, out, out.stride(0), first, classes.shape[1], entries, width, BLOCK=block)
+        scatter_launch(
+            (cdiv(entries, block),),
+            classes,
+            values,
+            out,
+            out.stride(0),
+            first,
+            classes.shape[1],
+            entries,
+            width,
+            BLOCK=block,
+        )
 
     def scaled_rows(self, tensor: Tensor, factor: Tensor) -> None:
         rows, width = tensor.shape
         if rows:
             block = min(GRADIENT.block, power_of_two(width))
-            scaled_rows_launch((rows, cdiv(width, block)), tensor, factor, tensor.stride(0), width, BLOCK=block, num_warps=GRADIENT.warps)
+            scaled_rows_launch(
+                (rows, cdiv(width, block)),
+                tensor,
+                factor,
+                tensor.stride(0),
+                width,
+                BLOCK=block,
+                num_warps=GRADIENT.warps,
+            )
 
 
 @triton.jit
@@ -93,16 +117,19 @@ def slope_at(below, exp_sum, terms, row, class_weight, column, mask, row_mask):
 
 @triton.jit
 def statistics_kernel(
-    logits, counted, inverse_temperature, class_weight, moments, prediction, row_stride, width, first, logit_scale, softcap,
-    HAS_SOFTCAP: tl.constexpr, KEEPS_LOWEST: tl.constexpr, CONTINUES: tl.constexpr, ENTROPY: tl.constexpr, MEAN: tl.constexpr,
+    logits, counted, inverse_temperature, class_weight, moments, prediction, row_stride, width, first, logit_scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr, KEEPS_LOWEST: tl.constexpr, CONTINUES: tl.constexpr, ENTROPY: tl.constexpr,
+    MEAN: tl.constexpr,
     COLLISION: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """One program adds one row of a block of classes to the row's sums; CONTINUES: to those of the blocks before.
 
-    A thread takes VECTOR neighbors at a time and keeps its own running maximum m and sum d of e^(x - m): it finds their maximum,
-    moves d to it with one exponential and adds one for each, so that threads meet only once. Differences are taken before they are
-    scaled to base 2: what logits have in common cancels exactly. KEEPS_LOWEST: x is the logit itself, so that a masked lane is -∞.
-    Otherwise the mask also keeps the product that x is from being fused into x - m, where m is a rounded one.
+    A thread takes VECTOR neighbors at a time and keeps its own running maximum m and sum d of e^(x - m): it finds their
+    maximum, moves d to it with one exponential and adds one for each, so that threads meet only once. Differences are
+    taken before they are scaled to base 2: what logits have in common cancels exactly. KEEPS_LOWEST: x is the logit
+    itself, so that a masked lane is -∞. Otherwise the mask also keeps the product that x is from being fused into x -
+    m, where m is a rounded one.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
@@ -213,7 +240,8 @@ def selected_kernel(
 
 @triton.jit
 def derivative_kernel(
-    logits, counted, inverse_temperature, class_weight, moments, terms, out, row_stride, out_stride, width, logit_scale, softcap,
+    logits, counted, inverse_temperature, class_weight, moments, terms, out, row_stride, out_stride, width, logit_scale,
+    softcap,
     HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program writes one block of one row's gradient but for its chosen classes."""
@@ -231,14 +259,17 @@ def derivative_kernel(
     loaded = tl.load(logits + row * row_stride + column, mask=mask, other=0.0)
     # The mask keeps the product that x may be from being fused into x - m, where m is a rounded one.
     x = tl.where(mask, capped(loaded, logit_scale, softcap, HAS_SOFTCAP), 0.0)
-    d = slope_at(x - tl.load(moments + 6 * row), tl.load(moments + 6 * row + 1), terms, row, class_weight, column, mask, True)
+    d = slope_at(
+        x - tl.load(moments + 6 * row), tl.load(moments + 6 * row + 1), terms, row, class_weight, column, mask, True
+    )
     d = through_cap(d, loaded, logit_scale, softcap, HAS_SOFTCAP)
     tl.store(out + column, d.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def chosen_kernel(
-    logits, index, gradient, inverse_temperature, class_weight, moments, terms, values, row_stride, first, count, entries, width,
+    logits, index, gradient, inverse_temperature, class_weight, moments, terms, values, row_stride, first, count,
+    entries, width,
     logit_scale, softcap, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program computes the gradient at a block of the chosen classes of all rows, of those in the block of classes.

@@ -25,14 +25,16 @@ def _allocate(x: Tensor, *rest: object) -> Outputs:
 
 
 def _launch(
-    normed: Tensor, summed: Tensor, mean: Tensor, inverse: Tensor, /, x: Tensor, residual: Tensor, weight: Tensor | None,
+    normed: Tensor, summed: Tensor, mean: Tensor, inverse: Tensor, /, x: Tensor, residual: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None, eps: float,
 ) -> None:  # fmt: skip
     _norm.forward(x, residual, weight, bias, summed, normed, mean, inverse, eps, 0.0, False)
 
 
 def _allocate_backward(
-    grad_normed: Tensor | None, grad_summed: Tensor | None, summed: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
+    grad_normed: Tensor | None, grad_summed: Tensor | None, summed: Tensor, weight: Tensor | None, bias: Tensor | None,
+    mean: Tensor,
     inverse: Tensor, needs: list[bool],
 ) -> Outputs:  # fmt: skip
     affine = (
@@ -43,11 +45,15 @@ def _allocate_backward(
 
 
 def _launch_backward(
-    grad_x_and_residual: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /, grad_normed: Tensor | None,
-    grad_summed: Tensor | None, summed: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool],
+    grad_x_and_residual: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /,
+    grad_normed: Tensor | None,
+    grad_summed: Tensor | None, summed: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
+    inverse: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     if grad_normed is not None:
-        _norm.backward(grad_normed, grad_summed, summed, weight, mean, inverse, 0.0, grad_x_and_residual, grad_weight, grad_bias)
+        _norm.backward(
+            grad_normed, grad_summed, summed, weight, mean, inverse, 0.0, grad_x_and_residual, grad_weight, grad_bias
+        )
     elif grad_x_and_residual is not None and grad_summed is not None:
         grad_x_and_residual.copy_(grad_summed)
 

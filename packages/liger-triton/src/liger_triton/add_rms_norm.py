@@ -33,7 +33,8 @@ def _allocate(x: Tensor, *rest: object) -> Outputs:
 
 
 def _launch(
-    normed: Tensor, summed: Tensor, inverse_rms: Tensor, /, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float,
+    normed: Tensor, summed: Tensor, inverse_rms: Tensor, /, x: Tensor, residual: Tensor, weight: Tensor | None,
+    eps: float,
     weight_offset: float, cast_input: bool,
 ) -> None:  # fmt: skip
     _norm.forward(x, residual, weight, None, summed, normed, None, inverse_rms, eps, weight_offset, cast_input)
@@ -50,11 +51,23 @@ def _allocate_backward(
 
 
 def _launch_backward(
-    grad_x_and_residual: Tensor | None, grad_weight: Tensor | None, /, grad_normed: Tensor | None, grad_summed: Tensor | None, summed: Tensor,
+    grad_x_and_residual: Tensor | None, grad_weight: Tensor | None, /, grad_normed: Tensor | None,
+    grad_summed: Tensor | None, summed: Tensor,
     weight: Tensor | None, inverse_rms: Tensor, weight_offset: float, needs: list[bool],
 ) -> None:  # fmt: skip
     if grad_normed is not None:
-        _norm.backward(grad_normed, grad_summed, summed, weight, None, inverse_rms, weight_offset, grad_x_and_residual, grad_weight, None)
+        _norm.backward(
+            grad_normed,
+            grad_summed,
+            summed,
+            weight,
+            None,
+            inverse_rms,
+            weight_offset,
+            grad_x_and_residual,
+            grad_weight,
+            None,
+        )
     elif grad_x_and_residual is not None and grad_summed is not None:
         grad_x_and_residual.copy_(grad_summed)
 

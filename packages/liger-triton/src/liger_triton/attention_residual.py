@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attention_residual in Triton: one pass over the layers forward, with an online softmax; two backward, since a score's gradient depends on all layers.
+"""attention_residual in Triton: one pass over the layers forward, with an online softmax; two backward, since a score's
+gradient depends on all layers.
 
 The second pass over a row follows the first at once, and finds the layers in registers or in the cache.
 """
@@ -16,14 +17,24 @@ from liger_core.kernels import Outputs, differentiable
 from liger_triton._attention_residual import backward_launch, forward_launch, sum_launch
 from liger_triton._chunks import chunks_of, stages_of, warps_for
 from liger_triton._norm_sum import SUMMED, zero
-from liger_triton.launch import TritonKernel, cdiv, contiguous, dense_like, l2_cache, power_of_two, processors, rows_of, supported
+from liger_triton.launch import (
+    TritonKernel,
+    cdiv,
+    contiguous,
+    dense_like,
+    l2_cache,
+    power_of_two,
+    processors,
+    rows_of,
+    supported,
+)
 
 # The longest rows and the most layers.
 WIDEST, DEEPEST = 16384, 256
 # Columns of a program that adds what the programs have.
 STRIP = 16
-# Chunks of a row and layers on their way at once, forward. Share of copy bandwidth on one H200 (bfloat16): .90 at 2304 columns, .96 at 4096 (8192 rows
-# of 9 layers), .90 at 2048 (4096 rows of 25).
+# Chunks of a row and layers on their way at once, forward. Share of copy bandwidth on one H200 (bfloat16): .90 at 2304
+# columns, .96 at 4096 (8192 rows of 9 layers), .90 at 2048 (4096 rows of 25).
 MOST_CHUNKS, MOST_STAGES = 9, 4
 # The same backward, the most warps of a multiprocessor, and the share of the L2 cache that their rows may fill.
 MOST_CHUNKS_BACKWARD, MOST_STAGES_BACKWARD, WALKING, KEPT = 5, 10, 8, 0.6
@@ -52,7 +63,8 @@ def _launch(y: Tensor, statistics: Tensor, /, layers: Tensor, query: Tensor, wei
     depth, rows, width = layers.shape
     options = chunks_of(width, warps_for(width, MOST_CHUNKS))
     forward_launch(
-        (rows,), layers, query.contiguous(), contiguous(weight), y, statistics, layers.stride(0), layers.stride(1), depth, rows, width, eps,
+        (rows,), layers, query.contiguous(), contiguous(weight), y, statistics, layers.stride(0), layers.stride(1),
+        depth, rows, width, eps,
         STAGES=stages_of(2 * width * layers.element_size(), layers, MOST_STAGES), **options,
     )  # fmt: skip
 
@@ -60,11 +72,15 @@ def _launch(y: Tensor, statistics: Tensor, /, layers: Tensor, query: Tensor, wei
 def _allocate_backward(
     grad_y: Tensor, layers: Tensor, query: Tensor, weight: Tensor | None, statistics: Tensor, needs: list[bool]
 ) -> Outputs:
-    return tuple(dense_like(t) if need and t is not None else None for need, t in zip(needs, (layers, query, weight), strict=True))
+    return tuple(
+        dense_like(t) if need and t is not None else None
+        for need, t in zip(needs, (layers, query, weight), strict=True)
+    )
 
 
 def _launch_backward(
-    grad_layers: Tensor | None, grad_query: Tensor | None, grad_weight: Tensor | None, /, grad_y: Tensor, layers: Tensor, query: Tensor,
+    grad_layers: Tensor | None, grad_query: Tensor | None, grad_weight: Tensor | None, /, grad_y: Tensor,
+    layers: Tensor, query: Tensor,
     weight: Tensor | None, statistics: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     if layers.numel() == 0:
@@ -89,7 +105,8 @@ def _launch_backward(
 
 
 class Shape(NamedTuple):
-    """Warps of a row, programs of a multiprocessor, layers in registers from the first pass to the second, and layers on their way at once."""
+    """Warps of a row, programs of a multiprocessor, layers in registers from the first pass to the second, and layers
+    on their way at once."""
 
     warps: int
     programs: int
@@ -98,17 +115,23 @@ class Shape(NamedTuple):
 
 
 def backward_shape(depth: int, width: int, layers: Tensor) -> Shape:
-    """So many programs that the L2 cache holds all layers of their rows, but at least four warps. 16 warps leave a thread registers for no layer.
+    """So many programs that the L2 cache holds all layers of their rows, but at least four warps. 16 warps leave a
+    thread registers for no layer.
 
-    One H100 (bfloat16), µs, a copy · these shapes · 8 warps and no layer held: 9 x 8192 x 2304 242 · 283 · 297, 9 x 8192 x 4096 428 · 481 · 509,
-    25 x 4096 x 2048 286 · 368 · 415, 5 x 16384 x 1536 187 · 206 · 220.
+    One H100 (bfloat16), µs, a copy · these shapes · 8 warps and no layer held: 9 x 8192 x 2304 242 · 283 · 297, 9 x
+    8192 x 4096 428 · 481 · 509, 25 x 4096 x 2048 286 · 368 · 415, 5 x 16384 x 1536 187 · 206 · 220.
     """
     warps, size = warps_for(width, MOST_CHUNKS_BACKWARD), width * layers.element_size()
     kept = int(KEPT * l2_cache(layers.device)) // (depth * size * processors(layers.device))
     programs = max(cdiv(4, warps), min(WALKING // warps, kept))
     # Few layers fill no long pipeline, unless nothing else runs meanwhile.
     stages = MOST_STAGES_BACKWARD if programs == 1 else max(MOST_STAGES, min(MOST_STAGES_BACKWARD, depth // 2 - 2))
-    return Shape(warps, programs, 0 if warps == 16 else min(depth, 2 if depth <= 32 else 1), stages_of(programs * size, layers, stages))
+    return Shape(
+        warps,
+        programs,
+        0 if warps == 16 else min(depth, 2 if depth <= 32 else 1),
+        stages_of(programs * size, layers, stages),
+    )
 
 
 def _stacked(layers: Tensor) -> Tensor:

@@ -12,7 +12,17 @@ from torch import Tensor
 
 from liger_core.kernels import Outputs, differentiable
 from liger_triton._norm_sum import read, store_sums, sum_columns, zero
-from liger_triton.launch import Launcher, TritonKernel, cdiv, contiguous, dense_like, power_of_two, processors, strided_rows, supported
+from liger_triton.launch import (
+    Launcher,
+    TritonKernel,
+    cdiv,
+    contiguous,
+    dense_like,
+    power_of_two,
+    processors,
+    strided_rows,
+    supported,
+)
 
 
 class Shape(NamedTuple):
@@ -56,12 +66,18 @@ def _launch(y: Tensor, /, x: Tensor, alpha: Tensor, weight: Tensor | None, bias:
     )  # fmt: skip
 
 
-def _allocate_backward(grad_y: Tensor, x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None, needs: list[bool]) -> Outputs:
-    return tuple(dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, alpha, weight, bias), strict=True))
+def _allocate_backward(
+    grad_y: Tensor, x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None, needs: list[bool]
+) -> Outputs:
+    return tuple(
+        dense_like(t) if need and t is not None else None
+        for need, t in zip(needs, (x, alpha, weight, bias), strict=True)
+    )
 
 
 def _launch_backward(
-    grad_x: Tensor | None, grad_alpha: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /, grad_y: Tensor, x: Tensor,
+    grad_x: Tensor | None, grad_alpha: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /,
+    grad_y: Tensor, x: Tensor,
     alpha: Tensor, weight: Tensor | None, bias: Tensor | None, needs: list[bool],
 ) -> None:  # fmt: skip
     if x.numel() == 0:
@@ -78,7 +94,8 @@ def _launch_backward(
     part = x.new_empty((sums, programs, width), dtype=torch.float32) if sums else None
     total = None if grad_alpha is None else x.new_empty((1, tiles * programs, 1), dtype=torch.float32)
     backward_launch(
-        (tiles, programs), grad_y, x, alpha, contiguous(weight), grad_x, grad_weight, grad_bias, part, total, grad_stride, x_stride,
+        (tiles, programs), grad_y, x, alpha, contiguous(weight), grad_x, grad_weight, grad_bias, part, total,
+        grad_stride, x_stride,
         rows, width, ROWS=BACKWARD.rows, BLOCK=block, STAGES=BACKWARD.stages, num_warps=BACKWARD.warps,
     )  # fmt: skip
     if part is not None:
@@ -96,7 +113,10 @@ _dyt = differentiable(
 
 @triton.jit
 def curve(u, EXACT: tl.constexpr):
-    """tanh(u) and 1 - tanh(u)², which is not computed as that difference, since that would cancel. EXACT: to the last digits of float32."""
+    """tanh(u) and 1 - tanh(u)², which is not computed as that difference, since that would cancel.
+
+    EXACT: to the last digits of float32.
+    """
     size = tl.abs(u)
     decay = tl.exp2(size * -2.8853900817779268)
     square = u * u
@@ -163,7 +183,9 @@ def backward_kernel(
         grad = grad * steep
         sum_alpha += tl.sum(grad * value, 0)
         if grad_x is not None:
-            tl.store(grad_x + row[:, None] * width + column[None, :], (grad * slope).to(grad_x.dtype.element_ty), mask=mask)
+            tl.store(
+                grad_x + row[:, None] * width + column[None, :], (grad * slope).to(grad_x.dtype.element_ty), mask=mask
+            )
     if part is not None:
         store_sums(sum_weight, sum_bias, part, grad_weight, grad_bias, program, programs, column, width)
     if total is not None:

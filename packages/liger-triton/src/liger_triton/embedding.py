@@ -11,17 +11,21 @@ from torch import Tensor
 from liger_core.kernels import Outputs, differentiable
 from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, rows_of, supported, wait
 
-# Sorted indices that one program adds up. A sum that ends in a later span continues there, and a second kernel adds its parts.
+# Sorted indices that one program adds up. A sum that ends in a later span continues there, and a second kernel adds its
+# parts.
 SPAN = 16
 # Columns and warps of a program that adds up, and rows of its that are on their way at once.
 SUM_TILE, SUM_WARPS, STAGES = 1024, 2, 4
-# Rows, columns and warps of a program that copies. Share of copy bandwidth on one H100 (bfloat16), 16384 rows of 4096 columns, some of them frequent: .75
-# to .85, depending on where the memory lies; all columns of a row after the other reach .70.
+# Rows, columns and warps of a program that copies. Share of copy bandwidth on one H100 (bfloat16), 16384 rows of 4096
+# columns, some of them frequent: .75 to .85, depending on where the memory lies; all columns of a row after the other
+# reach .70.
 COPIED, COPIED_TILE, COPY_WARPS = 8, 256, 2
-# As many indices are sorted by comparing each with all others, in one kernel instead of ten: indices of a program, and others at once.
+# As many indices are sorted by comparing each with all others, in one kernel instead of ten: indices of a program, and
+# others at once.
 COMPARED, RANKED, OTHERS = 8192, 16, 128
-# Zeros that a program writes. Beside them as many pairs of indices are compared for nothing: 16384 indices into a table of 262144 x 2560 (bfloat16)
-# take .41 ms forward and backward on one H200, .89 of copy bandwidth, instead of .56 if sorted.
+# Zeros that a program writes. Beside them as many pairs of indices are compared for nothing: 16384 indices into a table
+# of 262144 x 2560 (bfloat16) take .41 ms forward and backward on one H200, .89 of copy bandwidth, instead of .56 if
+# sorted.
 ZEROS = 8192
 
 
@@ -41,7 +45,9 @@ def _launch(y: Tensor, /, index: Tensor, weight: Tensor, padding: int) -> None:
     tiles, block = _tiles(width, COPIED_TILE)
     if count * width:
         grid = (cdiv(count, COPIED) * tiles,)
-        rows_launch(grid, index, weight, y, weight.stride(0), count, rows, width, ROWS=COPIED, BLOCK=block, num_warps=COPY_WARPS)
+        rows_launch(
+            grid, index, weight, y, weight.stride(0), count, rows, width, ROWS=COPIED, BLOCK=block, num_warps=COPY_WARPS
+        )
 
 
 def _allocate_backward(grad_y: Tensor, index: Tensor, weight: Tensor, padding: int, needs: list[bool]) -> Outputs:
@@ -64,7 +70,8 @@ def _launch_backward(
     grid = (spans * tiles,)
     shape = (count, rows, width, tiles, padding)
     spans_launch.after(
-        grid, grad_y, found, order, grad_weight, parts[0], parts[1], grad_y.stride(0), *shape, SPAN=SPAN, BLOCK=block, STAGES=STAGES,
+        grid, grad_y, found, order, grad_weight, parts[0], parts[1], grad_y.stride(0), *shape, SPAN=SPAN, BLOCK=block,
+        STAGES=STAGES,
         num_warps=SUM_WARPS,
     )  # fmt: skip
     if spans > 1:
@@ -83,7 +90,8 @@ def _prepared(index: Tensor, grad_weight: Tensor) -> tuple[Tensor, Tensor]:
     found, order = (torch.empty(count, dtype=torch.int32, device=index.device) for _ in range(2))
     ranks = cdiv(count, RANKED)
     prepare_launch(
-        (ranks + cdiv(size, ZEROS),), index, found, order, grad_weight, count, rows, ranks, size, ROWS=RANKED, OTHERS=OTHERS, BLOCK=ZEROS
+        (ranks + cdiv(size, ZEROS),), index, found, order, grad_weight, count, rows, ranks, size, ROWS=RANKED,
+        OTHERS=OTHERS, BLOCK=ZEROS
     )  # fmt: skip
     return found, order
 
@@ -112,9 +120,11 @@ def rows_kernel(index, weight, y, weight_stride, count, rows, width, ROWS: tl.co
 
 @triton.jit
 def prepare_kernel(
-    index, found, order, grad_weight, count, rows, ranks, size, ROWS: tl.constexpr, OTHERS: tl.constexpr, BLOCK: tl.constexpr
+    index, found, order, grad_weight, count, rows, ranks, size, ROWS: tl.constexpr, OTHERS: tl.constexpr,
+    BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Each of the first `ranks` programs puts ROWS indices in order; the others write BLOCK zeros each, which keeps the memory busy meanwhile."""
+    """Each of the first `ranks` programs puts ROWS indices in order; the others write BLOCK zeros each, which keeps the
+    memory busy meanwhile."""
     program = tl.program_id(0)
     if program < ranks:
         rank(program, index, found, order, count, rows, ROWS, OTHERS)
@@ -125,7 +135,7 @@ def prepare_kernel(
 
 @triton.jit
 def rank(program, index, found, order, count, rows, ROWS: tl.constexpr, OTHERS: tl.constexpr):
-    """Put ROWS indices where they belong in the order: behind all smaller ones, and behind equal ones that come first."""
+    """Put ROWS indices where they belong in the order: behind all smaller ones and behind earlier equal ones."""
     place = program * ROWS + tl.arange(0, ROWS)
     inside = place < count
     own = narrowed(tl.load(index + place, mask=inside, other=0), rows)
@@ -154,7 +164,8 @@ def spans_kernel(
 ):  # fmt: skip
     """One program sums one tile of columns over one span of the sorted indices, a run of equal ones after the other.
 
-    Runs that lie in the span go to grad_weight. A run that began before it goes to heads, one that began in it and continues behind it to tails.
+    Runs that lie in the span go to grad_weight. A run that began before it goes to heads, one that began in it and
+    continues behind it to tails.
     """
     wait(EARLY)
     program = tl.program_id(0)
@@ -191,9 +202,10 @@ def spans_kernel(
 
 @triton.jit
 def crossing_kernel(
-    found, grad_weight, heads, tails, spans, count, rows, width, tiles, padding, EARLY: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr
+    found, grad_weight, heads, tails, spans, count, rows, width, tiles, padding, EARLY: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program sums one tile of columns of the run that begins in its span and ends in a later one, if there is one."""
+    """One program sums one tile of columns of the run that begins in its span and ends in a later one, if any."""
     wait(EARLY)
     program = tl.program_id(0)
     span = (program // tiles).to(tl.int64)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """experts in Triton: what happens to rows before, between and after two grouped matmuls.
 
-The backward pass reads only x, the outputs of the first matmul and the order of the rows. With a router weight w, a row's output w · (W a),
-and its upstream gradient g, the gradient of a is w · (Wᵀ g), and that of w is g · (W a) = (Wᵀ g) · a: no output of the second matmul is kept.
+The backward pass reads only x, the outputs of the first matmul and the order of the rows. With a router weight w, a
+row's output w · (W a), and its upstream gradient g, the gradient of a is w · (Wᵀ g), and that of w is g · (W a) = (Wᵀ
+g) · a: no output of the second matmul is kept.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from torch import Tensor
 
 from liger_core.kernels import Outputs, differentiable
 from liger_core.ops._grouped import grouped
-from liger_triton._experts import activate_backward_launch, activate_launch, along_launch, combine_launch, spread_launch, sum_rows_launch
+from liger_triton._experts import (
+    activate_backward_launch,
+    activate_launch,
+    along_launch,
+    combine_launch,
+    spread_launch,
+    sum_rows_launch,
+)
 from liger_triton._grouped import grouped_matmul, grouped_sum
 from liger_triton.launch import ComposedKernel, cdiv, contiguous, dense_like, power_of_two, strided_rows, supported
 
@@ -60,8 +68,10 @@ class Gate(NamedTuple):
 
 def experts(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None, *, activation: Literal["silu", "gelu", "gelu_tanh", "relu_squared"] = "silu", limit: float | None = None,
-    alpha: float = 1.0, shift: float = 0.0, interleaved: bool = False, gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
+    down_bias: Tensor | None = None, *, activation: Literal["silu", "gelu", "gelu_tanh", "relu_squared"] = "silu",
+    limit: float | None = None,
+    alpha: float = 1.0, shift: float = 0.0, interleaved: bool = False, gate_up_a: Tensor | None = None,
+    gate_up_b: Tensor | None = None,
     down_a: Tensor | None = None, down_b: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     adapters = Adapters(gate_up_a, gate_up_b, down_a, down_b)
@@ -76,15 +86,24 @@ def _allocate(
 ) -> Outputs:  # fmt: skip
     slots = routing.chosen.numel()
     order, place = (x.new_empty(slots, dtype=torch.int64) for _ in range(2))
-    return dense_like(x), x.new_empty(slots, gate_up.shape[1]), order, place, x.new_empty(down.shape[0], dtype=torch.int32)
+    return (
+        dense_like(x),
+        x.new_empty(slots, gate_up.shape[1]),
+        order,
+        place,
+        x.new_empty(down.shape[0], dtype=torch.int32),
+    )
 
 
 def _launch(
-    y: Tensor, joined: Tensor, order: Tensor, place: Tensor, ends: Tensor, /, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing,
+    y: Tensor, joined: Tensor, order: Tensor, place: Tensor, ends: Tensor, /, x: Tensor, gate_up: Tensor, down: Tensor,
+    routing: Routing,
     biases: Biases, adapters: Adapters, gate: Gate,
 ) -> Outputs:  # fmt: skip
     order, place, ends = grouped(routing.chosen, down.shape[0])
-    joined = _through(_spread(x, place, routing), gate_up.mT, _turned(adapters.gate_up_a), _turned(adapters.gate_up_b), ends)
+    joined = _through(
+        _spread(x, place, routing), gate_up.mT, _turned(adapters.gate_up_a), _turned(adapters.gate_up_b), ends
+    )
     active = joined.new_empty(joined.shape[0], down.shape[2])
     _activate(joined, active, order, ends, routing, biases, gate)
     parts = _through(active, down.mT, _turned(adapters.down_a), _turned(adapters.down_b), ends)
@@ -94,20 +113,31 @@ def _launch(
 
 
 def _allocate_backward(
-    grad_y: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, biases: Biases, adapters: Adapters, gate: Gate, joined: Tensor,
+    grad_y: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, biases: Biases, adapters: Adapters,
+    gate: Gate, joined: Tensor,
     order: Tensor, place: Tensor, ends: Tensor, needs: list[bool],
 ) -> Outputs:  # fmt: skip
     given = (x, gate_up, down, routing.weight, *biases, *adapters)
     matrices = (False, True, True, False, False, False, *[True] * len(adapters))
     wanted = zip(needs, given, matrices, strict=True)
-    return (*(None if t is None or not need else torch.empty_like(t) if kept else dense_like(t) for need, t, kept in wanted), None)
+    return (
+        *(
+            None if t is None or not need else torch.empty_like(t) if kept else dense_like(t)
+            for need, t, kept in wanted
+        ),
+        None,
+    )
 
 
 def _launch_backward(
-    grad_x: Tensor | None, grad_gate_up: Tensor | None, grad_down: Tensor | None, grad_weight: Tensor | None, grad_gate_up_bias: Tensor | None,
-    grad_down_bias: Tensor | None, grad_gate_up_a: Tensor | None, grad_gate_up_b: Tensor | None, grad_down_a: Tensor | None,
-    grad_down_b: Tensor | None, scratch: Tensor | None, /, grad_y: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing,
-    biases: Biases, adapters: Adapters, gate: Gate, joined: Tensor, order: Tensor, place: Tensor, ends: Tensor, needs: list[bool],
+    grad_x: Tensor | None, grad_gate_up: Tensor | None, grad_down: Tensor | None, grad_weight: Tensor | None,
+    grad_gate_up_bias: Tensor | None,
+    grad_down_bias: Tensor | None, grad_gate_up_a: Tensor | None, grad_gate_up_b: Tensor | None,
+    grad_down_a: Tensor | None,
+    grad_down_b: Tensor | None, scratch: Tensor | None, /, grad_y: Tensor, x: Tensor, gate_up: Tensor, down: Tensor,
+    routing: Routing,
+    biases: Biases, adapters: Adapters, gate: Gate, joined: Tensor, order: Tensor, place: Tensor, ends: Tensor,
+    needs: list[bool],
 ) -> Outputs:  # fmt: skip
     for_x, for_gate_up, for_down, for_weight, for_gate_up_bias, for_down_bias, *for_adapters = needs
     for_first, for_second = (for_gate_up, *for_adapters[:2]), (for_down, *for_adapters[2:])
@@ -125,8 +155,14 @@ def _launch_backward(
     grad_joined = (torch.empty_like(joined) if scratch is None else scratch) if through else None
     if for_weight:
         grad_weight = dense_like(routing.weight)
-    along = _along_bias(grad_y, place, ends, routing, biases.down_bias) if for_weight and biases.down_bias is not None else None
-    _activate_backward(joined, pulled, active, grad_joined, grad_weight, along, order, ends, routing, biases, gate, any(for_second))
+    along = (
+        _along_bias(grad_y, place, ends, routing, biases.down_bias)
+        if for_weight and biases.down_bias is not None
+        else None
+    )
+    _activate_backward(
+        joined, pulled, active, grad_joined, grad_weight, along, order, ends, routing, biases, gate, any(for_second)
+    )
     if for_down_bias:
         grad_down_bias = _sum_rows(grads, ends, order, routing.weight)
     if any(for_second):
@@ -139,9 +175,13 @@ def _launch_backward(
             grad_gate_up_bias = _sum_rows(grad_joined, ends)
         if any(for_first):
             matrices = gate_up, *adapters[:2]
-            grad_gate_up, grad_gate_up_a, grad_gate_up_b = _of_matrices(grad_joined, _spread(x, place, routing), matrices, ends, for_first)
+            grad_gate_up, grad_gate_up_a, grad_gate_up_b = _of_matrices(
+                grad_joined, _spread(x, place, routing), matrices, ends, for_first
+            )
         if for_x:
-            grad_x = _combine(_through(grad_joined, gate_up, adapters.gate_up_b, adapters.gate_up_a, ends), place, ends, routing)
+            grad_x = _combine(
+                _through(grad_joined, gate_up, adapters.gate_up_b, adapters.gate_up_a, ends), place, ends, routing
+            )
     return (
         *(grad_x, grad_gate_up, grad_down, grad_weight, grad_gate_up_bias, grad_down_bias),
         *(grad_gate_up_a, grad_gate_up_b, grad_down_a, grad_down_b, None),
@@ -153,7 +193,12 @@ def _turned(factor: Tensor | None) -> Tensor | None:
 
 
 def _through(
-    rows: Tensor, matrices: Tensor, first: Tensor | None, second: Tensor | None, ends: Tensor, dtype: torch.dtype | None = None
+    rows: Tensor,
+    matrices: Tensor,
+    first: Tensor | None,
+    second: Tensor | None,
+    ends: Tensor,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return rows @ matrices of each group, plus rows @ first @ second with an adapter."""
     out = grouped_matmul(rows, matrices, ends, dtype)
@@ -164,14 +209,22 @@ def _through(
 
 
 def _of_matrices(
-    grads: Tensor, rows: Tensor, matrices: tuple[Tensor, Tensor | None, Tensor | None], ends: Tensor, needs: tuple[bool, ...]
+    grads: Tensor,
+    rows: Tensor,
+    matrices: tuple[Tensor, Tensor | None, Tensor | None],
+    ends: Tensor,
+    needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of matrices and of their adapter from rows and the upstream gradients of the products."""
     own, a, b = matrices
     return (
         _summed_like(own, grads, rows, ends) if needs[0] else None,
-        _summed_like(a, grouped_matmul(grads, b, ends), rows, ends) if needs[1] and a is not None and b is not None else None,
-        _summed_like(b, grads, grouped_matmul(rows, a.mT, ends), ends) if needs[2] and a is not None and b is not None else None,
+        _summed_like(a, grouped_matmul(grads, b, ends), rows, ends)
+        if needs[1] and a is not None and b is not None
+        else None,
+        _summed_like(b, grads, grouped_matmul(rows, a.mT, ends), ends)
+        if needs[2] and a is not None and b is not None
+        else None,
     )
 
 
@@ -195,7 +248,12 @@ def _spread(x: Tensor, place: Tensor, routing: Routing) -> Tensor:
 
 
 def _combine(
-    rows: Tensor, place: Tensor, ends: Tensor, routing: Routing, weight: Tensor | None = None, bias: Tensor | None = None
+    rows: Tensor,
+    place: Tensor,
+    ends: Tensor,
+    routing: Routing,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Sum the rows of each token's slots that have an expert, in float32 and weighted if there are weights."""
     (tokens, k), width = routing.chosen.shape, rows.shape[1]
@@ -204,7 +262,8 @@ def _combine(
         block = min(WIDE, power_of_two(width))
         tiles = cdiv(width, block)
         combine_launch(
-            (tokens * tiles,), rows, place, ends, contiguous(weight), contiguous(bias), contiguous(routing.chosen), y, width, tiles, ends.shape[0],
+            (tokens * tiles,), rows, place, ends, contiguous(weight), contiguous(bias), contiguous(routing.chosen), y,
+            width, tiles, ends.shape[0],
             WEIGHTED=weight is not None, HAS_BIAS=bias is not None, K=k, BLOCK=block, num_warps=4,
         )  # fmt: skip
     else:
@@ -212,26 +271,32 @@ def _combine(
     return y
 
 
-def _activate(joined: Tensor, active: Tensor, order: Tensor, ends: Tensor, routing: Routing, biases: Biases, gate: Gate) -> None:
+def _activate(
+    joined: Tensor, active: Tensor, order: Tensor, ends: Tensor, routing: Routing, biases: Biases, gate: Gate
+) -> None:
     rows, width = active.shape
     if rows * width:
         tiles = cdiv(width, COLUMNS)
         activate_launch(
-            (cdiv(rows, ROWS) * tiles,), joined, contiguous(biases.gate_up_bias), order, contiguous(routing.chosen), ends, active,
+            (cdiv(rows, ROWS) * tiles,), joined, contiguous(biases.gate_up_bias), order, contiguous(routing.chosen),
+            ends, active,
             rows, width, tiles, ends.shape[0], *_numbers(gate), **_constants(joined, width, biases, gate),
         )  # fmt: skip
 
 
 def _activate_backward(
-    joined: Tensor, pulled: Tensor, active: Tensor, grad_joined: Tensor | None, grad_weight: Tensor | None, along: Tensor | None, order: Tensor,
+    joined: Tensor, pulled: Tensor, active: Tensor, grad_joined: Tensor | None, grad_weight: Tensor | None,
+    along: Tensor | None, order: Tensor,
     ends: Tensor, routing: Routing, biases: Biases, gate: Gate, for_down: bool,
 ) -> None:  # fmt: skip
     rows, width = active.shape
     if rows * width:
         activate_backward_launch(
-            (cdiv(rows, ROWS),), joined, contiguous(biases.gate_up_bias), order, contiguous(routing.chosen), ends, contiguous(routing.weight), along,
+            (cdiv(rows, ROWS),), joined, contiguous(biases.gate_up_bias), order, contiguous(routing.chosen), ends,
+            contiguous(routing.weight), along,
             pulled, active, grad_joined, grad_weight, rows, width, ends.shape[0], *_numbers(gate),
-            NEEDS_JOINED=grad_joined is not None, NEEDS_WEIGHT=grad_weight is not None, HAS_ALONG=along is not None, NEEDS_ACTIVE=for_down,
+            NEEDS_JOINED=grad_joined is not None, NEEDS_WEIGHT=grad_weight is not None, HAS_ALONG=along is not None,
+            NEEDS_ACTIVE=for_down,
             WEIGHTED=active.dtype != torch.float16, **_constants(joined, width, biases, gate),
         )  # fmt: skip
     elif grad_weight is not None:
@@ -245,7 +310,8 @@ def _along_bias(grad_y: Tensor, place: Tensor, ends: Tensor, routing: Routing, b
     if along.numel():
         width = grad_y.shape[1]
         along_launch(
-            (along.shape[0],), grad_y, contiguous(bias), contiguous(routing.chosen), place, ends, along, stride, width, ends.shape[0],
+            (along.shape[0],), grad_y, contiguous(bias), contiguous(routing.chosen), place, ends, along, stride, width,
+            ends.shape[0],
             K=routing.chosen.shape[1], BLOCK=min(WIDE, power_of_two(width)), num_warps=4,
         )  # fmt: skip
     return along
@@ -270,7 +336,8 @@ def _numbers(gate: Gate) -> tuple[float, float, float]:
 def _constants(joined: Tensor, width: int, biases: Biases, gate: Gate) -> dict[str, Any]:
     return {
         "ACTIVATION": CODES[gate.activation], "LIMITED": gate.limit is not None, "GATED": joined.shape[1] != width,
-        "INTERLEAVED": gate.interleaved, "HAS_BIAS": biases.gate_up_bias is not None, "ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": 4,
+        "INTERLEAVED": gate.interleaved, "HAS_BIAS": biases.gate_up_bias is not None, "ROWS": ROWS, "COLUMNS": COLUMNS,
+        "num_warps": 4,
     }  # fmt: skip
 
 

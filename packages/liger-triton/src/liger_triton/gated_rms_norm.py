@@ -31,7 +31,8 @@ WIDEST = 16384
 
 
 class Form(NamedTuple):
-    """The options: eps, what is added to the weight, whether the gate is a sigmoid and comes first, columns of a group (0: all)."""
+    """The options: eps, what is added to the weight, whether the gate is a sigmoid and comes first, columns of a group
+    (0: all)."""
 
     eps: float
     offset: float
@@ -65,19 +66,24 @@ def _launch(y: Tensor, inverse: Tensor, /, x: Tensor, gate: Tensor, weight: Tens
     gate, gate_stride = strided_rows(gate)
     block, several, warps = forward_shape(width)
     forward_launch(
-        (cdiv(rows, several), groups), x, gate, contiguous(weight), y, inverse, x_stride, gate_stride, rows, width, form.eps, form.offset,
-        SIGMOID=form.sigmoid, FIRST=form.first, ROWS=several, BLOCK=block, num_warps=warps, enable_fp_fusion=fuses(block),
+        (cdiv(rows, several), groups), x, gate, contiguous(weight), y, inverse, x_stride, gate_stride, rows, width,
+        form.eps, form.offset,
+        SIGMOID=form.sigmoid, FIRST=form.first, ROWS=several, BLOCK=block, num_warps=warps,
+        enable_fp_fusion=fuses(block),
     )  # fmt: skip
 
 
 def _allocate_backward(
     grad_y: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, form: Form, inverse: Tensor, needs: list[bool]
 ) -> Outputs:
-    return tuple(dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, gate, weight), strict=True))
+    return tuple(
+        dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, gate, weight), strict=True)
+    )
 
 
 def _launch_backward(
-    grad_x: Tensor | None, grad_gate: Tensor | None, grad_weight: Tensor | None, /, grad_y: Tensor, x: Tensor, gate: Tensor,
+    grad_x: Tensor | None, grad_gate: Tensor | None, grad_weight: Tensor | None, /, grad_y: Tensor, x: Tensor,
+    gate: Tensor,
     weight: Tensor | None, form: Form, inverse: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     if x.numel() == 0:
@@ -97,23 +103,26 @@ def _launch_backward(
     backward_launch(
         (programs, groups), grad_y, x, gate, contiguous(weight), inverse, grad_x, grad_gate, part,
         grad_stride, x_stride, gate_stride, rows, width, form.offset,
-        SIGMOID=form.sigmoid, FIRST=form.first, ROWS=several, BLOCK=block, STAGES=stages, HELD=held, num_warps=warps, enable_fp_fusion=fuses(block),
+        SIGMOID=form.sigmoid, FIRST=form.first, ROWS=several, BLOCK=block, STAGES=stages, HELD=held, num_warps=warps,
+        enable_fp_fusion=fuses(block),
     )  # fmt: skip
     if part is not None:
         sum_columns(part, grad_weight, None)
 
 
-# Share of copy bandwidth on one H200 (bfloat16, kernels alone) at 8192 · 4096 columns: forward .92 (16 warps .88) · .98, backward .95 · .95 (with
-# the weight held .75 · .87).
+# Share of copy bandwidth on one H200 (bfloat16, kernels alone) at 8192 · 4096 columns: forward .92 (16 warps .88) ·
+# .98, backward .95 · .95 (with the weight held .75 · .87).
 def forward_shape(width: int) -> tuple[int, int, int]:
     """Block of columns, rows of a program, warps."""
     return row_shape(width, 2048, lambda block: 8 if block <= 8192 else 16)
 
 
 def backward_shape(width: int, size: int, shared: int) -> tuple[int, int, int, int, int, bool]:
-    """Block, rows, warps, pipeline stages, programs per multiprocessor, whether the weight stays in registers from row to row.
+    """Block, rows, warps, pipeline stages, programs per multiprocessor, whether the weight stays in registers from row
+    to row.
 
-    size is the bytes of a column of the three tensors. The next rows are on their way in shared memory while these are computed.
+    size is the bytes of a column of the three tensors. The next rows are on their way in shared memory while these are
+    computed.
     """
     block, rows, warps = forward_shape(width)
     programs = 4 if block <= 2048 else 2 if block <= 4096 else 1
@@ -171,9 +180,11 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     grad_y, x, gate, weight, inverse, grad_x, grad_gate, part, grad_stride, x_stride, gate_stride, rows, width, offset,
-    SIGMOID: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr,
+    SIGMOID: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    HELD: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, g) walks group g of every programs-th ROWS rows, from the p-th on; its weight gradient goes to row p of part.
+    """Program (p, g) walks group g of every programs-th ROWS rows, from the p-th on; its weight gradient goes to row p
+    of part.
 
     With n the normalized row and u its gradient: that of what was normalized is inverse · (u - n · mean(u · n)).
     """

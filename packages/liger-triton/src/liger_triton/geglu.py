@@ -11,7 +11,9 @@ from liger_triton._gated import GELU_ERF, GELU_TANH, PLAIN, gated
 from liger_triton.launch import supported
 
 
-def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Literal["tanh", "none"] = "tanh", overwrite: bool = False) -> Tensor:
+def geglu(
+    gate: Tensor, up: Tensor | None = None, *, approximate: Literal["tanh", "none"] = "tanh", overwrite: bool = False
+) -> Tensor:
     supported(gate)
     result: Tensor = _geglu(gate, up, GELU_TANH if approximate == "tanh" else GELU_ERF, PLAIN, overwrite)
     return result

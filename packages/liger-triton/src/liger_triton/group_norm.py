@@ -35,12 +35,14 @@ class Shape(NamedTuple):
     programs: int
 
 
-# Of large groups, of groups that these tiles would fit badly, and of the backward pass. Forward, a thread has 16 numbers of a tile, and so adds
-# several before threads add theirs: see `fuses`.
+# Of large groups, of groups that these tiles would fit badly, and of the backward pass. Forward, a thread has 16
+# numbers of a tile, and so adds several before threads add theirs: see `fuses`.
 FORWARD, SMALL, BACKWARD = Shape(8192, 16, 4), Shape(2048, 4, 4), Shape(2048, 4, 8)
 
 
-def group_norm(x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def group_norm(
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
     supported(x, weight, bias)
     if (size := x.shape[1:].numel() // num_groups) > MOST:
         raise Unsupported(f"groups of {size} numbers, more than {MOST}")
@@ -54,7 +56,15 @@ def _allocate(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | 
 
 
 def _launch(
-    y: Tensor, mean: Tensor, inverse: Tensor, /, x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+    y: Tensor,
+    mean: Tensor,
+    inverse: Tensor,
+    /,
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
 ) -> None:
     if x.numel() == 0:
         return
@@ -70,7 +80,8 @@ def _launch(
     part, parts = parts_of(size, shape.tile, rows, shape.programs * processors(x.device)) if few else (size, 1)
     found = None if parts == 1 else x.new_empty((3, rows, parts), dtype=torch.float32)
     options = {
-        "PARTS": max(power_of_two(parts), 32 * shape.warps), "TOGETHER": together(space, shape.tile), "BLOCK": shape.tile,
+        "PARTS": max(power_of_two(parts), 32 * shape.warps), "TOGETHER": together(space, shape.tile),
+        "BLOCK": shape.tile,
         "num_warps": shape.warps,
     }  # fmt: skip
     args = (x, weight, bias, y, mean, inverse, found, num_groups, channels, space, part, eps)
@@ -82,14 +93,18 @@ def _launch(
 
 
 def _allocate_backward(
-    grad_y: Tensor, x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor,
+    grad_y: Tensor, x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
+    inverse: Tensor,
     needs: list[bool],
 ) -> Outputs:  # fmt: skip
-    return tuple(dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, weight, bias), strict=True))
+    return tuple(
+        dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, weight, bias), strict=True)
+    )
 
 
 def _launch_backward(
-    grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /, grad_y: Tensor, x: Tensor, num_groups: int,
+    grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /, grad_y: Tensor, x: Tensor,
+    num_groups: int,
     weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     if x.numel() == 0:
@@ -111,15 +126,23 @@ def _launch_backward(
     sums = x.new_empty((2, samples, parts, channels), dtype=torch.float32)
     means = None if grad_x is None else x.new_empty((2, groups), dtype=torch.float32)
     grid = cdiv(rows, several), parts
-    options = {"ROWS": several, "BLOCK": columns, "WHOLE": space % columns == 0 and rows % several == 0, "num_warps": warps}
+    options = {
+        "ROWS": several,
+        "BLOCK": columns,
+        "WHOLE": space % columns == 0 and rows % several == 0,
+        "num_warps": warps,
+    }
     sum_launch(grid, grad_y, x, mean, inverse, sums, rows, channels, per_group, space, part, **options)
     finish(sums, means, weight, grad_weight, grad_bias, per_group, space)
     if grad_x is not None:
-        backward_launch.after(grid, grad_y, x, weight, mean, inverse, means, grad_x, rows, channels, per_group, space, part, **options)
+        backward_launch.after(
+            grid, grad_y, x, weight, mean, inverse, means, grad_x, rows, channels, per_group, space, part, **options
+        )
 
 
 def finish(
-    sums: Tensor, means: Tensor | None, weight: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, per_group: int, space: int,
+    sums: Tensor, means: Tensor | None, weight: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
+    per_group: int, space: int,
 ) -> None:  # fmt: skip
     """Reduce the sums of parts of channels to means over groups and sums over samples."""
     samples, parts, channels = sums.shape[1:]
@@ -127,7 +150,8 @@ def finish(
     first = 0 if means is None else means.shape[1]
     if first + strips:
         mean_launch.after(
-            (first + strips,), weight, sums, means, grad_weight, grad_bias, first, samples, channels, per_group, space, parts,
+            (first + strips,), weight, sums, means, grad_weight, grad_bias, first, samples, channels, per_group, space,
+            parts,
             GROUP=max(128, min(1024, power_of_two(per_group * parts))), ROWS=64, STRIP=STRIP, num_warps=4,
             enable_fp_fusion=False,
         )  # fmt: skip

@@ -13,7 +13,8 @@ from triton.runtime import interpreter
 
 
 def round_to_nearest() -> None:
-    """Replace the interpreter's truncation (Triton 3.6 to 3.9), which doubles the error of every bfloat16 result, by rounding to nearest even."""
+    """Replace the interpreter's truncation (Triton 3.6 to 3.9), which doubles the error of every bfloat16 result, by
+    rounding to nearest even."""
     builder: Any = interpreter.InterpreterBuilder
     if getattr(builder.cast_impl, "rounds_to_nearest", False):
         return
@@ -36,7 +37,8 @@ def _nearest(values: Any) -> Any:
 
 
 def multiply_bfloat16() -> None:
-    """Make tl.dot read bfloat16 operands as numbers: the interpreter (Triton 3.6 to 3.9) multiplies their bits as integers."""
+    """Make tl.dot read bfloat16 operands as numbers: the interpreter (Triton 3.6 to 3.9) multiplies their bits as
+    integers."""
     builder: Any = interpreter.InterpreterBuilder
     if getattr(builder.create_dot, "reads_bfloat16", False):
         return
@@ -75,7 +77,8 @@ def round_once() -> None:
 
 
 def narrow_floats() -> None:
-    """Give kernels their floats in float32, as on a GPU: the interpreter (Triton 3.6 to 3.9) computes with those of Python, in float64."""
+    """Give kernels their floats in float32, as on a GPU: the interpreter (Triton 3.6 to 3.9) computes with those of
+    Python, in float64."""
     inner: Any = interpreter._implicit_cvt
     if getattr(inner, "narrows", False):
         return
@@ -90,14 +93,16 @@ def narrow_floats() -> None:
 
 
 def ignore_nan() -> None:
-    """Make tl.minimum and tl.maximum return the other number if one is NaN, as a GPU does; the interpreter (Triton 3.6 to 3.9) returns NaN."""
+    """Make tl.minimum and tl.maximum return the other number if one is NaN, as a GPU does; the interpreter (Triton 3.6
+    to 3.9) returns NaN."""
     builder: Any = interpreter.InterpreterBuilder
     builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
     builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
 
 
 def find_builtins_once() -> None:
-    """Cache the names of the builtins that the interpreter replaces; it searches all of triton.language for them at every call."""
+    """Cache the names of the builtins that the interpreter replaces; it searches all of triton.language for them at
+    every call."""
     if not hasattr(interpreter, "_patch_builtin"):
         return
 

@@ -18,7 +18,14 @@ from triton.runtime import driver
 from liger_core import Unsupported
 from liger_core.kernels import Kernel, Outputs
 from liger_core.private_torch import current_device, raw_stream
-from liger_triton.interpreter import find_builtins_once, ignore_nan, multiply_bfloat16, narrow_floats, round_once, round_to_nearest
+from liger_triton.interpreter import (
+    find_builtins_once,
+    ignore_nan,
+    multiply_bfloat16,
+    narrow_floats,
+    round_once,
+    round_to_nearest,
+)
 
 if knobs.runtime.interpret:
     round_to_nearest()
@@ -31,9 +38,11 @@ if knobs.runtime.interpret:
 NAMESPACE = "liger_triton"
 PLAIN = frozenset({Tensor, Parameter})
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-# Releases of Triton whose launcher `Launcher` knows how to call; 3.6 takes the arguments one by one, the others in a tuple.
+# Releases of Triton whose launcher `Launcher` knows how to call; 3.6 takes the arguments one by one, the others in a
+# tuple.
 KNOWN_RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
-# Column tiles, not one program a row: a row padded to a power of two wastes up to a third of the lanes (I = 11008 → 16384).
+# Column tiles, not one program a row: a row padded to a power of two wastes up to a third of the lanes (I = 11008 →
+# 16384).
 TILE, TILE_WARPS = 2048, 8
 # Neighbors that one thread takes: 16 bytes of bf16.
 VECTOR = 8
@@ -57,9 +66,12 @@ class TritonKernel(Kernel):
 
 
 class ComposedKernel(TritonKernel):
-    """A kernel whose outputs other kernels make, which allocate them. Its launch gets None for each output, and returns them.
+    """A kernel whose outputs other kernels make, which allocate them.
 
-    reused  the input that a backward whose graph is freed behind it may work in; launch gets it as its last output, `scratch`
+    Its launch gets None for each output, and returns them.
+
+    reused  the input that a backward whose graph is freed behind it may work in; launch gets it as its last output,
+            `scratch`
     """
 
     def __init__(self, name: str, allocate: Any, launch: Any, reused: str = "") -> None:
@@ -77,12 +89,13 @@ class ComposedKernel(TritonKernel):
 
 
 class Launcher:
-    """Starts a Triton kernel, `launcher(grid, *args, BLOCK=…, num_warps=…)`, reusing the kernel compiled for an equal earlier call.
+    """Starts a Triton kernel, `launcher(grid, *args, BLOCK=…, num_warps=…)`, reusing the kernel compiled for an equal
+    earlier call.
 
-    Triton's own call spends 10 µs finding that kernel again (H200 host, 12 arguments: 14.3 against 4.8 µs). The key holds all that
-    Triton specializes on: dtypes, 16-byte alignment, the integers themselves, the constexprs and the device. Pointers are passed as
-    addresses: for a tensor Triton asks the driver whether the device can reach it, which `check` of every op has made sure of.
-    Releases of Triton other than KNOWN_RELEASES get Triton's own call.
+    Triton's own call spends 10 µs finding that kernel again (H200 host, 12 arguments: 14.3 against 4.8 µs). The key
+    holds all that Triton specializes on: dtypes, 16-byte alignment, the integers themselves, the constexprs and the
+    device. Pointers are passed as addresses: for a tensor Triton asks the driver whether the device can reach it, which
+    `check` of every op has made sure of. Releases of Triton other than KNOWN_RELEASES get Triton's own call.
     """
 
     LIMIT = 4096
@@ -129,7 +142,8 @@ class Launcher:
             start(x, y, 1, stream, function, *between, *values, *constants)
 
     def after(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        """Start a kernel that reads what the last launch wrote: it is on the device already when that ends, and its `wait` returns then.
+        """Start a kernel that reads what the last launch wrote: it is on the device already when that ends, and its
+        `wait` returns then.
 
         Saves 1.2 µs a launch on an H200 (programmatic dependent launch).
         """
@@ -137,11 +151,15 @@ class Launcher:
         self(grid, *args, EARLY=early, **({"launch_pdl": True} if early else {}), **options)
 
     def call_triton(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Triton's own call. States explicitly that products may be fused into sums, which Triton 3.9 warns about and 3.10 changes."""
+        """Triton's own call.
+
+        States explicitly that products may be fused into sums, which Triton 3.9 warns about and 3.10 changes.
+        """
         return self.kernel[grid](*args, **{"enable_fp_fusion": True, **options})
 
     def keep(self, key: tuple[Any, ...], compiled: Any, count: int, options: dict[str, Any]) -> None:
-        """Cache a kernel compiled for a call with `count` arguments, with everything that Triton's launcher needs around them."""
+        """Cache a kernel compiled for a call with `count` arguments, with everything that Triton's launcher needs
+        around them."""
         run = compiled.run
         if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
             # Scratch memory and a sanitizer's state belong to one launch; Triton's own call provides them.
@@ -160,7 +178,10 @@ class Launcher:
 
 
 def overlaps() -> bool:
-    """Whether the current device may start a kernel before the one that it depends on has ended: Hopper GPUs and later ones of NVIDIA."""
+    """Whether the current device may start a kernel before the one that it depends on has ended:
+
+    Hopper GPUs and later ones of NVIDIA.
+    """
     return torch.version.cuda is not None and capability(current_device()) >= (9, 0)
 
 
@@ -190,8 +211,9 @@ def supported(*tensors: Tensor | None) -> None:
 def fuses(block: int) -> bool:
     """Whether a reduction of so many elements may fuse products into its sums.
 
-    Triton 3.6 lets every thread that knows a sum write it to shared memory (triton-lang/triton#7264, #11614). All know the same bits only
-    if no thread fuses the product of its one element into the sum with its neighbor's, which was rounded.
+    Triton 3.6 lets every thread that knows a sum write it to shared memory (triton-lang/triton#7264, #11614). All know
+    the same bits only if no thread fuses the product of its one element into the sum with its neighbor's, which was
+    rounded.
     """
     return block > 512
 
@@ -230,12 +252,13 @@ def tiles_of(*tensors: Tensor) -> tuple[int, int, int, int]:
 
 
 def dense_like(x: Tensor) -> Tensor:
-    """New memory for a result of the shape of x, in dense rows whatever the strides of x (1 µs; new_empty takes 1.8)."""
+    """Allocate a result of the shape of x in dense rows, whatever the strides of x (1 µs; new_empty takes 1.8)."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def row_shape(width: int, most: int, warps: Callable[[int], int]) -> tuple[int, int, int]:
-    """Block of columns, rows of a program, warps: rows of up to `most` columns share a program, longer ones have `warps(block)`."""
+    """Block of columns, rows of a program, warps: rows of up to `most` columns share a program, longer ones have
+    `warps(block)`."""
     block = power_of_two(width)
     if block <= most:
         return block, max(1, min(64, most // block)), 4
@@ -255,7 +278,8 @@ def contiguous(vector: Tensor | None) -> Tensor | None:
 
 
 def registers(most: int | None, like: Tensor) -> dict[str, int]:
-    """The option that bounds the registers of a thread, so that more warps run at once; only Triton's backend for NVIDIA GPUs has it."""
+    """The option that bounds the registers of a thread, so that more warps run at once; only Triton's backend for
+    NVIDIA GPUs has it."""
     return {"maxnreg": most} if most and like.is_cuda and torch.version.cuda else {}
 
 

@@ -22,18 +22,29 @@ def _allocate(x: Tensor, *rest: object) -> Outputs:
     return dense_like(x), x.new_empty(rows, dtype=torch.float32), x.new_empty(rows, dtype=torch.float32)
 
 
-def _launch(y: Tensor, mean: Tensor, inverse: Tensor, /, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+def _launch(
+    y: Tensor, mean: Tensor, inverse: Tensor, /, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> None:
     _norm.forward(x, None, weight, bias, None, y, mean, inverse, eps, 0.0, False)
 
 
 def _allocate_backward(
-    grad_y: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool]
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    inverse: Tensor,
+    needs: list[bool],
 ) -> Outputs:
-    return tuple(dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, weight, bias), strict=True))
+    return tuple(
+        dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, weight, bias), strict=True)
+    )
 
 
 def _launch_backward(
-    grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /, grad_y: Tensor, x: Tensor, weight: Tensor | None,
+    grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /, grad_y: Tensor, x: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     _norm.backward(grad_y, None, x, weight, mean, inverse, 0.0, grad_x, grad_weight, grad_bias)

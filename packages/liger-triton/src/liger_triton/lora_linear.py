@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lora_linear in Triton: core's cuBLAS matmuls of the layer, and one pass over x or the upstream gradient for each that meets the adapter."""
+"""lora_linear in Triton: core's cuBLAS matmuls of the layer, and one pass over x or the upstream gradient for each that
+meets the adapter."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from liger_triton.launch import Launcher, TritonKernel, cdiv, contiguous, power_
 
 # Tensor cores multiply at least 16 columns; wider adapters are matmuls like any other.
 LEAST_RANK, MOST_RANK = 16, 64
-# Rows and columns of a tile; with few rows, smaller tiles fill the device. One H200, 32768 × 4096: .084 ms, 64 × 128 takes .102.
+# Rows and columns of a tile; with few rows, smaller tiles fill the device. One H200, 32768 × 4096: .084 ms, 64 × 128
+# takes .102.
 PROJECT_ROWS, PROJECT_COLUMNS = 128, 64
 REDUCE_ROWS, REDUCE_COLUMNS = 64, 64
 # A tile of what a layer and its adapter give together.
@@ -23,13 +25,19 @@ COMBINE_ROWS, COMBINE_COLUMNS, COMBINE_INNER = 128, 128, 64
 DOT_ROWS, DOT_COLUMNS = 32, 128
 # Elements of an adapter that one program splits.
 RIGHT_BLOCK = 1024
-# Programs of a sum over rows per multiprocessor: enough to fill the device, few enough that their partial sums are small.
+# Programs of a sum over rows per multiprocessor: enough to fill the device, few enough that their partial sums are
+# small.
 SUM_PROGRAMS = 4
 
 
 def _takes(rows: Tensor, adapter: torch.dtype, rank: int) -> bool:
     """A kernel multiplies bfloat16 rows; other dtypes have no second half, and few bits to lose."""
-    return rows.dtype == torch.bfloat16 and adapter in (torch.bfloat16, torch.float32) and 0 < rank <= MOST_RANK and rows.numel() > 0
+    return (
+        rows.dtype == torch.bfloat16
+        and adapter in (torch.bfloat16, torch.float32)
+        and 0 < rank <= MOST_RANK
+        and rows.numel() > 0
+    )
 
 
 def project(rows: Tensor, matrix: Tensor, scale: float, out: Tensor) -> None:
@@ -41,8 +49,10 @@ def project(rows: Tensor, matrix: Tensor, scale: float, out: Tensor) -> None:
     count = rows.shape[0]
     tile = PROJECT_ROWS if count >= PROJECT_ROWS * processors(rows.device) else PROJECT_ROWS // 2
     project_launch(
-        (cdiv(count, tile),), rows, matrix, out, rows.stride(0), *matrix.stride(), out.stride(0), count, width, rank, scale,
-        SPLIT=matrix.dtype == torch.float32, ROWS=tile, COLUMNS=PROJECT_COLUMNS, RANK=max(LEAST_RANK, power_of_two(rank)),
+        (cdiv(count, tile),), rows, matrix, out, rows.stride(0), *matrix.stride(), out.stride(0), count, width, rank,
+        scale,
+        SPLIT=matrix.dtype == torch.float32, ROWS=tile, COLUMNS=PROJECT_COLUMNS,
+        RANK=max(LEAST_RANK, power_of_two(rank)),
         num_warps=4, num_stages=4,
     )  # fmt: skip
 
@@ -71,7 +81,11 @@ def reduce(left: Tensor, rows: Tensor, out: Tensor) -> None:
 
 def combine(own: Tensor, columns: Tensor, bias: Tensor | None, left: Tensor, right: Tensor, out: Tensor) -> None:
     count, width = out.shape
-    if not (left.dtype == right.dtype == out.dtype == torch.bfloat16) or left.shape[1] > 4 * MOST_RANK or not out.numel():
+    if (
+        not (left.dtype == right.dtype == out.dtype == torch.bfloat16)
+        or left.shape[1] > 4 * MOST_RANK
+        or not out.numel()
+    ):
         TORCH_PASSES.combine(own, columns, bias, left, right, out)
         return
     own, inner = rows_of(own), left.shape[1]
@@ -79,7 +93,8 @@ def combine(own: Tensor, columns: Tensor, bias: Tensor | None, left: Tensor, rig
     combine_launch(
         (cdiv(count, COMBINE_ROWS), cdiv(width, COMBINE_COLUMNS)), own, columns, bias, left, right, out,
         own.stride(0), left.stride(0), *right.stride(), out.stride(0), count, width, inner,
-        HAS_BIAS=bias is not None, ROWS=COMBINE_ROWS, COLUMNS=COMBINE_COLUMNS, INNER=COMBINE_INNER, num_warps=8, num_stages=2,
+        HAS_BIAS=bias is not None, ROWS=COMBINE_ROWS, COLUMNS=COMBINE_COLUMNS, INNER=COMBINE_INNER, num_warps=8,
+        num_stages=2,
     )  # fmt: skip
 
 
@@ -107,7 +122,14 @@ def right_factor(matrix: Tensor, rows: torch.dtype) -> Tensor:
     out = torch.empty(columns, 4 * rank, dtype=rows, device=matrix.device)
     if out.numel():
         right_launch(
-            (cdiv(columns * rank, RIGHT_BLOCK),), matrix, out, *matrix.stride(), columns * rank, rank, BLOCK=RIGHT_BLOCK, num_warps=4
+            (cdiv(columns * rank, RIGHT_BLOCK),),
+            matrix,
+            out,
+            *matrix.stride(),
+            columns * rank,
+            rank,
+            BLOCK=RIGHT_BLOCK,
+            num_warps=4,
         )
     return out
 
@@ -132,10 +154,11 @@ def project_kernel(
     rows, matrix, out, row_stride, rank_stride, column_stride, out_stride, count, width, rank, scale,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """One program multiplies a block of rows by the whole matrix, and writes the high, middle, low and again the high third of the result.
+    """One program multiplies a block of rows by the whole matrix, and writes the high, middle, low and again the high
+    third of the result.
 
-    Tensor cores cut off what they add (3e-5 after 14336 columns), so each tile is summed apart and added to the total with rounding; the
-    factor between the two keeps the compiler from joining them.
+    Tensor cores cut off what they add (3e-5 after 14336 columns), so each tile is summed apart and added to the total
+    with rounding; the factor between the two keeps the compiler from joining them.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column, r = tl.arange(0, COLUMNS), tl.arange(0, RANK)
@@ -172,7 +195,8 @@ def reduce_kernel(
     left, rows, sums, left_stride, row_stride, count, length, width, rank, one,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """One program sums rowsᵀ @ left over `length` rows for a block of columns, tile by tile as in project_kernel; `one` is 1."""
+    """One program sums rowsᵀ @ left over `length` rows for a block of columns, tile by tile as in project_kernel; `one`
+    is 1."""
     column, r = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RANK)
     first = tl.program_id(1).to(tl.int64) * length
     total = tl.zeros((COLUMNS, RANK), dtype=tl.float32)
@@ -197,7 +221,8 @@ def reduce_kernel(
 
 @triton.jit
 def combine_kernel(
-    own, columns, bias, left, right, out, own_stride, left_stride, right_inner_stride, right_stride, out_stride, count, width, inner,
+    own, columns, bias, left, right, out, own_stride, left_stride, right_inner_stride, right_stride, out_stride, count,
+    width, inner,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -206,7 +231,11 @@ def combine_kernel(
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, inner, INNER):
         inside = start + k < inner
-        a = tl.load(left + row[:, None] * left_stride + (start + k)[None, :], mask=(row < count)[:, None] & inside[None, :], other=0.0)
+        a = tl.load(
+            left + row[:, None] * left_stride + (start + k)[None, :],
+            mask=(row < count)[:, None] & inside[None, :],
+            other=0.0,
+        )
         place = (start + k)[:, None] * right_inner_stride + column[None, :] * right_stride
         total = tl.dot(a, tl.load(right + place, mask=inside[:, None] & (column < width)[None, :], other=0.0), total)
     mask = (row < count)[:, None] & (column < width)[None, :]
@@ -218,7 +247,9 @@ def combine_kernel(
 
 
 @triton.jit
-def dot_kernel(rows, other, sums, row_stride, other_stride, count, length, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def dot_kernel(
+    rows, other, sums, row_stride, other_stride, count, length, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     """One program sums rows · other over `length` rows for a block of columns."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(1).to(tl.int64) * length

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lora_linears in Triton: core's cuBLAS matmuls of the layers, and the passes of lora_linear for all adapters at once."""
+"""lora_linears in Triton: core's matmuls of the layers, and the passes of lora_linear for all adapters at once."""
 
 from __future__ import annotations
 

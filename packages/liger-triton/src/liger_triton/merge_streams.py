@@ -34,17 +34,23 @@ def _launch(merged: Tensor, /, x: Tensor, y: Tensor, post: Tensor, res: Tensor |
     tiles = cdiv(width, BLOCK)
     forward_launch(
         (x.shape[0] * tiles,), x, y, post, res, merged,
-        x.stride(0), x.stride(1), y.stride(0), *post.stride(), *((0, 0, 0) if res is None else res.stride()), width, tiles,
+        x.stride(0), x.stride(1), y.stride(0), *post.stride(), *((0, 0, 0) if res is None else res.stride()), width,
+        tiles,
         COUNT=streams, STREAMS=block, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
 
 
-def _allocate_backward(grad_merged: Tensor, x: Tensor, y: Tensor, post: Tensor, res: Tensor | None, needs: list[bool]) -> Outputs:
-    return tuple(dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, y, post, res), strict=True))
+def _allocate_backward(
+    grad_merged: Tensor, x: Tensor, y: Tensor, post: Tensor, res: Tensor | None, needs: list[bool]
+) -> Outputs:
+    return tuple(
+        dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, y, post, res), strict=True)
+    )
 
 
 def _launch_backward(
-    grad_x: Tensor | None, grad_y: Tensor | None, grad_post: Tensor | None, grad_res: Tensor | None, /, grad_merged: Tensor, x: Tensor,
+    grad_x: Tensor | None, grad_y: Tensor | None, grad_post: Tensor | None, grad_res: Tensor | None, /,
+    grad_merged: Tensor, x: Tensor,
     y: Tensor, post: Tensor, res: Tensor | None, needs: list[bool],
 ) -> None:  # fmt: skip
     if x.numel() == 0:
@@ -52,7 +58,11 @@ def _launch_backward(
         return
     streams, width = x.shape[-2:]
     block = check_streams(x)
-    grad_merged, x, y = positions(grad_merged, 2, adjacent=True), positions(x, 2, adjacent=True), positions(y, 1, adjacent=True)
+    grad_merged, x, y = (
+        positions(grad_merged, 2, adjacent=True),
+        positions(x, 2, adjacent=True),
+        positions(y, 1, adjacent=True),
+    )
     post, res = positions(post, 1), None if res is None else positions(res, 2)
     backward_launch(
         (x.shape[0],), grad_merged, x, y, post, res, grad_x, grad_y, grad_post, grad_res,
@@ -63,7 +73,8 @@ def _launch_backward(
 
 
 def _columns(streams: int) -> int:
-    """Columns of a tile of the backward, whose threads hold a product for each pair of streams: of 8 streams a quarter as many as of 4."""
+    """Columns of a tile of the backward, whose threads hold a product for each pair of streams: of 8 streams a quarter
+    as many as of 4."""
     return min(BLOCK, BLOCK * 16 // streams**2)
 
 
@@ -75,7 +86,8 @@ _merge_streams = differentiable(
 
 @triton.jit
 def forward_kernel(
-    x, y, post, res, merged, x_stride, x_stream, y_stride, post_stride, post_stream, res_stride, res_out, res_in, width, tiles,
+    x, y, post, res, merged, x_stride, x_stream, y_stride, post_stride, post_stream, res_stride, res_out, res_in, width,
+    tiles,
     COUNT: tl.constexpr, STREAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program computes one tile of columns of one position."""
@@ -100,11 +112,14 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     grad_merged, x, y, post, res, grad_x, grad_y, grad_post, grad_res,
-    grad_stride, grad_stream, x_stride, x_stream, y_stride, post_stride, post_stream, res_stride, res_out, res_in, width,
+    grad_stride, grad_stream, x_stride, x_stream, y_stride, post_stride, post_stream, res_stride, res_out, res_in,
+    width,
     COUNT: tl.constexpr, STREAMS: tl.constexpr, BLOCK: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """One program walks the tiles of one position. With g = grad_merged: grad_x_j = Σ_i res_ij · g_i, grad_y = Σ_i post_i · g_i,
-    and over the columns grad_post_i = Σ g_i · y, grad_res_ij = Σ g_i · x_j.
+    """One program walks the tiles of one position.
+
+    With g = grad_merged: grad_x_j = Σ_i res_ij · g_i, grad_y = Σ_i post_i · g_i, and over the columns grad_post_i = Σ
+    g_i · y, grad_res_ij = Σ g_i · x_j.
     """
     row = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, STREAMS).to(tl.int64)

@@ -42,7 +42,9 @@ def _allocate_backward(grad_y: Tensor, x: Tensor, pre: Tensor, needs: list[bool]
     return tuple(dense_like(t) if need else None for need, t in zip(needs, (x, pre), strict=True))
 
 
-def _launch_backward(grad_x: Tensor | None, grad_pre: Tensor | None, /, grad_y: Tensor, x: Tensor, pre: Tensor, needs: list[bool]) -> None:
+def _launch_backward(
+    grad_x: Tensor | None, grad_pre: Tensor | None, /, grad_y: Tensor, x: Tensor, pre: Tensor, needs: list[bool]
+) -> None:
     if x.numel() == 0:
         if grad_pre is not None:
             grad_pre.zero_()

@@ -21,18 +21,23 @@ def _allocate(x: Tensor, *rest: object) -> Outputs:
     return dense_like(x), *_norm_modulated.statistics(x, 2)
 
 
-def _launch(y: Tensor, mean: Tensor, inverse: Tensor, /, x: Tensor, scale: Tensor, shift: Tensor | None, eps: float) -> None:
+def _launch(
+    y: Tensor, mean: Tensor, inverse: Tensor, /, x: Tensor, scale: Tensor, shift: Tensor | None, eps: float
+) -> None:
     _norm_modulated.forward(x, scale, shift, None, y, mean, inverse, eps)
 
 
 def _allocate_backward(
     grad_y: Tensor, x: Tensor, scale: Tensor, shift: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool]
 ) -> Outputs:
-    return tuple(dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, scale, shift), strict=True))
+    return tuple(
+        dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, scale, shift), strict=True)
+    )
 
 
 def _launch_backward(
-    grad_x: Tensor | None, grad_scale: Tensor | None, grad_shift: Tensor | None, /, grad_y: Tensor, x: Tensor, scale: Tensor,
+    grad_x: Tensor | None, grad_scale: Tensor | None, grad_shift: Tensor | None, /, grad_y: Tensor, x: Tensor,
+    scale: Tensor,
     shift: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     _norm_modulated.backward(grad_y, x, scale, None, mean, inverse, grad_x, grad_scale, grad_shift, None)

@@ -10,7 +10,9 @@ from liger_triton import _norm_modulated
 from liger_triton.launch import TritonKernel, dense_like, supported
 
 
-def modulated_rms_norm(x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+def modulated_rms_norm(
+    x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6
+) -> Tensor:
     supported(x, scale, shift, weight)
     _norm_modulated.check_width(x)
     result: Tensor = _modulated_rms_norm(x, scale, shift, weight, eps)
@@ -21,18 +23,30 @@ def _allocate(x: Tensor, *rest: object) -> Outputs:
     return dense_like(x), *_norm_modulated.statistics(x, 1)
 
 
-def _launch(y: Tensor, inverse: Tensor, /, x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tensor | None, eps: float) -> None:
+def _launch(
+    y: Tensor, inverse: Tensor, /, x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tensor | None, eps: float
+) -> None:
     _norm_modulated.forward(x, scale, shift, weight, y, None, inverse, eps)
 
 
 def _allocate_backward(
-    grad_y: Tensor, x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tensor | None, inverse: Tensor, needs: list[bool]
+    grad_y: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    shift: Tensor | None,
+    weight: Tensor | None,
+    inverse: Tensor,
+    needs: list[bool],
 ) -> Outputs:
-    return tuple(dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, scale, shift, weight), strict=True))
+    return tuple(
+        dense_like(t) if need and t is not None else None
+        for need, t in zip(needs, (x, scale, shift, weight), strict=True)
+    )
 
 
 def _launch_backward(
-    grad_x: Tensor | None, grad_scale: Tensor | None, grad_shift: Tensor | None, grad_weight: Tensor | None, /, grad_y: Tensor, x: Tensor,
+    grad_x: Tensor | None, grad_scale: Tensor | None, grad_shift: Tensor | None, grad_weight: Tensor | None, /,
+    grad_y: Tensor, x: Tensor,
     scale: Tensor, shift: Tensor | None, weight: Tensor | None, inverse: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     _norm_modulated.backward(grad_y, x, scale, weight, None, inverse, grad_x, grad_scale, grad_shift, grad_weight)

@@ -21,7 +21,17 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def liger_backends() -> list[Backend]:
     # The interpreter is for tests: it is thousands of times slower than PyTorch, so `auto` never selects it.
     devices = ("cpu", "cuda") if INTERPRETED else ("cuda",)
-    return [Backend("triton", devices, 100, _implementations, _unavailable, automatic=not INTERPRETED, supports_fake_tensors=True)]
+    return [
+        Backend(
+            "triton",
+            devices,
+            100,
+            _implementations,
+            _unavailable,
+            automatic=not INTERPRETED,
+            supports_fake_tensors=True,
+        )
+    ]
 
 
 def _implementations() -> Implementations:
@@ -43,5 +53,8 @@ def _unavailable() -> str | None:
 
 def _interpreter_problem(triton: str, numpy: str) -> str | None:
     if Version(triton) < Version("3.7") and Version(numpy) >= Version("2.4"):
-        return f"the interpreter of Triton {triton} cannot run loops with numpy {numpy}; pip install 'numpy<2.4', or a newer Triton"
+        return (
+            f"the interpreter of Triton {triton} cannot run loops with numpy {numpy}; pip install 'numpy<2.4', or a "
+            "newer Triton"
+        )
     return None

@@ -16,7 +16,8 @@ from liger_triton.launch import Launcher, TritonKernel, contiguous, dense_like, 
 
 WIDEST = 16384
 # Chunks of a row forward and backward, and backward, warps of a multiprocessor. Share of copy bandwidth on
-# one H200 (bfloat16), forward · backward: .94 · .90 at 4096 columns, .95 · .90 at 8192, .95 · .89 at 11008, .97 · .95 at 14336.
+# one H200 (bfloat16), forward · backward: .94 · .90 at 4096 columns, .95 · .90 at 8192, .95 · .89 at 11008, .97 · .95
+# at 14336.
 MOST_CHUNKS, MOST_CHUNKS_BACKWARD, WARPS = 7, 11, 8
 
 
@@ -39,16 +40,22 @@ def _launch(y: Tensor, inverse: Tensor, /, x: Tensor, weight: Tensor, bias: Tens
     rows = x.numel() // width
     x, x_stride = strided_rows(x)
     forward_launch(
-        (rows,), x, contiguous(weight), bias, y, inverse, x_stride, width, eps, **chunks_of(width, warps_for(width, MOST_CHUNKS)),
+        (rows,), x, contiguous(weight), bias, y, inverse, x_stride, width, eps,
+        **chunks_of(width, warps_for(width, MOST_CHUNKS)),
     )  # fmt: skip
 
 
-def _allocate_backward(grad_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, inverse: Tensor, needs: list[bool]) -> Outputs:
-    return tuple(dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, weight, bias), strict=True))
+def _allocate_backward(
+    grad_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, inverse: Tensor, needs: list[bool]
+) -> Outputs:
+    return tuple(
+        dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, weight, bias), strict=True)
+    )
 
 
 def _launch_backward(
-    grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /, grad_y: Tensor, x: Tensor, weight: Tensor,
+    grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /, grad_y: Tensor, x: Tensor,
+    weight: Tensor,
     bias: Tensor | None, inverse: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     if x.numel() == 0:
@@ -122,8 +129,8 @@ def backward_kernel(
 ):  # fmt: skip
     """Program p walks every programs-th row; the sums of its rows go to row p of part.
 
-    With n the k-th power normalized and P = Σ grad_y · n of a row, the power's gradient is weight · inverse · (grad_y - n · P / width),
-    and that of x is k · x^(k-1) times as much; here all are polynomials of u = x normalized.
+    With n the k-th power normalized and P = Σ grad_y · n of a row, the power's gradient is weight · inverse · (grad_y -
+    n · P / width), and that of x is k · x^(k-1) times as much; here all are polynomials of u = x normalized.
     """
     program = tl.program_id(0)
     factor_3 = tl.load(weight).to(tl.float32)

@@ -44,23 +44,33 @@ def _launch(y: Tensor, inverse: Tensor, /, x: Tensor, weight: Tensor, eps: float
     part = x.new_empty((splits, rows, count + 1), dtype=torch.float32)
     forward_launch(
         (blocks, splits), x, weight, part, x.stride(0), weight.stride(0), rows, columns, span,
-        COUNT=count, LOGITS=_logits(count), EXACT=x.dtype == torch.bfloat16, ROWS=ROWS, BLOCK=BLOCK, num_warps=4, num_stages=3,
+        COUNT=count, LOGITS=_logits(count), EXACT=x.dtype == torch.bfloat16, ROWS=ROWS, BLOCK=BLOCK, num_warps=4,
+        num_stages=3,
     )  # fmt: skip
-    finish_launch((cdiv(rows, 32),), part, y, inverse, splits, rows, columns, eps, COUNT=count, LOGITS=_logits(count), ROWS=32)
+    finish_launch(
+        (cdiv(rows, 32),), part, y, inverse, splits, rows, columns, eps, COUNT=count, LOGITS=_logits(count), ROWS=32
+    )
 
 
-def _allocate_backward(grad_y: Tensor, x: Tensor, weight: Tensor, y: Tensor, inverse: Tensor, needs: list[bool]) -> Outputs:
+def _allocate_backward(
+    grad_y: Tensor, x: Tensor, weight: Tensor, y: Tensor, inverse: Tensor, needs: list[bool]
+) -> Outputs:
     return tuple(dense_like(t) if need else None for need, t in zip(needs, (x, weight), strict=True))
 
 
 def _launch_backward(
-    grad_x: Tensor | None, grad_weight: Tensor | None, /, grad_y: Tensor, x: Tensor, weight: Tensor, y: Tensor, inverse: Tensor,
+    grad_x: Tensor | None, grad_weight: Tensor | None, /, grad_y: Tensor, x: Tensor, weight: Tensor, y: Tensor,
+    inverse: Tensor,
     needs: list[bool],
 ) -> None:  # fmt: skip
     if x.numel() == 0 or y.numel() == 0:
         zero(grad_x, grad_weight)
         return
-    grad_y, x, weight = positions(grad_y, 1), positions(x.flatten(-2), 1, adjacent=True), positions(weight, 1, adjacent=True)
+    grad_y, x, weight = (
+        positions(grad_y, 1),
+        positions(x.flatten(-2), 1, adjacent=True),
+        positions(weight, 1, adjacent=True),
+    )
     (rows, columns), count = x.shape, weight.shape[0]
     strips = cdiv(columns, BLOCK)
     span = ROWS * cdiv(rows, ROWS * max(1, min(cdiv(rows, 4 * ROWS), cdiv(3 * processors(x.device), strips))))
@@ -69,7 +79,8 @@ def _launch_backward(
     backward_launch(
         (strips, splits), grad_y, x, weight, y, inverse, grad_x, part,
         *grad_y.stride(), x.stride(0), weight.stride(0), rows, columns, span,
-        COUNT=count, LOGITS=_logits(count), EXACT=x.dtype == torch.bfloat16, ROWS=ROWS, BLOCK=BLOCK, num_warps=4, num_stages=2,
+        COUNT=count, LOGITS=_logits(count), EXACT=x.dtype == torch.bfloat16, ROWS=ROWS, BLOCK=BLOCK, num_warps=4,
+        num_stages=2,
     )  # fmt: skip
     if part is not None:
         sum_columns(part, grad_weight, None)
@@ -112,7 +123,8 @@ def forward_kernel(
     x, weight, part, x_stride, weight_stride, rows, columns, span,
     COUNT: tl.constexpr, LOGITS: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (r, s) multiplies ROWS rows and its span of columns, and adds up their squares; the logits are rows of the product."""
+    """Program (r, s) multiplies ROWS rows and its span of columns, and adds up their squares; the logits are rows of
+    the product."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     logit = tl.arange(0, LOGITS)
     first = tl.program_id(1) * span
@@ -121,7 +133,9 @@ def forward_kernel(
     for start in range(first, tl.minimum(first + span, columns), BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < columns
-        value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0)
+        value = tl.load(
+            x + row[:, None] * x_stride + column[None, :], mask=(row < rows)[:, None] & inside[None, :], other=0.0
+        )
         by = read(weight + logit[:, None] * weight_stride + column[None, :], (logit < COUNT)[:, None] & inside[None, :])
         wide = value.to(tl.float32)
         squares += tl.sum(wide * wide, 1)
@@ -132,7 +146,9 @@ def forward_kernel(
 
 
 @triton.jit
-def finish_kernel(part, y, inverse, splits, rows, columns, eps, COUNT: tl.constexpr, LOGITS: tl.constexpr, ROWS: tl.constexpr):
+def finish_kernel(
+    part, y, inverse, splits, rows, columns, eps, COUNT: tl.constexpr, LOGITS: tl.constexpr, ROWS: tl.constexpr
+):
     """One program adds what the spans of ROWS rows have, and scales it."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     logit = tl.arange(0, LOGITS)
@@ -153,8 +169,10 @@ def backward_kernel(
     grad_y, x, weight, y, inverse, grad_x, part, grad_stride, grad_column, x_stride, weight_stride, rows, columns, span,
     COUNT: tl.constexpr, LOGITS: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (c, s) walks its span of rows of a strip of columns. With g = grad_y · inverse: grad_x = g · weight - x · inverse² · mean
-    over columns of Σ grad_y · y, and grad_weight = gᵀ · x.
+    """Program (c, s) walks its span of rows of a strip of columns.
+
+    With g = grad_y · inverse: grad_x = g · weight - x · inverse² · mean over columns of Σ grad_y · y, and grad_weight =
+    gᵀ · x.
     """
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns

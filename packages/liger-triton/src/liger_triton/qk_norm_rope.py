@@ -30,7 +30,8 @@ class Shape(NamedTuple):
 
 
 def forward_shape(width: int, q_heads: int, k_heads: int) -> Shape:
-    """One H100 (bfloat16, 4 × 4096 tokens): 32 + 4 heads of 64 columns 61 µs, with 1024 columns in a tile 73; 4 + 1 of 256 38.5 µs, 39.0."""
+    """One H100 (bfloat16, 4 × 4096 tokens): 32 + 4 heads of 64 columns 61 µs, with 1024 columns in a tile 73; 4 + 1 of
+    256 38.5 µs, 39.0."""
     if 64 < width < 256:
         return Shape(1024, 16, 2, 1)
     return Shape(2048, 8, 2, 1 if _sixteen(2048, width, q_heads, k_heads) else 2)
@@ -63,7 +64,9 @@ def qk_norm_rope(
         raise Unsupported("gradients for cos and sin")
     if q.shape[-1] > WIDEST_HEAD:
         raise Unsupported(f"heads of more than {WIDEST_HEAD} columns")
-    result: tuple[Tensor, Tensor] = _qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, weight_offset, cast == "input", interleaved)
+    result: tuple[Tensor, Tensor] = _qk_norm_rope(
+        q, k, q_weight, k_weight, cos, sin, eps, weight_offset, cast == "input", interleaved
+    )
     return result
 
 
@@ -84,7 +87,8 @@ def _like(x: Tensor) -> Tensor:
 
 
 def _launch(
-    out_q: Tensor, out_k: Tensor, inverse_q: Tensor, inverse_k: Tensor, /, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
+    out_q: Tensor, out_k: Tensor, inverse_q: Tensor, inverse_k: Tensor, /, q: Tensor, k: Tensor, q_weight: Tensor,
+    k_weight: Tensor,
     cos: Tensor, sin: Tensor, eps: float, weight_offset: float, cast_input: bool, interleaved: bool,
 ) -> None:  # fmt: skip
     q, k, cos, sin = (_columns(t) for t in (q, k, cos, sin))
@@ -93,7 +97,8 @@ def _launch(
     rows, options = _options(width, cos.shape[-1], interleaved, shape)
     q_heads, k_heads = (_heads(x.shape[1], rows) for x in (q, k))
     q_tiles, k_tiles = cdiv(q.shape[1], q_heads), cdiv(k.shape[1], k_heads)
-    # Every program has one tile of heads of q and one of k, in one batch row; programs that have the same ones share the tokens.
+    # Every program has one tile of heads of q and one of k, in one batch row; programs that have the same ones share
+    # the tokens.
     different, most = batch * math.lcm(max(1, q_tiles), max(1, k_tiles)), shape.programs * processors(q.device)
     programs = different * min(tokens, max(1, most // max(1, different))) if q_tiles + k_tiles else 0
     # Tokens of a tile: at most as many as every program has.
@@ -102,11 +107,13 @@ def _launch(
         for heads, tiles in ((q_heads, q_tiles), (k_heads, k_tiles))
     )
     if 2 * programs <= most:
-        # So few tokens that there is room for more threads. One H200: one token of 32 + 8 heads 2.7 µs with four warps, 3.7 with two.
+        # So few tokens that there is room for more threads. One H200: one token of 32 + 8 heads 2.7 µs with four warps,
+        # 3.7 with two.
         options["num_warps"] = 4 if programs < processors(q.device) else 2
     if programs:
         forward_launch(
-            (programs,), q, k, out_q, out_k, inverse_q, inverse_k, q_weight.contiguous(), k_weight.contiguous(), cos, sin,
+            (programs,), q, k, out_q, out_k, inverse_q, inverse_k, q_weight.contiguous(), k_weight.contiguous(), cos,
+            sin,
             *q.stride()[:3], *k.stride()[:3], *out_q.stride()[:3], *out_k.stride()[:3], *_tables(cos, sin, q.shape[0]),
             batch, tokens, q.shape[1], k.shape[1], q_tiles, k_tiles, programs, eps, weight_offset,
             HALF=cos.shape[-1] // 2, WIDTH=width, CAST_INPUT=cast_input,
@@ -116,7 +123,8 @@ def _launch(
 
 
 def _allocate_backward(
-    grad_out_q: Tensor | None, grad_out_k: Tensor | None, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor,
+    grad_out_q: Tensor | None, grad_out_k: Tensor | None, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
+    cos: Tensor,
     sin: Tensor, inverse_q: Tensor, inverse_k: Tensor, weight_offset: float, interleaved: bool, needs: list[bool],
 ) -> Outputs:  # fmt: skip
     return (
@@ -129,7 +137,8 @@ def _allocate_backward(
 
 def _launch_backward(
     grad_q: Tensor | None, grad_k: Tensor | None, grad_q_weight: Tensor | None, grad_k_weight: Tensor | None, /,
-    grad_out_q: Tensor | None, grad_out_k: Tensor | None, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor,
+    grad_out_q: Tensor | None, grad_out_k: Tensor | None, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor,
+    cos: Tensor,
     sin: Tensor, inverse_q: Tensor, inverse_k: Tensor, weight_offset: float, interleaved: bool, needs: list[bool],
 ) -> None:  # fmt: skip
     """Weight gradients by float32 partial sums of each program, which a second kernel adds."""
@@ -149,12 +158,16 @@ def _launch_backward(
         return
     part = q.new_empty((sums, programs, q.shape[3]), dtype=torch.float32) if sums else None
     backward_launch(
-        (programs,), above_q, above_k, q, k, grad_q, grad_k, inverse_q, inverse_k, contiguous(q_weight), contiguous(k_weight), cos, sin,
+        (programs,), above_q, above_k, q, k, grad_q, grad_k, inverse_q, inverse_k, contiguous(q_weight),
+        contiguous(k_weight), cos, sin,
         grad_q_weight, grad_k_weight, part,
-        *above_q.stride()[:3], *above_k.stride()[:3], *q.stride()[:3], *k.stride()[:3], *into_q.stride()[:3], *into_k.stride()[:3],
+        *above_q.stride()[:3], *above_k.stride()[:3], *q.stride()[:3], *k.stride()[:3], *into_q.stride()[:3],
+        *into_k.stride()[:3],
         *_tables(cos, sin, q.shape[0]),
-        q.shape[0] * q.shape[2], q.shape[2], q.shape[1], k.shape[1], cos.shape[-1] // 2, q.shape[3], q_count, k_count, programs,
-        weight_offset, Q_TOKENS=q_tile.tokens, Q_HEADS=q_tile.heads, K_TOKENS=k_tile.tokens, K_HEADS=k_tile.heads, **options,
+        q.shape[0] * q.shape[2], q.shape[2], q.shape[1], k.shape[1], cos.shape[-1] // 2, q.shape[3], q_count, k_count,
+        programs,
+        weight_offset, Q_TOKENS=q_tile.tokens, Q_HEADS=q_tile.heads, K_TOKENS=k_tile.tokens, K_HEADS=k_tile.heads,
+        **options,
     )  # fmt: skip
     if part is not None:
         sum_columns(part, grad_q_weight, grad_k_weight)

@@ -37,7 +37,18 @@ def _launch_backward(grad_x: Tensor, /, grad_y: Tensor, x: Tensor, needs: list[b
     grad_y, x = rows_of(grad_y), rows_of(x)
     rows, width, tiles, block = tiles_of(x, grad_y, grad_x.view(x.shape))
     if rows * width:
-        backward_launch((rows * tiles,), grad_y, x, grad_x, grad_y.stride(0), x.stride(0), width, tiles, BLOCK=block, num_warps=TILE_WARPS)
+        backward_launch(
+            (rows * tiles,),
+            grad_y,
+            x,
+            grad_x,
+            grad_y.stride(0),
+            x.stride(0),
+            width,
+            tiles,
+            BLOCK=block,
+            num_warps=TILE_WARPS,
+        )
 
 
 @triton.jit

@@ -14,7 +14,12 @@ from liger_triton.launch import TritonKernel, dense_like, supported
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Literal["input", "float32"] = "input"
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    cast: Literal["input", "float32"] = "input",
 ) -> Tensor:
     supported(x, weight)
     result: Tensor = _rms_norm(x, weight, eps, weight_offset, cast == "input")
@@ -27,7 +32,14 @@ def _allocate(x: Tensor, *rest: object) -> Outputs:
 
 
 def _launch(
-    y: Tensor, inverse_rms: Tensor, /, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast_input: bool
+    y: Tensor,
+    inverse_rms: Tensor,
+    /,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    weight_offset: float,
+    cast_input: bool,
 ) -> None:
     _norm.forward(x, None, weight, None, None, y, None, inverse_rms, eps, weight_offset, cast_input)
 
@@ -42,7 +54,8 @@ def _allocate_backward(
 
 
 def _launch_backward(
-    grad_x: Tensor | None, grad_weight: Tensor | None, /, grad_y: Tensor, x: Tensor, weight: Tensor | None, inverse_rms: Tensor,
+    grad_x: Tensor | None, grad_weight: Tensor | None, /, grad_y: Tensor, x: Tensor, weight: Tensor | None,
+    inverse_rms: Tensor,
     weight_offset: float, needs: list[bool],
 ) -> None:  # fmt: skip
     _norm.backward(grad_y, None, x, weight, None, inverse_rms, weight_offset, grad_x, grad_weight, None)

@@ -15,11 +15,14 @@ from liger_core.kernels import Outputs, check_backward, differentiable
 from liger_core.private_torch import dispatch_stack_length
 from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, processors, supported
 
-# Pairs of columns that one program turns, tokens × heads × rotary/2: more than the fewest once every multiprocessor has a program.
+# Pairs of columns that one program turns, tokens × heads × rotary/2: more than the fewest once every multiprocessor has
+# a program.
 FEWEST, MOST = 512, 2048
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> tuple[Tensor, Tensor]:
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False
+) -> tuple[Tensor, Tensor]:
     supported(q, k, cos, sin)
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise Unsupported("gradients for cos and sin")
@@ -77,11 +80,19 @@ def _allocate_backward(grad_out_q: Tensor | None, grad_out_k: Tensor | None, *re
 
 
 def _launch_backward(
-    grad_q: Tensor | None, grad_k: Tensor | None, /, grad_out_q: Tensor | None, grad_out_k: Tensor | None, cos: Tensor, sin: Tensor,
+    grad_q: Tensor | None, grad_k: Tensor | None, /, grad_out_q: Tensor | None, grad_out_k: Tensor | None, cos: Tensor,
+    sin: Tensor,
     interleaved: bool, needs: list[bool],
 ) -> None:  # fmt: skip
     _turn(
-        grad_out_q if grad_q is not None else None, grad_out_k if grad_k is not None else None, grad_q, grad_k, cos, sin, interleaved, True
+        grad_out_q if grad_q is not None else None,
+        grad_out_k if grad_k is not None else None,
+        grad_q,
+        grad_k,
+        cos,
+        sin,
+        interleaved,
+        True,
     )
 
 
@@ -107,7 +118,8 @@ def _turn(
     half = power_of_two(rotary // 2)
     most = max(x.shape[1] for x, _ in pairs)
     each = power_of_two(cdiv(batch * tokens * power_of_two(most) * half, processors(x1.device)))
-    # One warp whose threads each turn several heads reads cos and sin for fewer rows in vain: .83 of copy bandwidth at 256 columns, with four .69.
+    # One warp whose threads each turn several heads reads cos and sin for fewer rows in vain: .83 of copy bandwidth at
+    # 256 columns, with four .69.
     wide = half >= 128
     each = min(MOST // 2 if wide else MOST, max(FEWEST, each))
     heads = min(power_of_two(most), max(1, each // half))
@@ -121,7 +133,8 @@ def _turn(
         *table_strides(cos, batch), *table_strides(sin, batch),
         batch * tokens, tokens, x1.shape[1], x2.shape[1], rotary // 2, width,
         INTERLEAVED=interleaved, BACKWARD=backward, BOTH=len(pairs) == 2, REST=width > rotary and x1 is not out1,
-        TOKENS=per_program, HEADS=heads, HALF=half, BLOCK=power_of_two(max(1, width - rotary)), num_warps=1 if wide else 4,
+        TOKENS=per_program, HEADS=heads, HALF=half, BLOCK=power_of_two(max(1, width - rotary)),
+        num_warps=1 if wide else 4,
     )  # fmt: skip
 
 
@@ -140,7 +153,8 @@ def rows_at(x, batch, token, head, x_batch, x_head, x_token):
 
 @triton.jit
 def store_turned(
-    row, out_row, out_column, a, b, first, second, cos1, cos2, sin1, sin2, mask, row_mask, half, width, REST: tl.constexpr, BLOCK: tl.constexpr
+    row, out_row, out_column, a, b, first, second, cos1, cos2, sin1, sin2, mask, row_mask, half, width,
+    REST: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Store the turned pairs (a, b) of a tile (tokens, heads, HALF), and the columns that are not turned."""
     tl.store(out_row + first * out_column, (a * cos1 + b * sin1).to(out_row.dtype.element_ty), mask=mask)
@@ -205,12 +219,14 @@ def rope_kernel(
         k_a = tl.load(k_row + first, mask=k_mask & inside, other=0.0).to(tl.float32)
         k_b = tl.load(k_row + second, mask=k_mask & inside, other=0.0).to(tl.float32)
     store_turned(
-        row, rows_at(out_q, batch, token, head, out_q_batch, out_q_head, out_q_token), out_q_column, a, b, first, second,
+        row, rows_at(out_q, batch, token, head, out_q_batch, out_q_head, out_q_token), out_q_column, a, b, first,
+        second,
         cos1, cos2, upper, lower, row_mask & inside, row_mask, half, width, REST, BLOCK,
     )  # fmt: skip
     if BOTH:
         store_turned(
-            k_row, rows_at(out_k, batch, token, head, out_k_batch, out_k_head, out_k_token), out_k_column, k_a, k_b, first, second,
+            k_row, rows_at(out_k, batch, token, head, out_k_batch, out_k_head, out_k_token), out_k_column, k_a, k_b,
+            first, second,
             cos1, cos2, upper, lower, k_mask & inside, k_mask, half, width, REST, BLOCK,
         )  # fmt: skip
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""sinkhorn in Triton: all iterations in registers; backward repeats them for the divisors, then undoes them one by one."""
+"""sinkhorn in Triton: all iterations in registers; backward repeats them for the divisors, then undoes them."""
 
 from __future__ import annotations
 
@@ -41,14 +41,17 @@ def _allocate_backward(grad_y: Tensor, x: Tensor, iterations: int, eps: float, n
     return dense_like(x), x.new_empty(floats, dtype=torch.float32)
 
 
-def _launch_backward(grad_x: Tensor, scratch: Tensor, /, grad_y: Tensor, x: Tensor, iterations: int, eps: float, needs: list[bool]) -> None:
+def _launch_backward(
+    grad_x: Tensor, scratch: Tensor, /, grad_y: Tensor, x: Tensor, iterations: int, eps: float, needs: list[bool]
+) -> None:
     if x.numel() == 0:
         return
     last, divisors = scratch[: x.numel()], scratch[x.numel() :]
     _iterate(last, divisors, x, iterations, eps)
     size, grad_y, x = x.shape[-1], positions(grad_y, 2), positions(x, 2)
     backward_launch(
-        (cdiv(x.shape[0], ROWS),), grad_y, x, last, divisors, grad_x, *grad_y.stride(), *x.stride(), x.shape[0], iterations,
+        (cdiv(x.shape[0], ROWS),), grad_y, x, last, divisors, grad_x, *grad_y.stride(), *x.stride(), x.shape[0],
+        iterations,
         COUNT=size, SIZE=power_of_two(size), ROWS=ROWS, num_warps=WARPS,
     )  # fmt: skip
 
@@ -79,7 +82,18 @@ def softmax_of(x, x_stride, x_row, x_column, i, j, row, rows, COUNT: tl.constexp
 
 @triton.jit
 def forward_kernel(
-    x, y, divisors, x_stride, x_row, x_column, rows, iterations, eps, COUNT: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr
+    x,
+    y,
+    divisors,
+    x_stride,
+    x_row,
+    x_column,
+    rows,
+    iterations,
+    eps,
+    COUNT: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """One program iterates on ROWS matrices, which are the last dimension, so that few threads share one."""
     i, j = tl.arange(0, SIZE).to(tl.int64)[:, None, None], tl.arange(0, SIZE).to(tl.int64)[None, :, None]
@@ -109,8 +123,9 @@ def backward_kernel(
     grad_y, x, last, divisors, grad_x, grad_stride, grad_row, grad_column, x_stride, x_row, x_column, rows, iterations,
     COUNT: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program walks back through the iterations of ROWS matrices. Of q = p / s with s = Σ p + eps the gradient is (g - Σ g · q) / s, and
-    p is q · s.
+    """One program walks back through the iterations of ROWS matrices.
+
+    Of q = p / s with s = Σ p + eps the gradient is (g - Σ g · q) / s, and p is q · s.
     """
     i, j = tl.arange(0, SIZE).to(tl.int64)[:, None, None], tl.arange(0, SIZE).to(tl.int64)[None, :, None]
     step = tl.cast(rows, tl.int64) * (2 * COUNT)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """softmax in Triton.
 
-A row that fits in the registers of a program is read once. A longer one is split among programs that wait for each other's sums, which also
-reads it once; where programs run one after the other, one program reads it twice, the second time backward, so that caches still hold much.
+A row that fits in the registers of a program is read once. A longer one is split among programs that wait for each
+other's sums, which also reads it once; where programs run one after the other, one program reads it twice, the second
+time backward, so that caches still hold much.
 """
 
 from __future__ import annotations
@@ -21,11 +22,22 @@ from liger_triton._softmax import (
     wide_backward_launch,
     wide_forward_launch,
 )
-from liger_triton.launch import TritonKernel, cdiv, dense_like, fuses, power_of_two, processors, shared_memory, strided_rows, supported
+from liger_triton.launch import (
+    TritonKernel,
+    cdiv,
+    dense_like,
+    fuses,
+    power_of_two,
+    processors,
+    shared_memory,
+    strided_rows,
+    supported,
+)
 
 
 class Shape(NamedTuple):
-    """Columns of a block, rows of a program, warps, pipeline stages, and programs per multiprocessor (0: as many as there are rows).
+    """Columns of a block, rows of a program, warps, pipeline stages, and programs per multiprocessor (0: as many as
+    there are rows).
 
     split  whether the blocks of a row that is longer than one belong to as many programs
     """
@@ -38,8 +50,8 @@ class Shape(NamedTuple):
     split: bool = False
 
 
-# Share of copy bandwidth on one H200 (bfloat16, kernels alone), forward · backward: .96 · 1.03 at 4096 columns, .91 · .98 at 32768, .76 · .81 at
-# 128256, where one program a row reaches .69 · .65.
+# Share of copy bandwidth on one H200 (bfloat16, kernels alone), forward · backward: .96 · 1.03 at 4096 columns, .91 ·
+# .98 at 32768, .76 · .81 at 128256, where one program a row reaches .69 · .65.
 def forward_shape(width: int, size: int, shared: int) -> Shape:
     """size is the bytes of a column. At 32768, the next row is on its way in shared memory meanwhile (.77 without)."""
     block = power_of_two(width)
@@ -135,7 +147,8 @@ def _launch_backward(grad_x: Tensor, /, grad_y: Tensor, y: Tensor, needs: list[b
     if shape.block >= width:
         backward_launch(
             (_programs(rows, shape, y),), grad_y, y, grad_x, grad_stride, rows, width,
-            ROWS=shape.rows, BLOCK=shape.block, STAGES=shape.stages, num_warps=shape.warps, enable_fp_fusion=fuses(shape.block),
+            ROWS=shape.rows, BLOCK=shape.block, STAGES=shape.stages, num_warps=shape.warps,
+            enable_fp_fusion=fuses(shape.block),
         )  # fmt: skip
     elif shape.split and _meets(width, shape, y):
         parts = cdiv(width, shape.block)

@@ -14,13 +14,23 @@ from torch import Tensor
 from liger_core import Unsupported
 from liger_core.kernels import Outputs, differentiable
 from liger_triton._chunks import registers_for
-from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, power_of_two, registers, row_shape, strided_rows, supported
+from liger_triton.launch import (
+    Launcher,
+    TritonKernel,
+    cdiv,
+    dense_like,
+    power_of_two,
+    registers,
+    row_shape,
+    strided_rows,
+    supported,
+)
 
 WIDEST = 32768
 # Neighbors of which the largest is taken.
 NEIGHBORS = 8
-# Longer rows of 16-bit numbers are read again in every pass, mostly from the cache next to the multiprocessor: then several programs share that,
-# and one computes while another reads.
+# Longer rows of 16-bit numbers are read again in every pass, mostly from the cache next to the multiprocessor: then
+# several programs share that, and one computes while another reads.
 LONGEST_HELD = 8192
 
 
@@ -51,7 +61,8 @@ def _launch(y: Tensor, /, x: Tensor) -> None:
         return
     block, several, warps = forward_shape(width)
     forward_launch(
-        (cdiv(rows, several),), x, y, x_stride, rows, width, ROWS=several, BLOCK=block, NEIGHBORS=min(NEIGHBORS, block), EVEN=block == width,
+        (cdiv(rows, several),), x, y, x_stride, rows, width, ROWS=several, BLOCK=block, NEIGHBORS=min(NEIGHBORS, block),
+        EVEN=block == width,
         num_warps=warps,
     )  # fmt: skip
 
@@ -67,11 +78,13 @@ def _launch_backward(grad_x: Tensor, /, grad_y: Tensor, y: Tensor, needs: list[b
     rows = y.numel() // width
     grad_y, grad_stride = strided_rows(grad_y)
     block, several, warps = backward_shape(width)
-    backward_launch((cdiv(rows, several),), grad_y, y, grad_x, grad_stride, rows, width, ROWS=several, BLOCK=block, num_warps=warps)
+    backward_launch(
+        (cdiv(rows, several),), grad_y, y, grad_x, grad_stride, rows, width, ROWS=several, BLOCK=block, num_warps=warps
+    )
 
 
-# Share of copy bandwidth on one H100 (bfloat16) at 4096 · 8192 · 16384 · 32768 columns .97 · .97 · .91 · .89; the last two held in registers reach
-# .65 · .56 on an H200, with the next row on its way meanwhile .68 · .64.
+# Share of copy bandwidth on one H100 (bfloat16) at 4096 · 8192 · 16384 · 32768 columns .97 · .97 · .91 · .89; the last
+# two held in registers reach .65 · .56 on an H200, with the next row on its way meanwhile .68 · .64.
 def forward_shape(width: int) -> tuple[int, int, int]:
     """Return the columns of a block, the rows of a program and its warps."""
     block = power_of_two(width)
@@ -90,7 +103,9 @@ _sparsemax = differentiable(
 
 
 @triton.jit
-def forward_kernel(x, y, x_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, NEIGHBORS: tl.constexpr, EVEN: tl.constexpr):
+def forward_kernel(
+    x, y, x_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, NEIGHBORS: tl.constexpr, EVEN: tl.constexpr
+):
     """One program computes ROWS rows, each in one block.
 
     The threshold of a set that contains the support is at most the exact one, so no element of the support is lost
@@ -121,7 +136,9 @@ def wide_forward_kernel(x, y, x_stride, width, BLOCK: tl.constexpr, NEIGHBORS: t
     y += row * width
     largest = tl.full((1, BLOCK // NEIGHBORS), float("-inf"), dtype=tl.float32)
     for first in range(0, width, BLOCK):
-        largest = tl.maximum(largest, tl.max(block_of(x, first, width, BLOCK, NEIGHBORS, EVEN), 2), propagate_nan=tl.PropagateNan.ALL)
+        largest = tl.maximum(
+            largest, tl.max(block_of(x, first, width, BLOCK, NEIGHBORS, EVEN), 2), propagate_nan=tl.PropagateNan.ALL
+        )
     highest = tl.max(largest, 1)[:, None, None]
     threshold = risen(candidates(largest[:, :, None], highest), tl.full((1,), -1.0, dtype=tl.float32))
     threshold, rising = tried(x, y, highest, threshold, width, BLOCK, NEIGHBORS, EVEN)

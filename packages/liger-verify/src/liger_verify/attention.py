@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention for context parallelism: every rank has the queries of its part of the sequence, and gathers keys and values of all parts.
+"""Attention for context parallelism: every rank has the queries of its part of the sequence, and gathers keys and
+values of all parts.
 
-A plain formula, so that what is verified is the training step around it. Masks come from the documents of a batch, not from the model.
+A plain formula, so that what is verified is the training step around it. Masks come from the documents of a batch, not
+from the model.
 """
 
 from __future__ import annotations
@@ -18,9 +20,18 @@ from liger_core.errors import OptionError
 from liger_verify.batches import Batch
 
 NAME = "liger_verify"
-# Arguments of an attention function that do not change its output here: the batch says which tokens are seen, and the loss has its own arguments.
+# Arguments of an attention function that do not change its output here: the batch says which tokens are seen, and the
+# loss has its own arguments.
 HARMLESS = frozenset(
-    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict"}
+    {
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+    }
     | {"num_items_in_batch", "shift_labels", "deterministic"}
 )
 
@@ -85,9 +96,13 @@ def attention(
     others |= {"attention_mask": attention_mask, "dropout": dropout or None}
     unknown = [name for name, value in others.items() if value is not None and name not in HARMLESS]
     if unknown:
-        raise OptionError(f"verify: with cp, attention must have no {unknown[0]}, {type(module).__name__} passes one; leave out cp")
+        raise OptionError(
+            f"verify: with cp, attention must have no {unknown[0]}, {type(module).__name__} passes one; leave out cp"
+        )
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise OptionError(f"verify: with cp, attention must be causal, that of {type(module).__name__} is not; leave out cp")
+        raise OptionError(
+            f"verify: with cp, attention must be causal, that of {type(module).__name__} is not; leave out cp"
+        )
     _now.calls += 1
     if _now.group is not None:
         key, value = _Gather.apply(key, _now.group), _Gather.apply(value, _now.group)

@@ -85,19 +85,31 @@ def verify(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="Model type of Transformers, made tiny, or a folder with a checkpoint; by default llama. Repeat it for several models."
+            help=(
+                "Model type of Transformers, made tiny, or a folder with a checkpoint; by default llama. Repeat it for "
+                "several models."
+            )
         ),
     ] = None,
-    matrix: Annotated[bool, typer.Option("--matrix", help="Several models in every kind of setup, with and without Liger.")] = False,
-    setups: Annotated[str | None, typer.Option(help="FILE.toml with a table for each setup: a matrix of your own.")] = None,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="Several models in every kind of setup, with and without Liger.")
+    ] = False,
+    setups: Annotated[
+        str | None, typer.Option(help="FILE.toml with a table for each setup: a matrix of your own.")
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Ranks that share each layer, by Transformers' tp_plan='auto'.")] = 1,
     cp: Annotated[int, typer.Option(min=1, help="Ranks that share each sequence.")] = 1,
-    shard: Annotated[str, typer.Option(help=f"How the remaining ranks share the model: {', '.join(SHARDS)}.")] = "fsdp2",
+    shard: Annotated[
+        str, typer.Option(help=f"How the remaining ranks share the model: {', '.join(SHARDS)}.")
+    ] = "fsdp2",
     accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1,
     ranks: Annotated[int | None, typer.Option(min=2, help="Processes; tp × cp by default, at least 2.")] = None,
     liger: Annotated[
         bool | None,
-        typer.Option("--liger/--plain", help="Patch the model with Liger, or leave it as it is; by default patched, in a matrix both."),
+        typer.Option(
+            "--liger/--plain",
+            help="Patch the model with Liger, or leave it as it is; by default patched, in a matrix both.",
+        ),
     ] = None,
     step: Annotated[str | None, typer.Option(help="FILE.py:FUNCTION, a step of your own instead of a model.")] = None,
     length: Annotated[int, typer.Option(min=8, help="Tokens per sequence.")] = 16,
@@ -105,22 +117,32 @@ def verify(
     tolerance: Annotated[float, typer.Option(help="Relative error that passes.")] = 1e-4,
     patience: Annotated[float, typer.Option(min=1, help="Seconds that a process waits for the others.")] = 600.0,
     limit: Annotated[
-        float, typer.Option(min=1, help="Seconds after which one of several comparisons is ended; the next ones still run.")
+        float,
+        typer.Option(min=1, help="Seconds after which one of several comparisons is ended; the next ones still run."),
     ] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     all_rows: Annotated[bool, typer.Option("--all", help="Show every gradient.")] = False,
 ) -> None:
-    """Compare a parallel training step on CPU processes with one process in float64: loss, gradient norm, every gradient.
+    """Compare a parallel training step on CPU processes with one process in float64: loss, gradient norm, every
+    gradient.
 
-    The number of tokens in the loss differs between ranks, some ranks have none, and sequences are packed and padded. Exit code 1 if anything differs.
-    With several models or setups, everything is compared, also after one that differs, crashes or hangs.
+    The number of tokens in the loss differs between ranks, some ranks have none, and sequences are packed and padded.
+    Exit code 1 if anything differs. With several models or setups, everything is compared, also after one that differs,
+    crashes or hangs.
     """
     start = time.perf_counter()
     count = ranks or max(2, tp * cp)
     setup: dict[str, Any] = {"tp": tp, "cp": cp, "shard": shard, "accumulation": accumulation, "ranks": count}
     several = matrix or setups is not None
     if several:
-        given = {"tp": tp > 1, "cp": cp > 1, "shard": shard != "fsdp2", "accumulation": accumulation > 1, "ranks": ranks, "step": step}
+        given = {
+            "tp": tp > 1,
+            "cp": cp > 1,
+            "shard": shard != "fsdp2",
+            "accumulation": accumulation > 1,
+            "ranks": ranks,
+            "step": step,
+        }
         _not_both(matrix, setups is not None, [name for name, value in given.items() if value])
     options: dict[str, Any] = {"tolerance": tolerance, "patience": patience}
     if several or (step is None and len(model or []) > 1):
@@ -129,7 +151,12 @@ def verify(
         chosen = steps_of(model or (MODELS if matrix else MODELS[:1]), listed, ways, length=length, seed=seed)
         right = _several(outcomes(chosen, limit=limit, **options), len(chosen), as_json, start)
     elif step is not None:
-        of_a_model = {"model": model is not None, "shard": shard != "fsdp2", "liger": liger is True, "plain": liger is False}
+        of_a_model = {
+            "model": model is not None,
+            "shard": shard != "fsdp2",
+            "liger": liger is True,
+            "plain": liger is False,
+        }
         for option in (name for name, given in of_a_model.items() if given):
             raise OptionError(f"verify: --step is a step of your own; leave out --{option}, which is for models")
         path, name = loaded_from(step)
@@ -152,7 +179,10 @@ def _not_both(matrix: bool, setups: bool, given: list[str]) -> None:
     if matrix and setups:
         raise OptionError("verify: --matrix has its setups, --setups those of a file; leave one of them out")
     if given:
-        raise OptionError(f"verify: {'--matrix' if matrix else '--setups'} has several setups; leave out --{given[0]}, which is of one")
+        raise OptionError(
+            f"verify: {'--matrix' if matrix else '--setups'} has several setups; leave out --{given[0]}, which is of "
+            "one"
+        )
 
 
 def _single(run: Callable[[], Report], title: str, as_json: bool, all_rows: bool, start: float) -> bool:
@@ -180,7 +210,12 @@ def _several(found: Iterable[Outcome], count: int, as_json: bool, start: float) 
     # That of a comparison without a result is not a number.
     largest = max((o.error for o in ended if o.report is not None), default=math.nan)
     if as_json:
-        whole = {"right": not wrong, "seconds": seconds, "largest_error": largest, "comparisons": [o.as_dict() for o in ended]}
+        whole = {
+            "right": not wrong,
+            "seconds": seconds,
+            "largest_error": largest,
+            "comparisons": [o.as_dict() for o in ended],
+        }
         print(json.dumps(_finite(whole), indent=2))
         return not wrong
     console = output()
@@ -188,7 +223,9 @@ def _several(found: Iterable[Outcome], count: int, as_json: bool, start: float) 
     for outcome in wrong:
         console.print(f"[red]{escape(outcome.training.title)}: {escape(str(outcome))}[/red]")
     color = "red" if wrong else "green"
-    counts = f"{count - len(wrong)} of {count} comparisons are right, largest relative error {largest:.1e}, {seconds:.0f} s"
+    counts = (
+        f"{count - len(wrong)} of {count} comparisons are right, largest relative error {largest:.1e}, {seconds:.0f} s"
+    )
     console.print(f"[{color}]{counts}[/{color}]")
     return not wrong
 
@@ -207,7 +244,9 @@ def _print(console: Any, report: Report, all_rows: bool) -> None:
     rows = [[d.name, f"{d.error:.1e}", "–" if math.isnan(d.factor) else f"{d.factor:.4f}"] for d in chosen]
     title = "" if all_rows or len(worst) <= SHOWN else f"the {SHOWN} of {len(worst)} gradients with the largest error"
     print_table(console, COLUMNS, rows, title=title)
-    console.print(f"loss {report.losses[0]:.6f}, one process {report.loss:.6f}; gradient norm of one process {report.norm:.6f}")
+    console.print(
+        f"loss {report.losses[0]:.6f}, one process {report.loss:.6f}; gradient norm of one process {report.norm:.6f}"
+    )
     color = "green" if report.right else "red"
     console.print(f"[{color}]{escape(str(report))}[/{color}]")
 

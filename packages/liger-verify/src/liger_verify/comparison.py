@@ -55,17 +55,21 @@ class Run(NamedTuple):
     patience: float
 
 
-def compare(step: Step, *, ranks: int, sizes: Mapping[str, int] | None = None, tolerance: float = 1e-4, patience: float = 600.0) -> Report:
+def compare(
+    step: Step, *, ranks: int, sizes: Mapping[str, int] | None = None, tolerance: float = 1e-4, patience: float = 600.0
+) -> Report:
     """Run a training step on one process in float64, then on `ranks` processes, and report where they differ.
 
-    step       `step(world)` builds its model, runs forward and backward over the same global batch whatever world.ranks is, and returns the
-               loss and the gradients by name; see `liger_verify.Step`. It must be importable, since every process calls it: a function of a
-               module or an instance of a class, no lambda
-    ranks      processes, with gloo on the CPU; in each the process group is initialized and world.dtype is torch's default dtype
-    sizes      name → ranks of each dimension of the setup, {"tp": 2, "dp": 4}, and any other factor by which a gradient could be wrong; the
-               report names the one that explains a difference
-    tolerance  relative error of the loss or a gradient that passes. In float32 round-off is about 1e-6. Where a gradient differs, the step also runs
-               on one process in float32, and ten times the error of that passes, too: a gradient that is 0 by nature is round-off
+    step       `step(world)` builds its model, runs forward and backward over the same global batch whatever world.ranks
+               is, and returns the loss and the gradients by name; see `liger_verify.Step`. It must be importable, since
+               every process calls it: a function of a module or an instance of a class, no lambda
+    ranks      processes, with gloo on the CPU; in each the process group is initialized and world.dtype is torch's
+               default dtype
+    sizes      name → ranks of each dimension of the setup, {"tp": 2, "dp": 4}, and any other factor by which a gradient
+               could be wrong; the report names the one that explains a difference
+    tolerance  relative error of the loss or a gradient that passes. In float32 round-off is about 1e-6. Where a
+               gradient differs, the step also runs on one process in float32, and ten times the error of that passes,
+               too: a gradient that is 0 by nature is round-off
     patience   seconds that a process may wait for another one
     returns    `Report`; `report.right` if nothing differs, and `print(report)` says what does
 
@@ -81,7 +85,8 @@ def check(ranks: int, tolerance: float) -> None:
     """Raise OptionError for what `compare` cannot do."""
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 2:
         raise OptionError(
-            f"compare: ranks must be an integer of at least 2, since one process is what they are compared with, got {ranks!r}"
+            "compare: ranks must be an integer of at least 2, since one process is what they are compared with, got "
+            f"{ranks!r}"
         )
     if not tolerance > 0:
         raise OptionError(f"compare: tolerance must be > 0, got {tolerance!r}")
@@ -102,18 +107,23 @@ def compare_with_truth(
     patience: float = 600.0,
     limit: float | None = None,
 ) -> Report:
-    """Run a step on `ranks` processes and compare it with the truth in the folder; a run that takes longer than `limit` seconds is ended."""
+    """Run a step on `ranks` processes and compare it with the truth in the folder; a run that takes longer than `limit`
+    seconds is ended."""
     with TemporaryDirectory(prefix="liger-verify-") as results:
         _start(_rank, Run(step, ranks, folder, results, patience), limit)
         truth = torch.load(Path(folder, TRUTH), weights_only=True)
         measured = [torch.load(Path(results, f"{rank}.pt"), weights_only=True) for rank in range(ranks)]
     sizes = {"ranks": ranks, **(sizes or {})}
     report = report_of(truth, measured, sizes, tolerance)
-    return report_of(truth, measured, sizes, tolerance, _rounding(step, folder, patience, limit)) if report.wrong else report
+    return (
+        report_of(truth, measured, sizes, tolerance, _rounding(step, folder, patience, limit))
+        if report.wrong
+        else report
+    )
 
 
 def _rounding(step: Step, folder: str, patience: float, limit: float | None) -> dict[str, float]:
-    """Return how far the gradients of one process in float32 are from the truth; it is measured only for what differs."""
+    """Return the error of one process's gradients in float32, measured only for what differs."""
     path = Path(folder, ROUNDING)
     if not path.is_file():
         # A step of one's own may refuse float32 on one process; then nothing but the tolerance counts.
@@ -129,7 +139,9 @@ def _start(work: Any, run: Run, limit: float | None) -> None:
         # Without effect where the server runs already.
         multiprocessing.get_context(method).set_forkserver_preload(LIBRARIES)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    started = torch.multiprocessing.start_processes(work, (run, store.port), nprocs=run.ranks, join=False, start_method=method)
+    started = torch.multiprocessing.start_processes(
+        work, (run, store.port), nprocs=run.ranks, join=False, start_method=method
+    )
     try:
         _wait(started, limit)
     except ProcessException as error:
@@ -173,9 +185,12 @@ def _rounded(rank: int, run: Run, port: int) -> None:
         truth = torch.load(Path(run.folder, TRUTH), weights_only=True)["gradients"]
         _, gradients = run.step(World(0, 1, torch.float32, Path(run.folder)))
         apart = {
-            name: measure(None if g is None else _whole(g), truth.get(name)).get("apart", math.nan) ** 0.5 for name, g in gradients.items()
+            name: measure(None if g is None else _whole(g), truth.get(name)).get("apart", math.nan) ** 0.5
+            for name, g in gradients.items()
         }
-        torch.save({name: distance for name, distance in apart.items() if math.isfinite(distance)}, Path(run.folder, ROUNDING))
+        torch.save(
+            {name: distance for name, distance in apart.items() if math.isfinite(distance)}, Path(run.folder, ROUNDING)
+        )
 
 
 def _rank(rank: int, run: Run, port: int) -> None:
@@ -183,7 +198,8 @@ def _rank(rank: int, run: Run, port: int) -> None:
         truth = torch.load(Path(run.folder, TRUTH), weights_only=True)["gradients"]
         loss, gradients = run.step(World(rank, run.ranks, torch.float32, Path(run.folder)))
         measured: dict[str, dict[str, float]] = {}
-        # In the order of the truth, and all of that on every rank: the others would wait for one that has no such gradient.
+        # In the order of the truth, and all of that on every rank: the others would wait for one that has no such
+        # gradient.
         for name in dict.fromkeys((*truth, *gradients)):
             found = gradients.get(name)
             whole = None if found is None else _whole(found)
@@ -200,8 +216,17 @@ def _process(rank: int, ranks: int, run: Run, port: int) -> Iterator[None]:
     os.dup2(2, 1)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    shared = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= {name: str(value) for name, value in shared.items()} | {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    os.environ |= {name: str(value) for name, value in shared.items()} | {
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=run.patience))
         yield
@@ -217,7 +242,8 @@ def _whole(gradient: Tensor) -> Tensor:
 
 
 def measure(gradient: Tensor | None, truth: Tensor | None) -> dict[str, float]:
-    """Return the numbers that distinguish a wrong gradient from a right one: its squared norm and its product with the true one.
+    """Return the numbers that distinguish a wrong gradient from a right one: its squared norm and its product with the
+    true one.
 
     Numbers are enough: the distance to any multiple k of the truth is |g|² - 2k g·t + k² |t|².
     """
@@ -229,7 +255,11 @@ def measure(gradient: Tensor | None, truth: Tensor | None) -> dict[str, float]:
             "shape": float(gradient is not None and truth is not None),
         }
     whole = gradient.double()
-    found = {"square": float(whole.square().sum()), "product": float((whole * truth).sum()), "apart": float((whole - truth).square().sum())}
+    found = {
+        "square": float(whole.square().sum()),
+        "product": float((whole * truth).sum()),
+        "apart": float((whole - truth).square().sum()),
+    }
     return found | {"truth": float(truth.square().sum())}
 
 
@@ -244,17 +274,29 @@ def _sums(gradient: Tensor | None, truth: Tensor | None) -> dict[str, float]:
 
 
 def report_of(
-    truth: Any, measured: list[Any], sizes: Mapping[str, int], tolerance: float, rounding: Mapping[str, float] | None = None
+    truth: Any,
+    measured: list[Any],
+    sizes: Mapping[str, int],
+    tolerance: float,
+    rounding: Mapping[str, float] | None = None,
 ) -> Report:
-    """The comparison of all ranks, from what each of them measured; `rounding` is the distance that float32 explains, for each gradient."""
+    """The comparison of all ranks, from what each of them measured; `rounding` is the distance that float32 explains,
+    for each gradient."""
     names = dict.fromkeys(name for rank in measured for name in rank["gradients"])
     gradients = {name: [rank["gradients"].get(name) for rank in measured] for name in names}
     known = {name: gradient for name, gradient in truth["gradients"].items() if gradient is not None}
     norm = float(sum(gradient.square().sum() for gradient in known.values())) ** 0.5
     # An element that is 0 by nature is a sum of others that cancel, of which none is more precise than float32.
-    element = torch.finfo(torch.float32).eps * norm / max(sum(gradient.numel() for gradient in known.values()), 1) ** 0.5
-    explained = {name: max(element * gradient.numel() ** 0.5, ORDER * (rounding or {}).get(name, 0.0)) for name, gradient in known.items()}
-    differences = [Difference.of(name, ranks, explained.get(name, 0.0) / tolerance) for name, ranks in gradients.items()]
+    element = (
+        torch.finfo(torch.float32).eps * norm / max(sum(gradient.numel() for gradient in known.values()), 1) ** 0.5
+    )
+    explained = {
+        name: max(element * gradient.numel() ** 0.5, ORDER * (rounding or {}).get(name, 0.0))
+        for name, gradient in known.items()
+    }
+    differences = [
+        Difference.of(name, ranks, explained.get(name, 0.0) / tolerance) for name, ranks in gradients.items()
+    ]
     missing = [name for name in known if name not in gradients]
     unused = [name for name, gradient in truth["gradients"].items() if gradient is None]
     rounded = [d.name for d in differences if d.error <= tolerance and not _within(gradients[d.name], tolerance)]
@@ -264,4 +306,6 @@ def report_of(
 
 def _within(ranks: list[dict[str, float] | None], tolerance: float) -> bool:
     """Whether a gradient that passes does so by the tolerance alone."""
-    return all(rank is None or rank.get("apart", 0.0) ** 0.5 <= tolerance * rank.get("truth", 0.0) ** 0.5 for rank in ranks)
+    return all(
+        rank is None or rank.get("apart", 0.0) ** 0.5 <= tolerance * rank.get("truth", 0.0) ** 0.5 for rank in ranks
+    )

@@ -64,7 +64,13 @@ class Outcome:
     def as_dict(self) -> dict[str, Any]:
         """Return the outcome as a dictionary, for --json."""
         fields = {name: getattr(self.training, name) for name in FIELDS}
-        about = {"setup": self.training.title, **fields, "seconds": self.seconds, "result": self.result, "largest_error": self.error}
+        about = {
+            "setup": self.training.title,
+            **fields,
+            "seconds": self.seconds,
+            "result": self.result,
+            "largest_error": self.error,
+        }
         return {**about, "problem": self.problem} if self.report is None else {**about, **self.report.as_dict()}
 
 
@@ -75,9 +81,15 @@ def setups_in(path: str) -> list[dict[str, Any]]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise OptionError(f"verify: --setups must be a TOML file: {error}") from None
     setups = found.get("setup")
-    if set(found) != {"setup"} or not isinstance(setups, list) or not setups or not all(isinstance(each, dict) for each in setups):
+    if (
+        set(found) != {"setup"}
+        or not isinstance(setups, list)
+        or not setups
+        or not all(isinstance(each, dict) for each in setups)
+    ):
         raise OptionError(
-            f"verify: --setups must be a file of tables [[setup]] and nothing else, {path} has {', '.join(found) or 'nothing'}"
+            f"verify: --setups must be a file of tables [[setup]] and nothing else, {path} has "
+            f"{', '.join(found) or 'nothing'}"
         )
     for number, setup in enumerate(setups, 1):
         for name, value in setup.items():
@@ -95,7 +107,9 @@ def _check(name: str, value: Any, where: str) -> None:
         raise OptionError(f"{where}: {name} must be at least {LEAST.get(name, 1)}, got {value}")
 
 
-def steps_of(models: Sequence[str], setups: Sequence[dict[str, Any]], ways: Sequence[bool], **common: Any) -> list[Training]:
+def steps_of(
+    models: Sequence[str], setups: Sequence[dict[str, Any]], ways: Sequence[bool], **common: Any
+) -> list[Training]:
     """Return the steps of every model in every setup, with and without Liger; fields of a setup take precedence."""
     found = []
     for model, setup, liger in product(models, setups, ways):
@@ -129,7 +143,9 @@ def outcomes(matrix: Sequence[Training], *, tolerance: float, patience: float, l
                 if not problem:
                     options: dict[str, Any] = {"tolerance": tolerance, "patience": patience, "limit": limit}
                     try:
-                        report = compare_with_truth(training, place, ranks=training.ranks, sizes=training.sizes, **options)
+                        report = compare_with_truth(
+                            training, place, ranks=training.ranks, sizes=training.sizes, **options
+                        )
                     except Exception as error:
                         problem = said(error)
                 yield Outcome(training, time.perf_counter() - start, report, problem)

@@ -42,7 +42,9 @@ class Difference:
         """
         apart = [i for i, found in enumerate(ranks) if found is None or "apart" not in found]
         if apart:
-            return cls(name, *_incomparable(ranks[apart[0]], "" if len(apart) == len(ranks) else f" on {_ranks(apart)}"))
+            return cls(
+                name, *_incomparable(ranks[apart[0]], "" if len(apart) == len(ranks) else f" on {_ranks(apart)}")
+            )
         known = [found for found in ranks if found is not None]
         size = max(known[0]["truth"] ** 0.5, least)
         # Not a number is more than any error.
@@ -50,7 +52,14 @@ class Difference:
         errors = tuple(distance / size if size else (math.inf if distance else 0.0) for distance in distances)
         worst = known[max(range(len(known)), key=lambda i: errors[i])]
         factor, rest = _multiple(worst["square"], worst["product"], worst["truth"], size)
-        return cls(name, max(errors), factor, rest, errors, _multiple(worst["sum square"], worst["sum product"], worst["truth"], size))
+        return cls(
+            name,
+            max(errors),
+            factor,
+            rest,
+            errors,
+            _multiple(worst["sum square"], worst["sum product"], worst["truth"], size),
+        )
 
     @property
     def layer(self) -> str:
@@ -112,7 +121,11 @@ class Report:
     @property
     def wrong_losses(self) -> list[int]:
         """The ranks whose loss differs."""
-        return [i for i, loss in enumerate(self.losses) if not abs(loss - self.loss) <= self.tolerance * max(abs(self.loss), 1e-3)]
+        return [
+            i
+            for i, loss in enumerate(self.losses)
+            if not abs(loss - self.loss) <= self.tolerance * max(abs(self.loss), 1e-3)
+        ]
 
     @property
     def right(self) -> bool:
@@ -134,20 +147,28 @@ class Report:
                 alike = [d for d in wrong if self._explained(d) == explanation]
                 found.append(f"{listed([d.name for d in alike])}: {explanation}")
         if self.missing:
-            found.append(f"no rank returns a gradient for {', '.join(self.missing[:3])}{' …' if len(self.missing) > 3 else ''}")
+            found.append(
+                f"no rank returns a gradient for {', '.join(self.missing[:3])}{' …' if len(self.missing) > 3 else ''}"
+            )
         return found
 
     @property
     def notes(self) -> list[str]:
         """Return sentences on parameters that do not affect the verdict."""
-        unused = f"no loss depends on {listed(self.unused)}, which {'has' if len(self.unused) == 1 else 'have'} no gradient"
-        rounded = f"{listed(self.rounded)}: within the round-off of one process in float32, more than the tolerance of so small a gradient"
+        unused = (
+            f"no loss depends on {listed(self.unused)}, which {'has' if len(self.unused) == 1 else 'have'} no gradient"
+        )
+        rounded = (
+            f"{listed(self.rounded)}: within the round-off of one process in float32, more than the tolerance of so "
+            "small a gradient"
+        )
         return [note for note, names in ((unused, self.unused), (rounded, self.rounded)) if names]
 
     def __str__(self) -> str:
         count = len([d for d in self.differences if d.name not in self.unused])
         sentences = self.sentences() or [
-            f"loss {self.loss:.6f} and {count} gradients on {len(self.losses)} ranks are those of one process in float64 "
+            f"loss {self.loss:.6f} and {count} gradients on {len(self.losses)} ranks are those of one process in "
+            "float64 "
             f"(largest relative error {self.largest_error:.1e})"
         ]
         return ("right: " if self.right else "wrong: ") + "\n       ".join(sentences + self.notes)
@@ -174,7 +195,9 @@ class Report:
         if math.isnan(got):
             return f"{text}: a mean over the tokens of a rank that has none is 0 / 0"
         by_size = [
-            f"log {size} ({name})" for name, size in self._distinct() if abs(got - self.loss - math.log(size)) < NEAR * math.log(size)
+            f"log {size} ({name})"
+            for name, size in self._distinct()
+            if abs(got - self.loss - math.log(size)) < NEAR * math.log(size)
         ]
         if by_size:
             return f"{text}: larger by {by_size[0]}, as if the classes of every rank were counted {_times(by_size[0])}"
@@ -183,7 +206,10 @@ class Report:
 
     def _of_first(self, first: Difference, count: int) -> str:
         right = len(self.differences) - count
-        text = f"going back from the loss, gradients first diverge at {first.name} in {first.layer}: {self._explained(first)}"
+        text = (
+            f"going back from the loss, gradients first diverge at {first.name} in {first.layer}: "
+            f"{self._explained(first)}"
+        )
         return f"{text} ({count} of {count + right} gradients differ)"
 
     def _explained(self, d: Difference) -> str:
@@ -219,7 +245,11 @@ class Report:
         names: dict[int, list[str]] = {}
         for name, size in self.sizes.items():
             names.setdefault(size, []).append(name)
-        return [(" or ".join(n for n in found if n != "ranks" or len(found) == 1), size) for size, found in names.items() if size > 1]
+        return [
+            (" or ".join(n for n in found if n != "ranks" or len(found) == 1), size)
+            for size, found in names.items()
+            if size > 1
+        ]
 
 
 def _times(text: str) -> str:

@@ -15,8 +15,10 @@ from liger_core.errors import OptionError, nearest
 TINY: dict[str, Any] = {
     "vocab_size": 192, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8, "num_experts": 8, "num_local_experts": 8,
-    "num_experts_per_tok": 2, "max_position_embeddings": 64, "sliding_window": 8, "query_pre_attn_scalar": 8, "rotary_dim": 8,
-    "qk_rope_head_dim": 8, "chunk_size": 8, "mamba_chunk_size": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "num_experts_per_tok": 2, "max_position_embeddings": 64, "sliding_window": 8, "query_pre_attn_scalar": 8,
+    "rotary_dim": 8,
+    "qk_rope_head_dim": 8, "chunk_size": 8, "mamba_chunk_size": 8, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
 }  # fmt: skip
 # Fields that some classes leave without a value that their models need.
 UNSET = ("head_dim", "num_key_value_heads")
@@ -31,7 +33,10 @@ def tiny_config(model: str, options: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if model not in CONFIG_MAPPING:
-        raise OptionError(f"verify: model must be a model type of Transformers or a folder, got {model!r}.{nearest(model, CONFIG_MAPPING)}")
+        raise OptionError(
+            "verify: model must be a model type of Transformers or a folder, got "
+            f"{model!r}.{nearest(model, CONFIG_MAPPING)}"
+        )
     default: Any = CONFIG_MAPPING[model]
     try:
         default = AutoConfig.for_model(model)
@@ -70,12 +75,15 @@ def one_line(error: Exception) -> str:
 
 
 def _not_tiny(model: str, why: object, config: Any) -> OptionError:
-    """Return the error for a model type; where its default config, or the class of that, has none of its parts, they are the reason."""
+    """Return the error for a model type; where its default config, or the class of that, has none of its parts, they
+    are the reason."""
     if isinstance(why, OptionError):
         return why
     if config.sub_configs and all(getattr(config, part, None) is None for part in config.sub_configs):
         why = f"its default config has no {', '.join(config.sub_configs)}"
-    return OptionError(f"verify: {model} could not be made tiny: {' '.join(str(why).split())}; pass a folder with a small checkpoint")
+    return OptionError(
+        f"verify: {model} could not be made tiny: {' '.join(str(why).split())}; pass a folder with a small checkpoint"
+    )
 
 
 def _tiny(default: Any) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training step that `liger verify` checks: a Hugging Face model under tensor, context and data parallelism, plain or with Liger."""
+"""The training step that `liger verify` checks: a Hugging Face model under tensor, context and data parallelism, plain
+or with Liger."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Training:
 
     model         model type of Transformers, made tiny, or a folder with a config and a checkpoint
     tp, cp        ranks that share the weights of a layer, and the tokens of a sequence; the others are data-parallel
-    shard         what the ranks that are not of tp do: "none" adds up gradients, "ddp" is DistributedDataParallel, "fsdp2" shards parameters
+    shard         what the ranks that are not of tp do: "none" adds up gradients, "ddp" is DistributedDataParallel,
+                  "fsdp2" shards parameters
     liger         patch the model
     options       of the config, instead of those that make it tiny
     """
@@ -65,7 +67,8 @@ class Training:
             raise OptionError(f"verify: shard must be one of {', '.join(SHARDS)}, got {self.shard!r}")
         if self.shard != "fsdp2" and self.ranks > self.tp > 1:
             raise OptionError(
-                f"verify: shard must be 'fsdp2' where Transformers shards layers (tp) over a part of the ranks, got {self.shard!r}"
+                "verify: shard must be 'fsdp2' where Transformers shards layers (tp) over a part of the ranks, got "
+                f"{self.shard!r}"
             )
         if self.length % self.cp:
             raise OptionError(f"verify: length must be a multiple of cp = {self.cp}, got {self.length}")
@@ -74,12 +77,15 @@ class Training:
         try:
             text = config.get_text_config()
         except ValueError as error:
-            raise OptionError(f"verify: {self.model} must have one text config, Transformers raised {one_line(error)}") from error
+            raise OptionError(
+                f"verify: {self.model} must have one text config, Transformers raised {one_line(error)}"
+            ) from error
         if self.tp > 1:
             heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
             if heads % self.tp:
                 raise OptionError(
-                    f"verify: tp must divide the {heads} key heads of {self.model}, since a head is never split, got {self.tp}"
+                    f"verify: tp must divide the {heads} key heads of {self.model}, since a head is never split, got "
+                    f"{self.tp}"
                 )
 
     @property
@@ -89,7 +95,13 @@ class Training:
     @property
     def sizes(self) -> dict[str, int]:
         """For the report."""
-        return {"tp": self.tp, "cp": self.cp, "dp": self.dp, "dp × cp": self.dp * self.cp, "accumulation": self.accumulation}
+        return {
+            "tp": self.tp,
+            "cp": self.cp,
+            "dp": self.dp,
+            "dp × cp": self.dp * self.cp,
+            "accumulation": self.accumulation,
+        }
 
     @property
     def title(self) -> str:
@@ -99,8 +111,11 @@ class Training:
 
     @property
     def truth(self) -> Training:
-        """The setup that stands for all that one process computes the same for: of the same model and the same micro-batches."""
-        return dataclasses.replace(self, tp=1, cp=1, shard="none", accumulation=1, ranks=self.dp * self.accumulation, liger=False)
+        """The setup that stands for all that one process computes the same for: of the same model and the same
+        micro-batches."""
+        return dataclasses.replace(
+            self, tp=1, cp=1, shard="none", accumulation=1, ranks=self.dp * self.accumulation, liger=False
+        )
 
     # -- the step
 
@@ -120,7 +135,9 @@ class Training:
             self.scaled(part).backward()
             loss = loss + part.detach()
         self.reduce(model, mesh)
-        return self.summed(loss, mesh), {_plain_name(name): p.grad for name, p in model.named_parameters() if p.requires_grad}
+        return self.summed(loss, mesh), {
+            _plain_name(name): p.grad for name, p in model.named_parameters() if p.requires_grad
+        }
 
     def _alone(self, world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
         model = self.made(world)
@@ -143,7 +160,8 @@ class Training:
         return torch.stack(losses).sum(), gradients
 
     def _check_loss(self, model: Any, batch: Batch, total: Tensor) -> None:
-        """Raise OptionError for a loss that fails, is not finite or depends on the random state: nothing can be compared with it."""
+        """Raise OptionError for a loss that fails, is not finite or depends on the random state: nothing can be
+        compared with it."""
         losses = []
         try:
             for seed in (self.seed, self.seed + 1):
@@ -152,13 +170,15 @@ class Training:
                     losses.append(float(Training.loss(self, model, batch, None, total)))
         except Exception as error:
             raise OptionError(
-                f"verify: {self.model} must compute a loss from input_ids, position_ids and labels, on one process it raised {one_line(error)}"
+                f"verify: {self.model} must compute a loss from input_ids, position_ids and labels, on one process it "
+                f"raised {one_line(error)}"
             ) from error
         if not math.isfinite(losses[0]):
             raise OptionError(f"verify: the loss of {self.model} must be finite on one process, got {losses[0]}")
         if not math.isclose(*losses, rel_tol=1e-6):
             raise OptionError(
-                f"verify: the loss of {self.model} must not be random, got {losses[0]:.6f} and {losses[1]:.6f} for the same tokens"
+                f"verify: the loss of {self.model} must not be random, got {losses[0]:.6f} and {losses[1]:.6f} for the "
+                "same tokens"
             )
 
     # -- its parts, each of which a setup of one's own may do in another way
@@ -220,7 +240,9 @@ class Training:
         """Return the config in the folder, or a tiny one of the model type, without dropout."""
         from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(self.model) if _is_folder(self.model) else tiny_config(self.model, self.options)
+        config = (
+            AutoConfig.from_pretrained(self.model) if _is_folder(self.model) else tiny_config(self.model, self.options)
+        )
         without_chance(config)
         return config
 
@@ -231,7 +253,9 @@ class Training:
         _quiet()
         options: dict[str, Any] = {"attn_implementation": "eager", **EXPERTS}
         if _is_folder(self.model):
-            model = AutoModelForCausalLM.from_pretrained(self.model, config=self.config(), dtype=torch.float64, **options)
+            model = AutoModelForCausalLM.from_pretrained(
+                self.model, config=self.config(), dtype=torch.float64, **options
+            )
         else:
             check_size(self.model, self.config(), **options)
             model = AutoModelForCausalLM.from_config(self.config(), **options)
@@ -243,11 +267,14 @@ class Training:
         return nn.Module.to(self.loaded(world, options), world.dtype).train()
 
     def loaded(self, world: World, options: Mapping[str, Any]) -> Any:
-        """The saved model in float32, which all runs start from; Transformers makes frozen parameters trainable as it loads them."""
+        """The saved model in float32, which all runs start from; Transformers makes frozen parameters trainable as it
+        loads them."""
         from transformers import AutoModelForCausalLM
 
         # The text config that is saved for a model of several parts may be no config of a causal model.
-        return AutoModelForCausalLM.from_pretrained(world.folder / "model", config=self.config(), dtype=torch.float32, **options)
+        return AutoModelForCausalLM.from_pretrained(
+            world.folder / "model", config=self.config(), dtype=torch.float32, **options
+        )
 
     def parallel(self, world: World, mesh: Any) -> Any:
         """The same model on every rank of a mesh, patched and wrapped."""
@@ -260,7 +287,9 @@ class Training:
         _quiet()
         options: dict[str, Any] = {"attn_implementation": "eager", **EXPERTS}
         if self.tp > 1 and self._places_all_ranks():
-            options["distributed_config"] = DistributedConfig(tp_size=self.tp, tp_plan="auto", fsdp_size=self.dp * self.cp)
+            options["distributed_config"] = DistributedConfig(
+                tp_size=self.tp, tp_plan="auto", fsdp_size=self.dp * self.cp
+            )
         elif self.tp > 1:
             options |= {"tp_plan": "auto", "device_mesh": mesh["tp"]}
         model = self.loaded(world, options).train()
@@ -274,7 +303,8 @@ class Training:
             unused = json.loads((world.folder / UNUSED).read_text())
             for name, parameter in model.named_parameters():
                 if unused.get(name) == 0:
-                    # DDP would wait for its gradient. It finds unused parameters only in models without a backward pass of their own.
+                    # DDP would wait for its gradient. It finds unused parameters only in models without a backward pass
+                    # of their own.
                     parameter.requires_grad_(False)
             return DistributedDataParallel(model, find_unused_parameters=any(unused.values()))
         if self.shard == "fsdp2" and "distributed_config" not in options:
@@ -285,12 +315,14 @@ class Training:
         return model
 
     def _gather_keys(self, model: Any) -> None:
-        """Give a model the attention that gathers the keys of all parts; raise OptionError where that is not the model's own."""
+        """Give a model the attention that gathers the keys of all parts; raise OptionError where that is not the
+        model's own."""
         batch = self.data(model)[0]
         own = self._loss_with(model, batch, "eager")
         # Positions that start at 0 again separate documents in some models, not in others.
         same = any(
-            math.isclose(own, self._loss_with(model, batch, attention.register(separate)), rel_tol=1e-5) for separate in (True, False)
+            math.isclose(own, self._loss_with(model, batch, attention.register(separate)), rel_tol=1e-5)
+            for separate in (True, False)
         )
         layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
         if attention.calls() < layers:
@@ -300,7 +332,8 @@ class Training:
             )
         if not same:
             raise OptionError(
-                f"verify: with cp, attention must be to all tokens before each in its document, sequence or window, that of {self.model} is not"
+                "verify: with cp, attention must be to all tokens before each in its document, sequence or window, "
+                f"that of {self.model} is not"
             )
 
     def _loss_with(self, model: Any, batch: Batch, name: str) -> float:
@@ -310,7 +343,8 @@ class Training:
             return float(Training.loss(self, model, batch, None, torch.tensor(float(batch.valid()))))
 
     def _places_all_ranks(self) -> bool:
-        """Whether Transformers shards layers and parameters in one call; before 5.18 that fails, and it takes a mesh instead."""
+        """Whether Transformers shards layers and parameters in one call; before 5.18 that fails, and it takes a mesh
+        instead."""
         from transformers.distributed import DistributedConfig
 
         return "dp_replicate_size" in {f.name for f in dataclasses.fields(DistributedConfig)}

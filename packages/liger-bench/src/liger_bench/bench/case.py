@@ -66,13 +66,16 @@ class Case:
 
     @property
     def evaluates(self) -> bool:
-        """Whether a forward pass may do other work if gradients are required: that of a loss, whose results are small."""
+        """Whether a forward pass may do other work if gradients are required: a loss, whose results are small."""
         tensors = [v.numel() for v in self.arguments.values() if isinstance(v, Tensor)]
         return sum(o.numel() for o in self.grad_outputs) < max(tensors) // 2
 
     def set_exact(self) -> None:
         """Compute the exact outputs and gradients: the reference in float64."""
-        wide = {name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for name, v in self.arguments.items()}
+        wide = {
+            name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+            for name, v in self.arguments.items()
+        }
         bound = self.op.signature.bind(**trainable(wide, self.trained))
         outputs = as_list(self.op.reference(*bound.args, **bound.kwargs))
         leaves = [bound.arguments[name] for name in self.trained]
@@ -86,8 +89,13 @@ class Case:
 
     def fingerprints(self) -> dict[str, list[int]]:
         """A checksum over every tensor that implementations share, which changes when one is written to."""
-        tensors = {name: [v] for name, v in self.arguments.items() if isinstance(v, Tensor)} | {GRADIENTS: self.grad_outputs}
-        return {name: [int(t.view(INTEGERS[t.element_size()]).sum(dtype=torch.int64)) for t in group] for name, group in tensors.items()}
+        tensors = {name: [v] for name, v in self.arguments.items() if isinstance(v, Tensor)} | {
+            GRADIENTS: self.grad_outputs
+        }
+        return {
+            name: [int(t.view(INTEGERS[t.element_size()]).sum(dtype=torch.int64)) for t in group]
+            for name, group in tensors.items()
+        }
 
     def refill(self) -> None:
         """Restore the initial values of every tensor."""
@@ -119,7 +127,9 @@ class Run:
         self._function = implementation.prepared()
         self._positional, self._keywords = implementation.order(arguments)
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self.arguments = {name: self._own(v) if name in implementation.overwrites else v for name, v in arguments.items()}
+        self.arguments = {
+            name: self._own(v) if name in implementation.overwrites else v for name, v in arguments.items()
+        }
         self.given = [self._own(g) if GRADIENTS in implementation.overwrites else g for g in case.grad_outputs]
         self._leaves = trainable(self.arguments, case.trained)
         self._trained = [self._leaves[name] for name in case.trained]
@@ -154,7 +164,9 @@ class Run:
         self.restore()
         outputs = self._call(self._leaves)
         if not self.implementation.consumes:
-            return Repeatable(lambda: Results([], gradients_of(outputs, self._trained, self.given, retain=True)), self.restore)
+            return Repeatable(
+                lambda: Results([], gradients_of(outputs, self._trained, self.given, retain=True)), self.restore
+            )
 
         def again() -> None:
             self.restore()
@@ -186,12 +198,16 @@ def make_case(op: Op[..., Any], workload: Workload, device: torch.device, dtype:
     args, kwargs = workload.make(device, dtype)
     arguments = dict(op.signature.bind(*args, **kwargs).arguments)
     fixed = constants(op) | set(workload.frozen)
-    trained = tuple(n for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point() and n not in fixed)
+    trained = tuple(
+        n for n, v in arguments.items() if isinstance(v, Tensor) and v.is_floating_point() and n not in fixed
+    )
     case = Case(op, workload, arguments, trained, dtype)
     for shape, stride, kind in _differentiable_outputs(case):
         given = torch.empty_strided(shape, stride, dtype=kind, device=device)
         # Rounded to the dtype of the inputs, so that all see the same ones, the float64 reference too.
-        case.grad_outputs.append(given.copy_(torch.randn(shape, device=device, dtype=dtype)) if shape else given.fill_(1.0))
+        case.grad_outputs.append(
+            given.copy_(torch.randn(shape, device=device, dtype=dtype)) if shape else given.fill_(1.0)
+        )
     return case
 
 
@@ -211,7 +227,9 @@ def as_list(result: Any) -> list[Tensor]:
     return tree_leaves(result)
 
 
-def gradients_of(outputs: list[Tensor], leaves: list[Tensor], given: list[Tensor], *, retain: bool = False) -> list[Tensor]:
+def gradients_of(
+    outputs: list[Tensor], leaves: list[Tensor], given: list[Tensor], *, retain: bool = False
+) -> list[Tensor]:
     ends = [o for o in outputs if o.requires_grad]
     arriving = [g if g.dtype == o.dtype else g.to(o.dtype) for g, o in zip(given, ends, strict=True)]
     return list(torch.autograd.grad(ends, leaves, arriving, retain_graph=retain))

@@ -28,16 +28,28 @@ from liger_core.op import Op, Workload
 from liger_core.plugins import Registry, registry
 from liger_core.selection import use
 
-Names = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops to measure; all of them by default.", show_default=False)]
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[OP]...", help="Ops to measure; all of them by default.", show_default=False),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Dtype = Annotated[str | None, typer.Option(help="float32 (default on the CPU), bfloat16 (default on a GPU) or float16.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="float32 (default on the CPU), bfloat16 (default on a GPU) or float16.")
+]
 Backends = Annotated[
-    list[str] | None, typer.Option("--backend", help="A backend to measure; repeatable; all by default, the reference first.")
+    list[str] | None,
+    typer.Option("--backend", help="A backend to measure; repeatable; all by default, the reference first."),
 ]
 AllPeers = Annotated[bool, typer.Option("--peers", help="Also measure all other libraries that are installed.")]
-SomePeers = Annotated[list[str] | None, typer.Option("--peer", help=f"Another library to measure; repeatable: {', '.join(peers.FILES)}.")]
-Passes = Annotated[list[str] | None, typer.Option("--pass", help=f"A pass to measure; repeatable; {', '.join(PASSES)}.")]
-Patterns = Annotated[list[str] | None, typer.Option("--workload", help="A workload by name, or several by a pattern; repeatable.")]
+SomePeers = Annotated[
+    list[str] | None, typer.Option("--peer", help=f"Another library to measure; repeatable: {', '.join(peers.FILES)}.")
+]
+Passes = Annotated[
+    list[str] | None, typer.Option("--pass", help=f"A pass to measure; repeatable; {', '.join(PASSES)}.")
+]
+Patterns = Annotated[
+    list[str] | None, typer.Option("--workload", help="A workload by name, or several by a pattern; repeatable.")
+]
 Quick = Annotated[bool, typer.Option("--quick", help="Only the small workloads, briefly.")]
 Seconds = Annotated[float, typer.Option(min=0, help="How long each pass of an implementation is timed.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
@@ -46,7 +58,11 @@ Out = Annotated[Path | None, typer.Option(help="Folder whose results.csv and res
 Resume = Annotated[
     bool,
     typer.Option(
-        "--resume", help="Skip what --out already has of this commit, machine, versions and dtype, for instance after an interruption."
+        "--resume",
+        help=(
+            "Skip what --out already has of this commit, machine, versions and dtype, for instance after an "
+            "interruption."
+        ),
     ),
 ]
 # Enough for stable medians on a GPU; all ops and other libraries then take minutes.
@@ -123,9 +139,13 @@ def _command(default_passes: tuple[str, ...], about: str, *, scaling: bool) -> C
     return command
 
 
-ops = _command((*PASSES, DISPATCH), "Measure time, peak memory, accuracy and fraction of the roofline of every op", scaling=False)
+ops = _command(
+    (*PASSES, DISPATCH), "Measure time, peak memory, accuracy and fraction of the roofline of every op", scaling=False
+)
 scaling = _command(
-    ("full",), "Measure how the time of forward and backward (or the given passes) grows with each size of an op", scaling=True
+    ("full",),
+    "Measure how the time of forward and backward (or the given passes) grows with each size of an op",
+    scaling=True,
 )
 
 
@@ -135,7 +155,9 @@ def _peers(names: list[str], device: torch.device, *, optional: bool) -> tuple[l
     absent: dict[str, str] = {}
     for name in names:
         if name not in peers.FILES:
-            raise OptionError(f"bench: no library named {name!r}; known: {', '.join(peers.FILES)}.{nearest(name, peers.FILES)}")
+            raise OptionError(
+                f"bench: no library named {name!r}; known: {', '.join(peers.FILES)}.{nearest(name, peers.FILES)}"
+            )
         reason = peers.unavailable(name, device)
         try:
             found += peers.peers(name) if reason is None else []
@@ -145,14 +167,18 @@ def _peers(names: list[str], device: torch.device, *, optional: bool) -> tuple[l
             absent[name] = reason
     if absent and not optional:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in absent.items())
-        raise OptionError(f"bench: --peer must name libraries that can run here, got {reasons}; --peers takes all that can")
+        raise OptionError(
+            f"bench: --peer must name libraries that can run here, got {reasons}; --peers takes all that can"
+        )
     return found, absent
 
 
 def _plan(found: Registry, asked: Asked, variants: list[peers.Peer], device: torch.device) -> list[Part]:
     for name in asked.names:
         if name not in found.ops:
-            raise OptionError(f"bench: no op named {name!r}; known: {', '.join(sorted(found.ops))}.{nearest(name, found.ops)}")
+            raise OptionError(
+                f"bench: no op named {name!r}; known: {', '.join(sorted(found.ops))}.{nearest(name, found.ops)}"
+            )
     for name in asked.backends:
         _check_backend(found, name, device)
     for name in asked.passes:
@@ -167,7 +193,9 @@ def _plan(found: Registry, asked: Asked, variants: list[peers.Peer], device: tor
         workloads = [w for w in op.workloads() if _wanted(w, asked)]
         plan += [Part(op, w, implementations, DISPATCH in asked.passes and w is workloads[0]) for w in workloads]
     if not plan:
-        raise OptionError(f"bench: something must be left to measure, got no workload for {' '.join(asked.patterns) or 'these ops'}")
+        raise OptionError(
+            f"bench: something must be left to measure, got no workload for {' '.join(asked.patterns) or 'these ops'}"
+        )
     return plan
 
 
@@ -181,7 +209,9 @@ def _check_backend(found: Registry, name: str, device: torch.device) -> None:
     """Raise an error if a backend cannot run on the device; the selection reports unknown and unavailable ones."""
     use(name).undo()
     if name not in found.backends:
-        raise OptionError(f"bench: --backend must name a backend, got {name!r}; installed: {', '.join(sorted(found.backends))}")
+        raise OptionError(
+            f"bench: --backend must name a backend, got {name!r}; installed: {', '.join(sorted(found.backends))}"
+        )
     if device.type not in found.backends[name].device_types:
         kinds = " and ".join(found.backends[name].device_types)
         raise BackendError(f"bench: backend {name!r} runs on {kinds} tensors, got --device {device.type}")
@@ -189,12 +219,18 @@ def _check_backend(found: Registry, name: str, device: torch.device) -> None:
 
 def _backends(found: Registry, op: Op[..., Any], asked: list[str], device: torch.device) -> list[str]:
     """Return the given backends in their order, or else all that run on this device, starting with the reference."""
-    able = [name for name, table in found.implementations.items() if op.name in table and device.type in found.backends[name].device_types]
+    able = [
+        name
+        for name, table in found.implementations.items()
+        if op.name in table and device.type in found.backends[name].device_types
+    ]
     reference = [name for name in able if found.implementations[name][op.name] is op.reference]
     return list(asked) or [*reference, *(name for name in able if name not in reference)]
 
 
-def _rows(plan: list[Part], asked: Asked, device: torch.device, dtype: torch.dtype, seconds: float, bar: Progress) -> Iterator[Row]:
+def _rows(
+    plan: list[Part], asked: Asked, device: torch.device, dtype: torch.dtype, seconds: float, bar: Progress
+) -> Iterator[Row]:
     """Measure all parts and yield their rows.
 
     The rows of a part are written as soon as it is measured: an interrupted run loses at most one part.
@@ -207,7 +243,9 @@ def _rows(plan: list[Part], asked: Asked, device: torch.device, dtype: torch.dty
         return
     # Everything else is compared with the limits.
     limits = measure_limits(device, dtype, min(5 * seconds, 0.15) if asked.quick else 5 * seconds)
-    run = Bench(device, dtype, limits, seconds, where, tuple(asked.passes), 2 if asked.quick else ROUNDS, not asked.scaling)
+    run = Bench(
+        device, dtype, limits, seconds, where, tuple(asked.passes), 2 if asked.quick else ROUNDS, not asked.scaling
+    )
     bar.advance(task)
     for part in plan:
         title = f"{part.op.name} {part.workload.name}"
@@ -233,7 +271,9 @@ def _left(part: Part, asked: Asked, done: set[tuple[str, str, str, str]]) -> Par
 
     def has(implementation: Implementation) -> bool:
         passes = [name for name in asked.passes if name in ("forward", "backward", "full")] or asked.passes
-        return (*of, implementation.name, "") in done or all((*of, implementation.name, name) in done for name in passes)
+        return (*of, implementation.name, "") in done or all(
+            (*of, implementation.name, name) in done for name in passes
+        )
 
     left = [implementation for implementation in part.implementations if not has(implementation)]
     return replace(part, implementations=left, dispatch=part.dispatch and (*of, DISPATCH, DISPATCH) not in done)

@@ -18,8 +18,8 @@ from liger_core.private_torch import end_allocate_to_pool
 def captured(make: Callable[[], Repeatable], device: torch.device, *, wary: bool) -> Callable[[], None]:
     """The replay of the call that make() builds; the call must support several runs per preparation.
 
-    wary  look first whether the call waits for the device, since a capture that fails leaves traces in PyTorch; for calls that
-          behave differently under capture, this is not a valid test
+    wary  look first whether the call waits for the device, since a capture that fails leaves traces in PyTorch; for
+          calls that behave differently under capture, this is not a valid test
 
     Raises Unsupported with the reason if the call cannot be captured.
     """

@@ -12,7 +12,10 @@ DEFAULT = "ops"
 
 
 class _OpsByDefault(TyperGroup):
-    """A first argument that is not a subcommand is passed to the benchmark of the ops: `liger bench rope` is `liger bench ops rope`."""
+    """A first argument that is not a subcommand is passed to the benchmark of the ops:
+
+    `liger bench rope` is `liger bench ops rope`.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or (args[0] not in self.commands and args[0] != "--help"):
@@ -23,7 +26,8 @@ class _OpsByDefault(TyperGroup):
 def bench_group() -> typer.Typer:
     """The group without commands; `liger_bench/plugin.py` registers them."""
     help = (
-        f"Measure ops, models and training steps. Without a command, `{DEFAULT}`: every op, for instance `liger bench rms_norm --quick`, "
+        f"Measure ops, models and training steps. Without a command, `{DEFAULT}`: every op, for instance `liger bench "
+        "rms_norm --quick`, "
         f"`liger bench --peers --out results`. `liger bench {DEFAULT} --help` lists its options."
     )
     return typer.Typer(cls=_OpsByDefault, help=help, subcommand_metavar="[COMMAND] [ARGS]...")

@@ -20,7 +20,8 @@ BACKEND, PEER = "backend", "peer"
 
 @dataclass(frozen=True)
 class Implementation:
-    """One implementation of one op: a backend, called through the op as a user calls it, or a function of another library."""
+    """One implementation of one op: a backend, called through the op as a user calls it, or a function of another
+    library."""
 
     name: str
     kind: str

@@ -18,7 +18,8 @@ WARM_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Limits:
-    """The copy bandwidth in bytes per second (read and written), and the floating-point operations per second of a large matmul.
+    """The copy bandwidth in bytes per second (read and written), and the floating-point operations per second of a
+    large matmul.
 
     measured  gives the seconds of a matmul; by default, its operations divided by the rate
     copied    gives the seconds of a copy of that many bytes; by default, the bytes divided by the bandwidth
@@ -47,11 +48,13 @@ class Limits:
         if work.full_products:
             return {}
         sizes = {"forward": work.forward_bytes, "evaluation": work.forward_bytes, "full": work.full_bytes}
-        taken = {size: size / self.bandwidth if self.copied is None else self.copied(size) for size in set(sizes.values())}
+        taken = {
+            size: size / self.bandwidth if self.copied is None else self.copied(size) for size in set(sizes.values())
+        }
         return {name: taken[size] for name, size in sizes.items()}
 
     def least_seconds(self, work: Work, trained: Collection[str] = ()) -> dict[str, float]:
-        """Pass → the least seconds it can take, for the passes whose work is defined; trained arguments get a gradient."""
+        """The least seconds that each pass can take, where its work is defined; trained arguments get a gradient."""
         wanted = tuple(p for p in work.full_products if not p.gradient or p.gradient in trained)
         # A matmul of both passes is measured once: the time of a pass is the sum of the times of its matmuls.
         taken = {p: self.product_seconds(p) for p in dict.fromkeys((*work.forward_products, *wanted))}
@@ -98,7 +101,9 @@ def _product_seconds(product: Product, device: torch.device, dtype: torch.dtype,
     left = _operand(product.rows, product.inner, product.transposed == "left", device, dtype)
     right = _operand(product.inner, product.columns, product.transposed == "right", device, dtype)
     out = torch.empty(product.rows, product.columns, device=device, dtype=dtype)
-    return time_call(lambda: torch.mm(left, right, out=out), device, seconds, least=3, warm=WARM_SECONDS).median_ms / 1e3
+    return (
+        time_call(lambda: torch.mm(left, right, out=out), device, seconds, least=3, warm=WARM_SECONDS).median_ms / 1e3
+    )
 
 
 def _operand(rows: int, columns: int, transposed: bool, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -53,7 +53,8 @@ class Turn:
 
     @contextmanager
     def excused(self, name: str) -> Iterator[None]:
-        """Within this context, the implementation is selected, and an error becomes the reason why a pass has no figures."""
+        """Within this context, the implementation is selected, and an error becomes the reason why a pass has no
+        figures."""
         try:
             with self.implementation.selected():
                 yield
@@ -86,7 +87,11 @@ class Bench:
     accuracy: bool = True
 
     def measured(
-        self, op: Op[..., Any], workload: Workload, implementations: Iterable[Implementation], show: Callable[[str], object]
+        self,
+        op: Op[..., Any],
+        workload: Workload,
+        implementations: Iterable[Implementation],
+        show: Callable[[str], object],
     ) -> list[Row]:
         """The rows of a workload; if not even its inputs fit into the memory, then with that reason."""
         try:
@@ -100,8 +105,11 @@ class Bench:
                 case.set_exact()
         return self.rows(case, implementations, show)
 
-    def rows(self, case: Case, implementations: Iterable[Implementation], show: Callable[[str], object] = lambda _: None) -> list[Row]:
-        """Measure every pass of every implementation; one that declines, fails or runs out of memory gives a row with the reason."""
+    def rows(
+        self, case: Case, implementations: Iterable[Implementation], show: Callable[[str], object] = lambda _: None
+    ) -> list[Row]:
+        """Measure every pass of every implementation; one that declines, fails or runs out of memory gives a row with
+        the reason."""
         gc.collect()
         turns = [Turn(implementation) for implementation in implementations]
         plain = self._plain(case)
@@ -114,7 +122,8 @@ class Bench:
         floors: list[dict[str, float]] = []
 
         def floor() -> None:
-            # Matmuls are long and drift with the clocks of a busy device; the limits of memory-bound ops are measured once per run.
+            # Matmuls are long and drift with the clocks of a busy device; the limits of memory-bound ops are measured
+            # once per run.
             if not floors or case.work().full_products:
                 floors.append(self.limits.least_seconds(case.work(), case.trained))
 
@@ -130,7 +139,8 @@ class Bench:
         return [row for turn in turns for row in self._rows(case, turn, plain, least, copies)]
 
     def dispatch(self, op: Op[..., Any], workload: Workload) -> Row:
-        """The cost of an op before its implementation runs: the time with an empty implementation, minus that of an empty call."""
+        """The cost of an op before its implementation runs: the time with an empty implementation, minus that of an
+        empty call."""
 
         def nothing(*args: Any, **kwargs: Any) -> None:
             return None
@@ -154,7 +164,9 @@ class Bench:
             op.choice = choice
         taken = [(ms - without.median_ms) / DISPATCHES for ms in (through.median_ms, through.low_ms, through.high_ms)]
         figures = {"median_ms": taken[0], "low_ms": taken[1], "high_ms": taken[2], "enqueue_ms": taken[0]}
-        return self._row(op, workload, "dispatch", BACKEND, "dispatch", repetitions=through.repetitions * DISPATCHES, **figures)
+        return self._row(
+            op, workload, "dispatch", BACKEND, "dispatch", repetitions=through.repetitions * DISPATCHES, **figures
+        )
 
     def _plain(self, case: Case) -> Errors | None:
         """The errors of plain eager PyTorch in the same dtype, to which those of others are compared."""
@@ -215,8 +227,9 @@ class Bench:
         run = turn.run
         assert run is not None
         call, before = run.passes[name]()
-        # Other implementations used the device in between: its caches, its allocator, and for long calls its clocks, which a series of matmuls
-        # brings down by a tenth within 100 ms. Each call is timed in the state that it brings about itself.
+        # Other implementations used the device in between: its caches, its allocator, and for long calls its clocks,
+        # which a series of matmuls brings down by a tenth within 100 ms. Each call is timed in the state that it brings
+        # about itself.
         started, least = time.perf_counter(), WARM_SECONDS if count < MANY and self.device.type != "cpu" else 0.0
         while count > 1 or least:
             before()
@@ -246,11 +259,15 @@ class Bench:
         watch.sample(samples, replay, repetitions(self.seconds / 2, typical / 1e3, 5, 100), run.restore)
         return {"graph_ms": samples.timing().median_ms}
 
-    def _rows(self, case: Case, turn: Turn, plain: Errors | None, least: dict[str, float], copies: dict[str, float]) -> Iterator[Row]:
+    def _rows(
+        self, case: Case, turn: Turn, plain: Errors | None, least: dict[str, float], copies: dict[str, float]
+    ) -> Iterator[Row]:
         implementation = turn.implementation
         known: Figures = {"overwrites": ",".join(implementation.overwrites)}
         if "" in turn.refused:
-            yield self._row(case.op, case.workload, implementation.name, implementation.kind, "", **known, **turn.refused[""])
+            yield self._row(
+                case.op, case.workload, implementation.name, implementation.kind, "", **known, **turn.refused[""]
+            )
             return
         if turn.errors is not None:
             known |= {"error_outputs": turn.errors.worst_output, "error_gradients": turn.errors.worst_gradient}
@@ -266,7 +283,9 @@ class Bench:
                     figures["copy_ms"] = copies[name] * 1e3
             yield self._row(case.op, case.workload, implementation.name, implementation.kind, name, **known, **figures)
 
-    def _row(self, op: Op[..., Any], workload: Workload, implementation: str, kind: str, name: str, **figures: Any) -> Row:
+    def _row(
+        self, op: Op[..., Any], workload: Workload, implementation: str, kind: str, name: str, **figures: Any
+    ) -> Row:
         empty: dict[str, Any] = {column.name: None for column in fields(Row)}
         empty |= {"overwrites": "", "graph_reason": "", "reason": "", "failed": False}
         axis, value = workload.axis or (None, None)
@@ -287,8 +306,12 @@ class Bench:
 
 
 def release(device: torch.device) -> None:
-    """Give cached memory back to the device when it is scarce, since what one implementation cached is of no use to the next."""
-    if device.type == "cuda" and torch.cuda.memory_reserved(device) > torch.cuda.get_device_properties(device).total_memory // 2:
+    """Give cached memory back to the device when it is scarce, since what one implementation cached is of no use to the
+    next."""
+    if (
+        device.type == "cuda"
+        and torch.cuda.memory_reserved(device) > torch.cuda.get_device_properties(device).total_memory // 2
+    ):
         torch.cuda.empty_cache()
 
 

@@ -15,7 +15,12 @@ COLUMNS = (
     Column("pass"),
     Column("ms", "median milliseconds of a call", number=True),
     Column("0.2 – 0.8", "quantiles of the same, in ms", number=True, detail=True),
-    Column("enqueue", "milliseconds until the call returns to the host, before the device is done", number=True, detail=True),
+    Column(
+        "enqueue",
+        "milliseconds until the call returns to the host, before the device is done",
+        number=True,
+        detail=True,
+    ),
     Column("graph", "the same call replayed as a CUDA graph, in ms", number=True, detail=True),
     Column("roofline", "fraction of the roofline: least possible time on this machine ÷ measured time", number=True),
     Column("MiB", "peak memory beyond the inputs", number=True, detail=True),
@@ -40,14 +45,20 @@ def print_rows(rows: Sequence[Row], absent: dict[str, str], *, all_columns: bool
         before = group
     print_table(console, COLUMNS, cells, all_columns=all_columns)
     # One sentence for all workloads that it holds for.
-    reasons = dict.fromkeys(f"{row.op} by {row.implementation} {row.pass_}".rstrip() + f": {row.reason}" for row in rows if row.reason)
+    reasons = dict.fromkeys(
+        f"{row.op} by {row.implementation} {row.pass_}".rstrip() + f": {row.reason}" for row in rows if row.reason
+    )
     for reason in [*reasons, *(f"{name} is unavailable: {reason}" for name, reason in absent.items())]:
         console.print(reason, markup=False)
     if rows:
         first = rows[0]
-        limits = f"copy {first.copy_bytes_per_second / 1e9:,.1f} GB/s, matmul {first.product_flops_per_second / 1e12:,.3f} TFLOP/s"
+        limits = (
+            f"copy {first.copy_bytes_per_second / 1e9:,.1f} GB/s, matmul {first.product_flops_per_second / 1e12:,.3f} "
+            "TFLOP/s"
+        )
         console.print(
-            f"{first.dtype} on {first.machine}; measured peaks: {limits}\n{first.versions}; commit {first.commit}; {first.date}",
+            f"{first.dtype} on {first.machine}; measured peaks: {limits}\n{first.versions}; commit {first.commit}; "
+            f"{first.date}",
             markup=False,
         )
 

@@ -13,13 +13,16 @@ from torch import Tensor
 
 # Larger than the L2 cache of any GPU so far; writing it evicts the data of the previous call.
 FLUSH_BYTES = 256 << 20
-# Repetitions between two waits for the device: the queue of launches must not fill up, or the host would be timed waiting.
+# Repetitions between two waits for the device: the queue of launches must not fill up, or the host would be timed
+# waiting.
 AHEAD = 10
-# After such a wait the device gets this much to do first, half a millisecond and more, so that the host is ahead of it again as in a training step.
+# After such a wait the device gets this much to do first, half a millisecond and more, so that the host is ahead of it
+# again as in a training step.
 LEAD = 8
 # Host work around a call: two events and the flush, with some room for slow calls.
 AROUND_SECONDS = 5e-5
-# A call that keeps the device busy for longer is not started too late by a host that takes tens of microseconds a kernel.
+# A call that keeps the device busy for longer is not started too late by a host that takes tens of microseconds a
+# kernel.
 LONG_SECONDS = 5e-3
 # The device's queue holds about a thousand launches, and the calls themselves must fit behind the lead.
 MOST_LEAD = 256
@@ -79,7 +82,9 @@ class Stopwatch:
     def _sample_together(self, into: Samples, call: Call, repetitions: int, before: Call | None) -> None:
         """Sample this many calls without waiting for the device between them."""
         assert self._flush is not None
-        pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)]
+        pairs = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)
+        ]
         enqueued: list[float] = []
         torch.cuda.synchronize(self.device)
         for _ in range(flushes_ahead(into.enqueued[-AHEAD:], into.taken[-AHEAD:], self._flush_seconds)):

@@ -27,26 +27,40 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 20,
     size: Annotated[
         str,
-        typer.Option("--model", "--size", help=f"{NAMES}; random weights. All but tiny and small (11 M parameters) are for a GPU."),
+        typer.Option(
+            "--model",
+            "--size",
+            help=f"{NAMES}; random weights. All but tiny and small (11 M parameters) are for a GPU.",
+        ),
     ] = "small",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    backend: Annotated[str | None, typer.Option(help='A backend, or as in LIGER_BACKEND: "triton,rope=reference".')] = None,
+    backend: Annotated[
+        str | None, typer.Option(help='A backend, or as in LIGER_BACKEND: "triton,rope=reference".')
+    ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences per step.")] = None,
     sequence: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU) or bfloat16 (default on a GPU).")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 (default on the CPU) or bfloat16 (default on a GPU).")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for result.json, loss.png and memory.png.")] = Path("demo"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Train a small Llama on Python's own sources, with and without Liger, and compare; exit code 1 if the losses differ too much."""
+    """Train a small Llama on Python's own sources, with and without Liger, and compare; exit code 1 if the losses
+    differ too much."""
     place = machine.measurable_device("demo", device)
     precision = machine.named_dtype("demo", dtype, place)
     if machine.dtype_name(precision) == "float16":
         raise DtypeError(
-            "demo: --dtype must be float32 or bfloat16, got 'float16', in which weights cannot be trained without loss scaling"
+            "demo: --dtype must be float32 or bfloat16, got 'float16', in which weights cannot be trained without loss "
+            "scaling"
         )
     settings = settings_for(size, place, precision, steps, batch, sequence)
     check_folder("demo: --out", out)
-    with use(backend) if backend else contextlib.nullcontext(), contextlib.redirect_stdout(sys.stderr), progress_bar() as bar:
+    with (
+        use(backend) if backend else contextlib.nullcontext(),
+        contextlib.redirect_stdout(sys.stderr),
+        progress_bar() as bar,
+    ):
         loading = bar.add_task("loading Transformers", total=None)
         # The other commands do without it, and without matplotlib.
         from liger_bench.demo import pictures
@@ -77,8 +91,15 @@ def _print(result: dict[str, Any], out: Path) -> None:
     console = output()
     mib, tokens = "{:,.0f} MiB", "{:,.0f}"
     tokens_a_step = f"{result['batch']} × {result['sequence']} tokens per step"
-    title = f"{result['steps']} steps of {tokens_a_step}, {result['parameters'] / 1e6:,.1f} M parameters, {result['dtype']} on {result['device']}"
-    columns = [Column(""), Column("Transformers", number=True), Column(f"with Liger ({result['backend']})", number=True)]
+    title = (
+        f"{result['steps']} steps of {tokens_a_step}, {result['parameters'] / 1e6:,.1f} M parameters, "
+        f"{result['dtype']} on {result['device']}"
+    )
+    columns = [
+        Column(""),
+        Column("Transformers", number=True),
+        Column(f"with Liger ({result['backend']})", number=True),
+    ]
     rows: list[list[Cell]] = []
     for label, name, suffix, form in (
         ("final loss", "loss", "", "{:.5f}"),
@@ -90,7 +111,9 @@ def _print(result: dict[str, Any], out: Path) -> None:
         plain, liger = (result[f"{name}_{who}{suffix}"] / scale for who in ("hf", "liger"))
         # Results of an earlier version do not say how clear the speed is.
         unclear = " (unclear)" if name == "tokens_per_second" and not result.get("speed_is_clear", True) else ""
-        rows.append([label, form.format(plain), form.format(liger), "" if name == "loss" else f"{liger / plain:.2f}{unclear}"])
+        rows.append(
+            [label, form.format(plain), form.format(liger), "" if name == "loss" else f"{liger / plain:.2f}{unclear}"]
+        )
     bound = f"allowed {result['loss_difference_bound']:.1e}"
     if result["loss_noise"] is not None:
         bound += f", Transformers with reordered sums {result['loss_noise']:.1e}"
@@ -102,7 +125,8 @@ def _print(result: dict[str, Any], out: Path) -> None:
     if not result.get("speed_is_clear", True):
         slowest, fastest = (limit(result["step_seconds_hf"] + result["step_seconds_liger"]) for limit in (max, min))
         console.print(
-            f"Steps took between {fastest:.2f} and {slowest:.2f} s: other processes used the machine, and the ratio of the speeds says little."
+            f"Steps took between {fastest:.2f} and {slowest:.2f} s: other processes used the machine, and the ratio of "
+            "the speeds says little."
         )
     if result["device"] == "cpu":
         console.print("On a CPU Liger saves memory, not time; the kernels that save both are for GPUs.")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speed and memory of a training step with and without Liger, on separate steps.
 
-The loss curves come from two complete runs, one after the other. Speed does not: whatever else the machine does meanwhile, its
-temperature and the state of its caches would favor one of them. Here both models share one set of parameters and one optimizer,
-each takes a warm-up step, and then their steps on the same batch are interleaved: baseline, Liger, Liger, baseline. On a GPU the median
-counts. On a CPU, which other processes share, the fastest step of each does: what they take can only slow a step down, and it slows
-one that synchronizes its threads often more than another.
-Peak memory is measured on further steps, since recording allocations slows a step.
+The loss curves come from two complete runs, one after the other. Speed does not: whatever else the machine does
+meanwhile, its temperature and the state of its caches would favor one of them. Here both models share one set of
+parameters and one optimizer, each takes a warm-up step, and then their steps on the same batch are interleaved:
+baseline, Liger, Liger, baseline. On a GPU the median counts. On a CPU, which other processes share, the fastest step of
+each does: what they take can only slow a step down, and it slows one that synchronizes its threads often more than
+another. Peak memory is measured on further steps, since recording allocations slows a step.
 """
 
 from __future__ import annotations

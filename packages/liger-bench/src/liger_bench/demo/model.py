@@ -18,7 +18,14 @@ def build(settings: Settings, *, attention: str = "sdpa") -> PreTrainedModel:
 
 
 def random_model(
-    size: str, device: torch.device, dtype: torch.dtype, sequence: int, *, checkpointing: bool, attention: str = "sdpa", seed: int = 0
+    size: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    sequence: int,
+    *,
+    checkpointing: bool,
+    attention: str = "sdpa",
+    seed: int = 0,
 ) -> PreTrainedModel:
     """A preset for sequences of that length, made on the device in that dtype and ready to train."""
     config = preset(size, sequence)

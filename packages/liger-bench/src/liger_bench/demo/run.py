@@ -55,11 +55,15 @@ def run(settings: Settings, bar: Progress) -> dict[str, Any]:
     if low:
         # The same sums in another order, twice over: attention written out, and the batch in two halves.
         pieces = 2 if settings.batch % 2 == 0 else 1
-        losses["noise"] = _train(settings, data, phase("training without Liger, sums reordered"), attention="eager", pieces=pieces)
+        losses["noise"] = _train(
+            settings, data, phase("training without Liger, sums reordered"), attention="eager", pieces=pieces
+        )
     return {**_judged(losses), **_measured(settings, text, rounds, phase), **_described(settings, text, losses, report)}
 
 
-def _train(settings: Settings, data: Sequences, advance: Advance, *, attention: str = "sdpa", pieces: int = 1) -> list[float]:
+def _train(
+    settings: Settings, data: Sequences, advance: Advance, *, attention: str = "sdpa", pieces: int = 1
+) -> list[float]:
     model = build(settings, attention=attention)
     try:
         return train(model, data, settings, advance, pieces=pieces)
@@ -137,7 +141,12 @@ def _described(settings: Settings, text: Text, losses: dict[str, list[float]], r
         "batch": settings.batch,
         "sequence": settings.sequence,
         "gradient_checkpointing": settings.checkpointing,
-        "text": {"tokens": text.tokens, "characters": text.characters, "files": text.files, "vocabulary": text.vocabulary},
+        "text": {
+            "tokens": text.tokens,
+            "characters": text.characters,
+            "files": text.files,
+            "vocabulary": text.vocabulary,
+        },
         "losses_hf": losses["plain"],
         "losses_liger": losses["liger"],
         "losses_reordered": losses.get("noise"),

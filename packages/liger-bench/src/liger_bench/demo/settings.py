@@ -25,7 +25,9 @@ class Settings:
     seed: int = 0
 
 
-def settings_for(size: str, device: torch.device, dtype: torch.dtype, steps: int, batch: int | None, sequence: int | None) -> Settings:
+def settings_for(
+    size: str, device: torch.device, dtype: torch.dtype, steps: int, batch: int | None, sequence: int | None
+) -> Settings:
     """Fill in the defaults: on the CPU few tokens, but enough that their logits outweigh the rest."""
     size = checked_preset("demo", size)
     large = size in LARGE

@@ -18,7 +18,9 @@ from liger_bench.text import Sequences
 from liger_hf.private_transformers import use_one_gpu
 
 
-def train(model: PreTrainedModel, data: Sequences, settings: Settings, advance: Callable[[str], object], *, pieces: int = 1) -> list[float]:
+def train(
+    model: PreTrainedModel, data: Sequences, settings: Settings, advance: Callable[[str], object], *, pieces: int = 1
+) -> list[float]:
     """Train for settings.steps and return the loss of every step; `pieces` micro-batches make up the same batch.
 
     advance is called at the end of each step with its loss and speed.
@@ -66,7 +68,9 @@ class _Recorder(Trainer):
         self.remove_callback(PrinterCallback)
         self.losses: list[Tensor] = []
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Tensor | Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Tensor | Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.losses.append(loss.detach().clone())
         return loss

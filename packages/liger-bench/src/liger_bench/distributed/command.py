@@ -38,27 +38,46 @@ def distributed(
     strategies: Annotated[
         list[str] | None, typer.Option("--strategy", help=f"{', '.join(STRATEGIES)}; repeatable; all by default.")
     ] = None,
-    size: Annotated[str | None, typer.Option("--model", help=f"{NAMES}; llama-3.2-1b on GPUs, tiny on the CPU.")] = None,
+    size: Annotated[
+        str | None, typer.Option("--model", help=f"{NAMES}; llama-3.2-1b on GPUs, tiny on the CPU.")
+    ] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes; one per GPU, two on the CPU.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences per rank and step; 8 on GPUs, 2 on the CPU.")] = None,
-    sequence: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence; 1024 on GPUs, 64 on the CPU.")] = None,
-    steps: Annotated[int, typer.Option(min=WARM_UP + 1, help=f"Training steps; all but the first {WARM_UP} are timed.")] = 10,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences per rank and step; 8 on GPUs, 2 on the CPU.")
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(min=2, help="Tokens per sequence; 1024 on GPUs, 64 on the CPU.")
+    ] = None,
+    steps: Annotated[
+        int, typer.Option(min=WARM_UP + 1, help=f"Training steps; all but the first {WARM_UP} are timed.")
+    ] = 10,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU) or bfloat16 (default on GPUs).")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 (default on the CPU) or bfloat16 (default on GPUs).")
+    ] = None,
     patience: Annotated[float, typer.Option(min=1, help="Timeout of a run, in seconds.")] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     all_columns: AllColumns = False,
-    out: Annotated[Path | None, typer.Option(help="Folder whose distributed.csv and distributed.json the rows are appended to.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Skip what --out already has of this commit, machine and versions.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder whose distributed.csv and distributed.json the rows are appended to.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Skip what --out already has of this commit, machine and versions.")
+    ] = False,
 ) -> None:
-    """Train a model on every GPU (NCCL), or on processes of the CPU (gloo), by DDP, FSDP2 and DeepSpeed ZeRO, with and without Liger.
+    """Train a model on every GPU (NCCL), or on processes of the CPU (gloo), by DDP, FSDP2 and DeepSpeed ZeRO, with and
+    without Liger.
 
-    Random weights and tokens, activation checkpointing, AdamW. Exit code 1 if a run fails or if losses differ by more than rounding explains.
+    Random weights and tokens, activation checkpointing, AdamW. Exit code 1 if a run fails or if losses differ by more
+    than rounding explains.
     """
     place = machine.measurable_device("bench distributed", device)
     precision = machine.dtype_name(machine.named_dtype("bench distributed", dtype, place))
     if precision == "float16":
-        raise DtypeError("bench distributed: --dtype must be float32 or bfloat16, got 'float16', in which gradients would need scaling")
+        raise DtypeError(
+            "bench distributed: --dtype must be float32 or bfloat16, got 'float16', in which gradients would need "
+            "scaling"
+        )
     if resume and out is None:
         raise OptionError("bench distributed: --resume needs --out, the folder of the run to resume")
     on_gpus = place.type == "cuda"
@@ -66,7 +85,17 @@ def distributed(
     check_known("bench distributed", "--strategy", strategies or [], STRATEGIES)
     shape = (batch or (8 if on_gpus else 2), sequence or (1024 if on_gpus else 64))
     jobs = [
-        Job(size, *shape, strategy, implementation, _ranks(ranks, on_gpus), place.type, precision, steps, 1e-4 if size in LARGE else 1e-3)
+        Job(
+            size,
+            *shape,
+            strategy,
+            implementation,
+            _ranks(ranks, on_gpus),
+            place.type,
+            precision,
+            steps,
+            1e-4 if size in LARGE else 1e-3,
+        )
         for strategy in strategies or STRATEGIES
         for implementation in IMPLEMENTATIONS
     ]
@@ -77,7 +106,9 @@ def distributed(
     before = [row for row in rows_as(Row, files.read()) if resume and not row.failed]
     rows, found = completed(
         *(Job, jobs, where, before, files),
-        lambda todo, kept, show: measured(todo, where, patience, kept, lambda job: show(f"{job.strategy} {job.implementation}")),
+        lambda todo, kept, show: measured(
+            todo, where, patience, kept, lambda job: show(f"{job.strategy} {job.implementation}")
+        ),
     )
     if as_json:
         print(json.dumps({"rows": [row.columns() for row in rows]}))
@@ -107,9 +138,14 @@ def _deepspeed() -> str:
 def _print(rows: list[Row], all_columns: bool) -> None:
     console = output()
     plain = {row.strategy: row for row in rows if row.implementation == PLAIN}
-    print_implementations(console, rows, attrgetter("strategy"), lambda row: _cells(row, plain.get(row.strategy)), FIGURES, all_columns)
+    print_implementations(
+        console, rows, attrgetter("strategy"), lambda row: _cells(row, plain.get(row.strategy)), FIGURES, all_columns
+    )
     for last in rows[-1:]:
-        tokens = f"{last.model}, {last.ranks} ranks × {last.batch} × {last.sequence} tokens, {last.steps} steps, {last.dtype}"
+        tokens = (
+            f"{last.model}, {last.ranks} ranks × {last.batch} × {last.sequence} tokens, {last.steps} steps, "
+            f"{last.dtype}"
+        )
         print_source(console, tokens, last)
 
 
@@ -122,6 +158,8 @@ def _cells(row: Row, plain: Row | None) -> list[str]:
         "–" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f}",
         ratio(row.peak_bytes, plain.peak_bytes if plain else None),
         *([f"{row.losses[0]:.5f}", f"{row.losses[-1]:.5f}"] if row.losses else ["–", "–"]),
-        "–" if row.loss_difference is None else f"{row.loss_difference:.1e}" + (" too large" if row.agrees is False else ""),
+        "–"
+        if row.loss_difference is None
+        else f"{row.loss_difference:.1e}" + (" too large" if row.agrees is False else ""),
         "–" if row.loss_bound is None else f"{row.loss_bound:.1e}",
     ]

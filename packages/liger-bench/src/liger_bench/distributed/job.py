@@ -40,7 +40,8 @@ class Row(Recorded, Job):
 
     backend             what runs Liger's ops
     tokens_per_second   summed over ranks; from the median step after the first two, where the slowest rank counts
-    peak_bytes          the most memory that a rank held at once in those steps; peak_bytes_by_rank has them all (on GPUs)
+    peak_bytes          the most memory that a rank held at once in those steps; peak_bytes_by_rank has them all (on
+                        GPUs)
     losses              of every step, the mean over the ranks
     loss_difference     the largest one to the losses of hf under the same strategy
     loss_bound          what that may be for Liger: in float32 1e-3, else three times that of hf-reordered
@@ -63,7 +64,8 @@ COLUMNS = Row.header()
 
 
 def together(job: Job, of_ranks: Sequence[dict[str, Any]], before: Sequence[Row]) -> dict[str, Any]:
-    """The columns that follow from what every rank measured, and from the rows of the same strategy that were measured before."""
+    """The columns that follow from what every rank measured, and from the rows of the same strategy that were measured
+    before."""
     slowest = [max(seconds) for seconds in zip(*(rank["seconds"] for rank in of_ranks), strict=True)]
     step = statistics.median(slowest[WARM_UP:])
     peaks = [rank["peak_bytes"] for rank in of_ranks]

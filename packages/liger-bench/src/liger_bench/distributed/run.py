@@ -20,7 +20,11 @@ Phase = Callable[[Job], object]
 
 
 def measured(
-    jobs: Sequence[Job], where: dict[str, str], patience: float, before: Sequence[Row] = (), phase: Phase = lambda job: None
+    jobs: Sequence[Job],
+    where: dict[str, str],
+    patience: float,
+    before: Sequence[Row] = (),
+    phase: Phase = lambda job: None,
 ) -> Generator[Measured[Row], None, None]:
     """Each job's row; one that takes longer than `patience` has failed. `before` are rows to compare losses with."""
     rows = list(before)
@@ -33,7 +37,9 @@ def measured(
                 continue
             while rest:
                 # After a failure, the remaining jobs start in new processes.
-                for found in _until_one_fails(rest, where, patience, [row for row in rows if row.strategy == name], Path(folder), phase):
+                for found in _until_one_fails(
+                    rest, where, patience, [row for row in rows if row.strategy == name], Path(folder), phase
+                ):
                     rest = rest[1:]
                     rows.append(found.row)
                     yield found

@@ -57,7 +57,11 @@ def _fsdp2(model: Any, job: Job) -> Iterator[Step]:
 
     mesh = init_device_mesh(job.device, (job.ranks,))
     low = job.dtype != "float32"
-    policy = MixedPrecisionPolicy(param_dtype=DTYPES[job.dtype], reduce_dtype=torch.float32) if low else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(param_dtype=DTYPES[job.dtype], reduce_dtype=torch.float32)
+        if low
+        else MixedPrecisionPolicy()
+    )
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -39,32 +39,48 @@ LONGEST_KERNELS = 25
 
 def model(
     models: Annotated[
-        list[str] | None, typer.Option("--model", help=f"{NAMES}; repeatable; {' and '.join(DEFAULT)} on a GPU, tiny on the CPU.")
+        list[str] | None,
+        typer.Option("--model", help=f"{NAMES}; repeatable; {' and '.join(DEFAULT)} on a GPU, tiny on the CPU."),
     ] = None,
-    shapes: Annotated[list[str] | None, typer.Option("--shape", help="batch x sequence, for instance 8x1024; repeatable.")] = None,
+    shapes: Annotated[
+        list[str] | None, typer.Option("--shape", help="batch x sequence, for instance 8x1024; repeatable.")
+    ] = None,
     implementations: Annotated[
-        list[str] | None, typer.Option("--implementation", help=f"{', '.join(IMPLEMENTATIONS)}; repeatable; all by default.")
+        list[str] | None,
+        typer.Option("--implementation", help=f"{', '.join(IMPLEMENTATIONS)}; repeatable; all by default."),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps, if they fit into the seconds.")] = 20,
-    seconds: Annotated[float, typer.Option(min=0, help="Seconds of timed steps; three steps are taken even if they take longer.")] = 8.0,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Seconds of timed steps; three steps are taken even if they take longer.")
+    ] = 8.0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU), bfloat16 (default on a GPU) or float16.")] = None,
-    memory_limit: Annotated[str | None, typer.Option(help="Cap GPU memory, to simulate a smaller card, for instance 24GiB.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 (default on the CPU), bfloat16 (default on a GPU) or float16.")
+    ] = None,
+    memory_limit: Annotated[
+        str | None, typer.Option(help="Cap GPU memory, to simulate a smaller card, for instance 24GiB.")
+    ] = None,
     together: Annotated[
-        int, typer.Option(min=1, help="Processes that load and compile at once, if their memory allows; they are timed one by one.")
+        int,
+        typer.Option(
+            min=1, help="Processes that load and compile at once, if their memory allows; they are timed one by one."
+        ),
     ] = 1,
     profile: Annotated[bool, typer.Option("--profile", help="Also list the longest kernels of a step.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     all_columns: AllColumns = False,
     csv: Annotated[Path | None, typer.Option(help="File to append the rows to.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder whose model.csv and model.json the rows are appended to.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder whose model.csv and model.json the rows are appended to.")
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Skip what --out already has of this commit, machine, versions and dtype.")
     ] = False,
 ) -> None:
     """Measure forward and backward of whole models, each implementation in a process of its own.
 
-    Random weights and tokens, activation checkpointing, no optimizer. Running out of memory is a result; exit code 1 if anything else fails.
+    Random weights and tokens, activation checkpointing, no optimizer. Running out of memory is a result; exit code 1 if
+    anything else fails.
     """
     place = machine.measurable_device("bench model", device)
     precision = machine.dtype_name(machine.named_dtype("bench model", dtype, place))
@@ -76,7 +92,17 @@ def model(
     check_known("bench model", "--implementation", implementations or [], IMPLEMENTATIONS)
     names = [checked_preset("bench model", name) for name in models or (DEFAULT if place.type == "cuda" else ["tiny"])]
     jobs = [
-        Job(name, *shape, implementation, place.type, precision, limit, steps, seconds, LONGEST_KERNELS if profile else 0)
+        Job(
+            name,
+            *shape,
+            implementation,
+            place.type,
+            precision,
+            limit,
+            steps,
+            seconds,
+            LONGEST_KERNELS if profile else 0,
+        )
         for name in names
         for shape in _shapes(shapes, name, limit)
         for implementation in implementations or IMPLEMENTATIONS
@@ -117,7 +143,9 @@ def _shapes(given: list[str] | None, model: str, limit: int | None) -> list[tupl
     for shape in given:
         sizes = re.fullmatch(r"([1-9][0-9]*)\s*[x×]\s*([1-9][0-9]*)", shape)
         if sizes is None or int(sizes[2]) < 2:
-            raise OptionError(f"bench model: --shape must be batch x sequence like 8x1024, with at least two tokens, got {shape!r}")
+            raise OptionError(
+                f"bench model: --shape must be batch x sequence like 8x1024, with at least two tokens, got {shape!r}"
+            )
         found.append((int(sizes[1]), int(sizes[2])))
     return sorted(found, key=lambda sizes: sizes[0] * sizes[1])
 
@@ -125,7 +153,9 @@ def _shapes(given: list[str] | None, model: str, limit: int | None) -> list[tupl
 def _print(rows: list[Row], found: list[Profiled], all_columns: bool) -> None:
     console = output()
     columns = list(map(vars, rows))
-    print_implementations(console, rows, lambda row: title(vars(row)), lambda row: cells(vars(row), columns), FIGURES, all_columns)
+    print_implementations(
+        console, rows, lambda row: title(vars(row)), lambda row: cells(vars(row), columns), FIGURES, all_columns
+    )
     for result in found:
         if result.kernels:
             _print_kernels(console, result)
@@ -139,7 +169,12 @@ def _print_kernels(console: Console, result: Profiled) -> None:
     title = f"{row.model} {row.shape} {row.implementation}: the longest kernels of a step of {step}"
     columns = [Column("kernel", prose=True), *(Column(name, number=True) for name in ("calls", "ms", "share"))]
     lines = [
-        [kernel["name"][:90], "" if kernel["calls"] is None else f"{kernel['calls']:g}", f"{kernel['ms']:.3f}", f"{kernel['share']:.1%}"]
+        [
+            kernel["name"][:90],
+            "" if kernel["calls"] is None else f"{kernel['calls']:g}",
+            f"{kernel['ms']:.3f}",
+            f"{kernel['share']:.1%}",
+        ]
         for kernel in result.kernels
     ]
     print_table(console, columns, lines, title=title)

@@ -29,7 +29,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Job(Case):
-    """One row to measure: `steps` timed steps, or as many as fit into `seconds`; the `kernels` longest kernels on demand."""
+    """One row to measure:
+
+    `steps` timed steps, or as many as fit into `seconds`; the `kernels` longest kernels on demand.
+    """
 
     steps: int
     seconds: float

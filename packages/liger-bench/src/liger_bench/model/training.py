@@ -89,11 +89,19 @@ class Training:
             self._wait()
         wanted = DeviceType.CUDA if self.device.type == "cuda" else DeviceType.CPU
         events = [e for e in recorded.key_averages() if e.device_type == wanted and not e.is_user_annotation]
-        taken = {e.key: (e.self_cpu_time_total if wanted == DeviceType.CPU else e.self_device_time_total, e.count) for e in events}
+        taken = {
+            e.key: (e.self_cpu_time_total if wanted == DeviceType.CPU else e.self_device_time_total, e.count)
+            for e in events
+        }
         total = sum(microseconds for microseconds, _ in taken.values())
         longest = sorted(taken.items(), key=lambda item: -item[1][0])[:count]
         return [
-            {"name": name, "calls": calls / PROFILED_STEPS, "ms": microseconds / 1e3 / PROFILED_STEPS, "share": microseconds / total}
+            {
+                "name": name,
+                "calls": calls / PROFILED_STEPS,
+                "ms": microseconds / 1e3 / PROFILED_STEPS,
+                "share": microseconds / total,
+            }
             for name, (microseconds, calls) in longest
         ] + [{"name": BUSY, "calls": None, "ms": total / 1e3 / PROFILED_STEPS, "share": 1.0}]
 
@@ -105,7 +113,9 @@ class Training:
 
     def _steps(self) -> Iterator[float]:
         start, count = time.perf_counter(), 0
-        while count < min(LEAST_STEPS, self.job.steps) or (count < self.job.steps and time.perf_counter() - start < self.job.seconds):
+        while count < min(LEAST_STEPS, self.job.steps) or (
+            count < self.job.steps and time.perf_counter() - start < self.job.seconds
+        ):
             yield self._timed()[0]
             self._forget()
             count += 1
@@ -121,10 +131,16 @@ class Training:
         """Return the peak memory in bytes: weights, gradients, activations and the batch."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        return held_bytes([*self.model.parameters(), *self.model.buffers(), self.tokens]) + peak_bytes(self.step, self.device)
+        return held_bytes([*self.model.parameters(), *self.model.buffers(), self.tokens]) + peak_bytes(
+            self.step, self.device
+        )
 
     def _gradient_norm(self) -> float:
-        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32).double() for p in self.model.parameters() if p.grad is not None]
+        norms = [
+            torch.linalg.vector_norm(p.grad, dtype=torch.float32).double()
+            for p in self.model.parameters()
+            if p.grad is not None
+        ]
         return float(torch.stack(norms).norm())
 
     def _forget(self) -> None:

@@ -35,8 +35,8 @@ class Peer:
     """One implementation of some ops.
 
     calls       op name → a function of the op's arguments by name, of which it may lack those that it has no option for
-    overwrites  op name → the arguments whose memory a forward or backward pass writes to; "gradients" are those that arrive at the
-                outputs
+    overwrites  op name → the arguments whose memory a forward or backward pass writes to; "gradients" are those that
+                arrive at the outputs
     consumes    whether a backward pass can run only once for a forward pass
     prepared    what becomes of a function of `calls` before it is measured on a workload
     """

@@ -31,7 +31,9 @@ def calls() -> dict[str, Callable[..., Any]]:
     return {op.name: op.reference for op in registry().ops.values()} | CALLS
 
 
-def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "input") -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "input"
+) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if weight is None:
@@ -42,7 +44,12 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, weight_
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "input"
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    cast: str = "input",
 ) -> tuple[Tensor, Tensor]:
     total = residual + x
     return rms_norm(total, weight, eps, weight_offset, cast), total
@@ -83,10 +90,13 @@ def _half_turned(x: Tensor) -> Tensor:
 
 
 def qk_norm_rope(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6, weight_offset: float = 0.0,
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6,
+    weight_offset: float = 0.0,
     cast: str = "input",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return rope(rms_norm(q, q_weight, eps, weight_offset, cast), rms_norm(k, k_weight, eps, weight_offset, cast), cos, sin)
+    return rope(
+        rms_norm(q, q_weight, eps, weight_offset, cast), rms_norm(k, k_weight, eps, weight_offset, cast), cos, sin
+    )
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -155,7 +165,8 @@ def linear_cross_entropy(
 
 
 def lora_linear(
-    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, bias: Tensor | None = None, base: Tensor | None = None,
+    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, bias: Tensor | None = None,
+    base: Tensor | None = None,
     column_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute a LoRA layer as PEFT does: cast x to the adapter's dtype and add the product in that dtype."""
@@ -243,7 +254,9 @@ def kl_div(
     reduction: str = "mean",
     normalizer: Tensor | float | None = None,
 ) -> Tensor:
-    return _divergence("reverse_kl" if reverse else "forward_kl", student, teacher, 0.5, temperature, reduction, normalizer)
+    return _divergence(
+        "reverse_kl" if reverse else "forward_kl", student, teacher, 0.5, temperature, reduction, normalizer
+    )
 
 
 def jsd(
@@ -258,13 +271,23 @@ def jsd(
 
 
 def total_variation(
-    student: Tensor, teacher: Tensor, temperature: float = 1.0, reduction: str = "mean", normalizer: Tensor | float | None = None
+    student: Tensor,
+    teacher: Tensor,
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    normalizer: Tensor | float | None = None,
 ) -> Tensor:
     return _divergence("total_variation", student, teacher, 0.5, temperature, reduction, normalizer)
 
 
 def _divergence(
-    kind: str, student: Tensor, teacher: Tensor, beta: float, temperature: float, reduction: str, normalizer: Tensor | float | None
+    kind: str,
+    student: Tensor,
+    teacher: Tensor,
+    beta: float,
+    temperature: float,
+    reduction: str,
+    normalizer: Tensor | float | None,
 ) -> Tensor:
     """Compute a divergence as trainers do: log-softmax of both sides in float32, then torch.nn.functional.kl_div."""
     log_q, log_p = (torch.log_softmax(x.float() / temperature, dim=-1) for x in (student, teacher))
@@ -280,7 +303,9 @@ def _divergence(
         loss = 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
     else:
         mixture = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
-        of_teacher, of_student = {"skewed_kl": (1.0, 0.0), "skewed_reverse_kl": (0.0, 1.0)}.get(kind, (beta, 1.0 - beta))
+        of_teacher, of_student = {"skewed_kl": (1.0, 0.0), "skewed_reverse_kl": (0.0, 1.0)}.get(
+            kind, (beta, 1.0 - beta)
+        )
         loss = of_teacher * kl(log_p, mixture) + of_student * kl(log_q, mixture)
     if reduction == "none":
         return loss
@@ -306,5 +331,16 @@ CALLS = by_name(
         linear_cross_entropy,
         linear_log_prob,
     ),
-    *(lora_linear, lora_linears, linear_divergence, kl_div, jsd, total_variation, embedding, experts, mix_streams, merge_streams),
+    *(
+        lora_linear,
+        lora_linears,
+        linear_divergence,
+        kl_div,
+        jsd,
+        total_variation,
+        embedding,
+        experts,
+        mix_streams,
+        merge_streams,
+    ),
 )

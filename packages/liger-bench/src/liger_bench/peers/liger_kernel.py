@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """liger-kernel 0.8.5: its Triton kernels, variants of its linear losses, and its CuTe kernels if it has them.
 
-Variants: float32 accumulation and long chunks for the linear cross entropy, the divergence from soft labels, the per-token loss in chunks of
-logits, as it runs where it has no kernel, and the experts without their autotuner, with LIGER_FUSED_MOE_AUTOTUNE=0.
+Variants: float32 accumulation and long chunks for the linear cross entropy, the divergence from soft labels, the
+per-token loss in chunks of logits, as it runs where it has no kernel, and the experts without their autotuner, with
+LIGER_FUSED_MOE_AUTOTUNE=0.
 
-Measured as a user calls them, except for two traps: `in_place=False`, since its norms by default write their gradient over the one
-that arrives, which another op may still need; and private copies of what rope, the gated activations and cross_entropy overwrite.
+Measured as a user calls them, except for two traps: `in_place=False`, since its norms by default write their gradient
+over the one that arrives, which another op may still need; and private copies of what rope, the gated activations and
+cross_entropy overwrite.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from torch import Tensor
 from liger_bench.peers import Peer, by_name, missing, teacher_share, with_one_target
 from liger_core.errors import Unsupported
 
-# Forward passes of rope and cross_entropy, backward passes of the gated activations; rope's backward pass also turns what arrives in place.
+# Forward passes of rope and cross_entropy, backward passes of the gated activations; rope's backward pass also turns
+# what arrives in place.
 OVERWRITES = {
     "rope": ("q", "k", "gradients"),
     "qk_norm_rope": ("gradients",),
@@ -63,7 +66,9 @@ def _casting(cast: str) -> str:
 
 
 def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "input") -> Any:
+    def rms_norm(
+        x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "input"
+    ) -> Any:
         return package.liger_rms_norm(x, weight, eps, weight_offset, _casting(cast), in_place=False)
 
     def add_rms_norm(
@@ -78,7 +83,8 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
         return package.liger_rope(q, k, cos, sin)
 
     def qk_norm_rope(
-        q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6, weight_offset: float = 0.0,
+        q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6,
+        weight_offset: float = 0.0,
         cast: str = "input",
     ) -> Any:  # fmt: skip
         # Normalized before heads and tokens change places, as its modules are in a model.
@@ -108,7 +114,9 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
     def group_norm(x: Tensor, num_groups: int, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Any:
         return package.liger_group_norm(x, weight, bias, x.shape[1], num_groups, eps)
 
-    def modulated_rms_norm(x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6) -> Any:
+    def modulated_rms_norm(
+        x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6
+    ) -> Any:
         return package.liger_modulated_rms_norm(x, weight, scale, shift, eps, in_place=False)
 
     def mix_streams(x: Tensor, pre: Tensor) -> Any:
@@ -130,12 +138,17 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
         return package.liger_cross_entropy(logits, target, **options)
 
     def experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor) -> Any:
-        # As its LigerExperts calls it. Its autotuner compiles 240 kernels for each size of the experts, which takes minutes; those that unroll a
-        # row into tiles of 64 take 10 s each. LIGER_FUSED_MOE_AUTOTUNE=0 takes one configuration instead.
-        return importlib.import_module("liger_kernel.ops").LigerFusedMoEFunction.apply(x, gate_up, down, index.int(), weight)
+        # As its LigerExperts calls it. Its autotuner compiles 240 kernels for each size of the experts, which takes
+        # minutes; those that unroll a row into tiles of 64 take 10 s each. LIGER_FUSED_MOE_AUTOTUNE=0 takes one
+        # configuration instead.
+        return importlib.import_module("liger_kernel.ops").LigerFusedMoEFunction.apply(
+            x, gate_up, down, index.int(), weight
+        )
 
     def embedding(index: Tensor, weight: Tensor) -> Any:
-        return importlib.import_module("liger_kernel.ops.experimental.embedding").LigerEmbeddingFunction.apply(weight, index)
+        return importlib.import_module("liger_kernel.ops.experimental.embedding").LigerEmbeddingFunction.apply(
+            weight, index
+        )
 
     def scaled(*args: Any) -> Any:
         *most, return_entropy = args
@@ -146,9 +159,28 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
             # On Hopper it has a CuTe kernel and no other.
             raise Unsupported(f"its kernel for this device cannot be imported: {error}") from error
 
-    losses = {"cross_entropy": _loss(cross_entropy), "linear_cross_entropy": linear, "linear_log_prob": _per_token(scaled)}
-    rows = by_name(rms_norm, add_rms_norm, layer_norm, rope, qk_norm_rope, swiglu, geglu, relu_squared, dyt, softmax, sparsemax, experts)
-    rows |= by_name(poly_norm, group_norm, modulated_rms_norm, embedding, mix_streams, merge_streams, attention_residual)
+    losses = {
+        "cross_entropy": _loss(cross_entropy),
+        "linear_cross_entropy": linear,
+        "linear_log_prob": _per_token(scaled),
+    }
+    rows = by_name(
+        rms_norm,
+        add_rms_norm,
+        layer_norm,
+        rope,
+        qk_norm_rope,
+        swiglu,
+        geglu,
+        relu_squared,
+        dyt,
+        softmax,
+        sparsemax,
+        experts,
+    )
+    rows |= by_name(
+        poly_norm, group_norm, modulated_rms_norm, embedding, mix_streams, merge_streams, attention_residual
+    )
     return rows | losses | _divergences(package)
 
 
@@ -204,7 +236,9 @@ def _soft_labels(package: Any) -> dict[str, Callable[..., Any]]:
             raise Unsupported("it has the forward KL only")
         with torch.no_grad():
             teacher = torch.softmax((teacher_hidden @ teacher_weight.t()).float() / temperature, dim=-1)
-        return package.liger_fused_linear_kl_div(hidden, weight, teacher, reduction="batchmean", temperature=temperature)
+        return package.liger_fused_linear_kl_div(
+            hidden, weight, teacher, reduction="batchmean", temperature=temperature
+        )
 
     return by_name(linear_divergence)
 
@@ -213,7 +247,9 @@ def _chunks() -> dict[str, Callable[..., Any]]:
     """Return its per-token loss in plain PyTorch, 512 tokens at a time, which it runs everywhere but on Hopper."""
 
     def chunked(*args: Any) -> Any:
-        return importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")._FusedLinearPPOFallbackFunction.apply(*args)
+        return importlib.import_module(
+            "liger_kernel.ops.fused_linear_scaled_cross_entropy"
+        )._FusedLinearPPOFallbackFunction.apply(*args)
 
     return {"linear_log_prob": _per_token(chunked)}
 
@@ -276,7 +312,12 @@ def _linear(
     reduction: str = "mean",
 ) -> Any:
     """Call its linear_cross_entropy with Liger's options."""
-    options: dict[str, Any] = {"bias": bias, "ce_weight": class_weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    options: dict[str, Any] = {
+        "bias": bias,
+        "ce_weight": class_weight,
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+    }
     return function(hidden, weight, target, **options, lse_square_scale=z_loss, softcap=softcap, reduction=reduction)
 
 
@@ -287,7 +328,9 @@ def _cute() -> dict[str, Callable[..., Any]]:
     name = {"impl": "nvidia-cutedsl"}
 
     def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "input") -> Any:
-        return dispatched.rms_norm(x, weight, eps, offset=weight_offset, casting_mode=_casting(cast), in_place=False, **name)
+        return dispatched.rms_norm(
+            x, weight, eps, offset=weight_offset, casting_mode=_casting(cast), in_place=False, **name
+        )
 
     def add_rms_norm(
         x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "input"
@@ -309,7 +352,9 @@ def _cute() -> dict[str, Callable[..., Any]]:
     def cross_entropy(logits: Tensor, target: Tensor, **options: Any) -> Any:
         return dispatched.cross_entropy(logits, target, **options, **name)[0]
 
-    def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int = -100, reduction: str = "mean") -> Any:
+    def linear_cross_entropy(
+        hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int = -100, reduction: str = "mean"
+    ) -> Any:
         return sm90.liger_fused_linear_cross_entropy_sm90(hidden, weight, target, ignore_index, reduction)
 
     calls = by_name(rms_norm, add_rms_norm, layer_norm, rope, swiglu, geglu, linear_cross_entropy)

@@ -20,14 +20,20 @@ def peers() -> list[Peer]:
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0, cast: Cast = "input"
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    cast: Cast = "input",
 ) -> tuple[Tensor, Tensor]:
     total = x + residual
     return rms_norm(total, weight, eps, weight_offset=weight_offset, cast=cast), total
 
 
 def qk_norm_rope(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6, weight_offset: float = 0.0,
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6,
+    weight_offset: float = 0.0,
     cast: Cast = "input", interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     # Normalized before heads and tokens change places, as in a model.

@@ -67,5 +67,9 @@ def chunked_linear_cross_entropy(
     reduction: str = "mean",
 ) -> Tensor:
     """Compute the logits in chunks, with the default options of PyTorch's chunked variant."""
-    options: dict[str, Any] = {"linear_bias": bias, "label_smoothing": label_smoothing, "options": torch.nn.LinearCrossEntropyOptions()}
+    options: dict[str, Any] = {
+        "linear_bias": bias,
+        "label_smoothing": label_smoothing,
+        "options": torch.nn.LinearCrossEntropyOptions(),
+    }
     return F.linear_cross_entropy(hidden, weight, target, **options, ignore_index=ignore_index, reduction=reduction)

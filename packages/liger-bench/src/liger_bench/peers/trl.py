@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TRL 1.16: the log-probabilities and divergences of its trainers, computed in tiles of tokens and of the vocabulary."""
+"""TRL 1.16: the log-probabilities and divergences of its trainers, in tiles of tokens and of the vocabulary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ def peers() -> list[Peer]:
     divergences = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
 
     def linear_log_prob(
-        hidden: Tensor, weight: Tensor, target: Tensor, return_entropy: bool = False, temperature: float = 1.0, softcap: float | None = None
+        hidden: Tensor,
+        weight: Tensor,
+        target: Tensor,
+        return_entropy: bool = False,
+        temperature: float = 1.0,
+        softcap: float | None = None,
     ) -> Any:
         with_one_target(hidden, target)
         asked = ("log_probs", "entropy") if return_entropy else ("log_probs",)

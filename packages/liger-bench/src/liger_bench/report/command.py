@@ -20,11 +20,18 @@ HEADING = "Benchmarks"
 def report(
     results: Annotated[
         Path,
-        typer.Argument(metavar="RESULTS", help="Folder with the results.json, model.json, sharded.json or step.json of liger bench --out."),
+        typer.Argument(
+            metavar="RESULTS",
+            help="Folder with the results.json, model.json, sharded.json or step.json of liger bench --out.",
+        ),
     ],
     heading: Annotated[str, typer.Option(help="Title of the page.")] = HEADING,
-    docs: Annotated[Path | None, typer.Option(help="The page to write. Default: report.md in the folder of the results.")] = None,
-    images: Annotated[Path | None, typer.Option(help="Folder of the pictures. Default: images beside the page.")] = None,
+    docs: Annotated[
+        Path | None, typer.Option(help="The page to write. Default: report.md in the folder of the results.")
+    ] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="Folder of the pictures. Default: images beside the page.")
+    ] = None,
 ) -> None:
     """Draw pictures and write one page from results; every figure in them comes from the results."""
     # These bring matplotlib, which the other commands do without.

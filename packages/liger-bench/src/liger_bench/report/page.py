@@ -16,15 +16,18 @@ MIB, GIB = 1 << 20, 1 << 30
 PASSES = ("forward", "full", "evaluation")
 OURS = ("triton", "liger", "liger-compiled")
 ABOUT = """
-`triton` is Liger's backend, and `eager` what Transformers computes. `roofline` is the fraction of the roofline that is reached: the least time that
-the work can take on this machine, divided by the median time. The roofline is measured in the same run: copy bandwidth and the rate of a large
-matmul; for ops that cannot avoid matmuls, the time of exactly these matmuls. `full` is forward and backward, `forward` a forward pass whose inputs
-require gradients, `evaluation` one without gradients. The first line of a shape is a plain copy of as many bytes as the op must move: a short copy
-does not reach the bandwidth of a long one, so a kernel that moves as few bytes cannot either. Times are medians with the L2 cache flushed, with the
-20th and 80th percentiles in brackets; the implementations are interleaved. `graph` is the fraction of the roofline when the call is replayed as a
-CUDA graph, and `enqueue` the time that the host takes to enqueue it. `extra` is the peak memory beyond the inputs, `beyond gradients` the same
-without the returned gradients. `error` is the largest relative error (Frobenius norm) of outputs and of gradients against float64; `÷ eager` is the
-largest ratio of a gradient's error to that of eager PyTorch in the same dtype. A `–` was not measured, or has no meaning there.
+`triton` is Liger's backend, and `eager` what Transformers computes. `roofline` is the fraction of the roofline that is
+reached: the least time that the work can take on this machine, divided by the median time. The roofline is measured in
+the same run: copy bandwidth and the rate of a large matmul; for ops that cannot avoid matmuls, the time of exactly
+these matmuls. `full` is forward and backward, `forward` a forward pass whose inputs require gradients, `evaluation` one
+without gradients. The first line of a shape is a plain copy of as many bytes as the op must move: a short copy does not
+reach the bandwidth of a long one, so a kernel that moves as few bytes cannot either. Times are medians with the L2
+cache flushed, with the 20th and 80th percentiles in brackets; the implementations are interleaved. `graph` is the
+fraction of the roofline when the call is replayed as a CUDA graph, and `enqueue` the time that the host takes to
+enqueue it. `extra` is the peak memory beyond the inputs, `beyond gradients` the same without the returned gradients.
+`error` is the largest relative error (Frobenius norm) of outputs and of gradients against float64; `÷ eager` is the
+largest ratio of a gradient's error to that of eager PyTorch in the same dtype. A `–` was not measured, or has no
+meaning there.
 """.strip()
 # Implementations, as readers know them.
 NAMES = {
@@ -57,7 +60,7 @@ def page(records: Records, pictures: dict[str, Path], command: str, heading: str
 
 
 def _models_compared(rows: Sequence[Record], pictures: dict[str, Path]) -> str:
-    """The answer to how much faster and smaller: a picture, a sentence for the largest step of each model, and a table."""
+    """The section on speed and memory: a picture, a sentence for each model's largest step, and a table."""
     if not rows:
         return ""
     places = list(dict.fromkeys(map(title, rows)))
@@ -69,8 +72,15 @@ def _models_compared(rows: Sequence[Record], pictures: dict[str, Path]) -> str:
         "## How much faster and smaller",
         "\n".join(f"* {headline}" for headline in headlines(rows)),
         _picture("models", "Speed and peak memory of whole models, compared with Transformers", pictures),
-        "Forward and backward of Llama models with activation checkpointing: tokens/s and peak memory, and in brackets the change from Transformers.",
-        markdown.table(("model, batch × sequence", *(NAMES.get(name, name) for name in names)), table, right=range(1, 1 + len(names))),
+        (
+            "Forward and backward of Llama models with activation checkpointing: tokens/s and peak memory, and in "
+            "brackets the change from Transformers."
+        ),
+        markdown.table(
+            ("model, batch × sequence", *(NAMES.get(name, name) for name in names)),
+            table,
+            right=range(1, 1 + len(names)),
+        ),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -79,7 +89,11 @@ def headlines(rows: Sequence[Record]) -> list[str]:
     """Return a sentence for each model: Liger beside Transformers at the last shape that both ran."""
     base = {title(row): row for row in rows if row["implementation"] == "hf"}
     return list(
-        {row["model"]: _headline(row, base[title(row)]) for row in rows if row["implementation"] == "liger" and _both(row, base)}.values()
+        {
+            row["model"]: _headline(row, base[title(row)])
+            for row in rows
+            if row["implementation"] == "liger" and _both(row, base)
+        }.values()
     )
 
 
@@ -90,7 +104,8 @@ def _both(row: Record, base: dict[str, Record]) -> bool:
 def _headline(row: Record, base: Record) -> str:
     speed = row["tokens_per_second"] / base["tokens_per_second"]
     return (
-        f"**{title(row)}: {speed:.2f} × the speed of Transformers, {change(row['peak_bytes'], base['peak_bytes'])} peak memory** "
+        f"**{title(row)}: {speed:.2f} × the speed of Transformers, {change(row['peak_bytes'], base['peak_bytes'])} "
+        "peak memory** "
         f"({row['peak_bytes'] / GIB:.1f} GiB instead of {base['peak_bytes'] / GIB:.1f} GiB)"
     )
 
@@ -111,10 +126,14 @@ def _ops_compared(rows: Sequence[Record]) -> str:
     """Each op at its largest shape: eager PyTorch, the fastest other library, and Liger."""
     table = []
     for op in distinct(rows, "op"):
-        own = [row for row in rows if row["op"] == op and row["pass"] == "full" and row["median_ms"] and row["limit_ms"]]
+        own = [
+            row for row in rows if row["op"] == op and row["pass"] == "full" and row["median_ms"] and row["limit_ms"]
+        ]
         own = [row for row in own if sizes_of(row["workload"]) == row["workload"]]
         shared = [
-            row for row in own if row["implementation"] in OURS and find(own, {"workload": row["workload"], "implementation": "eager"})
+            row
+            for row in own
+            if row["implementation"] in OURS and find(own, {"workload": row["workload"], "implementation": "eager"})
         ]
         if not shared:
             continue
@@ -127,16 +146,34 @@ def _ops_compared(rows: Sequence[Record]) -> str:
         line += (
             ["–", "–"]
             if best is None
-            else [f"{_ms(best['median_ms'])} ({best['implementation']})", f"{best['median_ms'] / ours['median_ms']:.2f} ×"]
+            else [
+                f"{_ms(best['median_ms'])} ({best['implementation']})",
+                f"{best['median_ms'] / ours['median_ms']:.2f} ×",
+            ]
         )
-        line[3:] = [line[3], f"**{_ms(ours['median_ms'])}**", f"**{eager['median_ms'] / ours['median_ms']:.2f} ×**", line[4]]
+        line[3:] = [
+            line[3],
+            f"**{_ms(ours['median_ms'])}**",
+            f"**{eager['median_ms'] / ours['median_ms']:.2f} ×**",
+            line[4],
+        ]
         extra = [_form(row, "peak_beyond_gradients_bytes", ",.0f", 1 / MIB) for row in (eager, ours)]
         table.append([*line, f"{extra[0]} → **{extra[1]}**"])
     if not table:
         return ""
-    head = ("op", "shape", "eager ms", "fastest other ms", "Liger ms", "speedup over eager", "over the other", "extra MiB, eager → Liger")
+    head = (
+        "op",
+        "shape",
+        "eager ms",
+        "fastest other ms",
+        "Liger ms",
+        "speedup over eager",
+        "over the other",
+        "extra MiB, eager → Liger",
+    )
     about = (
-        "Each op at the largest shape that eager PyTorch can run, forward and backward. *Eager* is what Transformers computes; *extra* is the peak memory "
+        "Each op at the largest shape that eager PyTorch can run, forward and backward. *Eager* is what Transformers "
+        "computes; *extra* is the peak memory "
         "beyond inputs and gradients."
     )
     return f"## Ops\n\n{about}\n\n{markdown.table(head, table, right=range(2, len(head)))}"
@@ -160,9 +197,10 @@ def _range(values: Sequence[float], form: str) -> str:
 
 
 SHARDED_ABOUT = """
-The vocabulary of the head is divided over the ranks, one GPU each. Forward and backward; the time is that of the slowest rank, *efficiency* the
-time of one rank divided by ranks × time, and *peak* the most memory that a rank holds beyond hidden states and weight, gradients included.
-*Gathered* collects the logits of all ranks on each, as `tp_plan="auto"` does; *loss-parallel* is PyTorch's loss parallelism on all logits.
+The vocabulary of the head is divided over the ranks, one GPU each. Forward and backward; the time is that of the
+slowest rank, *efficiency* the time of one rank divided by ranks × time, and *peak* the most memory that a rank holds
+beyond hidden states and weight, gradients included. *Gathered* collects the logits of all ranks on each, as
+`tp_plan="auto"` does; *loss-parallel* is PyTorch's loss parallelism on all logits.
 """.strip()
 
 
@@ -179,7 +217,9 @@ def _sharded(rows: Sequence[Record]) -> str:
             if done
             else [row["reason"], "–", "–"]
         )
-        table.append([row["op"], shape, str(row["ranks"]), names.get(row["implementation"], row["implementation"]), *figures])
+        table.append(
+            [row["op"], shape, str(row["ranks"]), names.get(row["implementation"], row["implementation"]), *figures]
+        )
     head = ("op", "rows × width × classes", "ranks", "implementation", "ms", "efficiency", "peak MiB")
     return "\n\n".join(("## Sharded vocabulary", SHARDED_ABOUT, markdown.table(head, table, right=(2, 4, 5, 6))))
 
@@ -188,14 +228,18 @@ def _models(rows: Sequence[Record]) -> str:
     if not rows:
         return ""
     about = (
-        "## Whole models in detail\n\nLlama models with random weights, activation checkpointing and sdpa attention, forward and backward without an optimizer. "
-        "Each implementation runs in its own process; `hf` is Transformers. Peak memory is that of the allocator. Loss and gradient norm are those of the first "
+        "## Whole models in detail\n\nLlama models with random weights, activation checkpointing and sdpa attention, "
+        "forward and backward without an optimizer. "
+        "Each implementation runs in its own process; `hf` is Transformers. Peak memory is that of the allocator. Loss "
+        "and gradient norm are those of the first "
         "step, from the same weights and tokens; `compile` is the time of the first step minus that of a median one."
     )
     table = [(title(row), _ours(row["implementation"]), *cells(row, rows)) for row in rows]
     parts = [about]
     parts.append(
-        markdown.table(("model, batch × sequence", "implementation", *HEAD), markdown.sparse(table), right=range(2, 2 + len(HEAD)))
+        markdown.table(
+            ("model, batch × sequence", "implementation", *HEAD), markdown.sparse(table), right=range(2, 2 + len(HEAD))
+        )
     )
     parts.append(markdown.reasons((f"{title(row)} {row['implementation']}", row["reason"]) for row in rows))
     return "\n\n".join(part for part in parts if part)
@@ -234,7 +278,9 @@ def _speeds(rows: Sequence[Record]) -> str:
             copied = workload
             table += _copies([row for row in rows if row["workload"] == workload], passes, len(head))
         line = [workload, _ours(implementation)]
-        found = {name: find(rows, {"workload": workload, "implementation": implementation, "pass": name}) for name in passes}
+        found = {
+            name: find(rows, {"workload": workload, "implementation": implementation, "pass": name}) for name in passes
+        }
         if all(row is None or row["median_ms"] is None for row in found.values()):
             continue
         for name, row in found.items():
@@ -271,7 +317,9 @@ def _costs(rows: Sequence[Record]) -> str:
         line = [row["workload"], _ours(row["implementation"]), _form(row, "peak_extra_bytes", ",.1f", 1 / MIB)]
         line += [_form(row, "peak_beyond_gradients_bytes", ",.1f", 1 / MIB), _form(forward, "enqueue_ms", ",.0f", 1e3)]
         table.append([*line, _form(row, "enqueue_ms", ",.0f", 1e3)])
-    return "Memory and host time of forward and backward:\n\n" + markdown.table(head, markdown.sparse(table), right=range(2, len(head)))
+    return "Memory and host time of forward and backward:\n\n" + markdown.table(
+        head, markdown.sparse(table), right=range(2, len(head))
+    )
 
 
 def _repeat(records: Records, command: str) -> str:
@@ -280,17 +328,25 @@ def _repeat(records: Records, command: str) -> str:
     if records.models:
         lines.append("liger bench model --out RESULTS")
         limits = sorted({row["memory_limit_bytes"] for row in records.models if row["memory_limit_bytes"]})
-        lines += [f"liger bench model --model llama-3.2-1b --memory-limit {limit / 2**30:g}GiB --out RESULTS" for limit in limits]
+        lines += [
+            f"liger bench model --model llama-3.2-1b --memory-limit {limit / 2**30:g}GiB --out RESULTS"
+            for limit in limits
+        ]
     lines += ["liger bench step --out RESULTS"] if records.steps else []
     lines.append("liger bench report RESULTS")
     commands = "\n".join(f"    {line}" for line in lines)
-    return f"### Repeat it\n\n{commands}\n\nRatios within a run can be compared, times of different runs cannot. This page is what `{command}` writes."
+    return (
+        f"### Repeat it\n\n{commands}\n\nRatios within a run can be compared, times of different runs cannot. This "
+        f"page is what `{command}` writes."
+    )
 
 
 def _pairs(rows: Sequence[Record]) -> list[tuple[str, str]]:
     """(workload, implementation) with all implementations of a workload together."""
     order = distinct(rows, "workload")
-    return sorted(dict.fromkeys((row["workload"], row["implementation"]) for row in rows), key=lambda pair: order.index(pair[0]))
+    return sorted(
+        dict.fromkeys((row["workload"], row["implementation"]) for row in rows), key=lambda pair: order.index(pair[0])
+    )
 
 
 def _time(row: Record | None) -> str:

@@ -23,7 +23,8 @@ from liger_bench.records import Record, distinct, find, sizes_of
 from liger_bench.report.page import NAMES, PASSES
 from liger_bench.step.table import title as step_title
 
-# Distinguishable with any kind of color vision (Okabe and Ito 2008); variants of one implementation differ in dashes and markers.
+# Distinguishable with any kind of color vision (Okabe and Ito 2008); variants of one implementation differ in dashes
+# and markers.
 COLORS = {
     "triton": "#d55e00",
     "liger": "#d55e00",
@@ -77,13 +78,18 @@ Styles = dict[str, Style]
 
 
 def share_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -> bool:
-    """Fraction of the roofline at each shape, a panel per pass; False if there is nothing to draw. Variants of a shape are only in tables."""
+    """Fraction of the roofline at each shape, a panel per pass; False if there is nothing to draw.
+
+    Variants of a shape are only in tables.
+    """
     rows = [row for row in rows if row["share"] is not None and sizes_of(row["workload"]) == row["workload"]]
     shapes = distinct(rows, "workload")
     passes = [name for name in PASSES if any(row["pass"] == name for row in rows)]
     if not passes:
         return False
-    figure, panels = _figure(len(passes), max(2.6, 0.7 * len(shapes)), f"{op}: fraction of the roofline (higher is better)\n{_place(rows)}")
+    figure, panels = _figure(
+        len(passes), max(2.6, 0.7 * len(shapes)), f"{op}: fraction of the roofline (higher is better)\n{_place(rows)}"
+    )
     highest = max(row["limit_ms"] / row["low_ms"] for row in rows if row["pass"] in passes)
     for name, axes in zip(passes, panels, strict=True):
         here = [row for row in rows if row["pass"] == name]
@@ -101,13 +107,18 @@ def share_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -> 
 
 
 def scaling_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -> bool:
-    """Time of forward and backward against each size, a panel per size, the roofline dashed; False if there is nothing to draw."""
+    """Time of forward and backward against each size, a panel per size, the roofline dashed; False if there is nothing
+    to draw."""
     rows = [row for row in rows if row["median_ms"] is not None and row["pass"] == "full"]
     # Last the size with most implementations, since their names stand at the right.
-    names = sorted(distinct(rows, "axis"), key=lambda name: len({row["implementation"] for row in rows if row["axis"] == name}))
+    names = sorted(
+        distinct(rows, "axis"), key=lambda name: len({row["implementation"] for row in rows if row["axis"] == name})
+    )
     if not names:
         return False
-    figure, panels = _figure(len(names), 2.9, f"{op}: time of forward and backward (lower is better; dashed: roofline)\n{_place(rows)}")
+    figure, panels = _figure(
+        len(names), 2.9, f"{op}: time of forward and backward (lower is better; dashed: roofline)\n{_place(rows)}"
+    )
     for name, axes in zip(names, panels, strict=True):
         here = sorted((row for row in rows if row["axis"] == name), key=lambda row: row["axis_value"])
         later = {row["implementation"] for row in rows if row["axis"] in names[names.index(name) + 1 :]}
@@ -134,7 +145,8 @@ def scaling_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -
 
 
 def model_picture(rows: Sequence[Record], path: Path, look: Styles) -> bool:
-    """Speed and peak memory of whole models as bars, compared with Transformers; False if there is nothing to compare with."""
+    """Speed and peak memory of whole models as bars, compared with Transformers; False if there is nothing to compare
+    with."""
     places = [place for place in dict.fromkeys(map(title, rows)) if _baseline(rows, place)]
     names = [name for name in distinct(rows, "implementation") if name != "hf"]
     if not places or not names:
@@ -166,9 +178,13 @@ def model_picture(rows: Sequence[Record], path: Path, look: Styles) -> bool:
         axes.set_yticks(range(len(places)), places)
         axes.set_ylim(len(places) - 0.5, -0.5)
         axes.set_xlim(0, 1.16 * axes.dataLim.x1)
-        axes.set_xlabel(f"{label}, Transformers = 1 ({'higher' if column == 'tokens_per_second' else 'lower'} is better)")
+        axes.set_xlabel(
+            f"{label}, Transformers = 1 ({'higher' if column == 'tokens_per_second' else 'lower'} is better)"
+        )
     panels[1].set_yticklabels([])
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=9
+    )
     _finish(figure, panels, path, grid="x")
     return True
 
@@ -180,7 +196,10 @@ def step_picture(rows: Sequence[Record], path: Path, look: Styles) -> bool:
     if not places:
         return False
     figure, panels = _figure(
-        1, 7.5, f"Training steps: share of the arithmetic limit (higher is better)\n{_place(rows)}", 1.4 + 0.7 * len(places)
+        1,
+        7.5,
+        f"Training steps: share of the arithmetic limit (higher is better)\n{_place(rows)}",
+        1.4 + 0.7 * len(places),
     )
     axes, width = panels[0], 0.84 / len(names)
     axes.axvline(1.0, color=INK, linewidth=0.8, linestyle="--", zorder=3)
@@ -188,13 +207,17 @@ def step_picture(rows: Sequence[Record], path: Path, look: Styles) -> bool:
         bars = [(places.index(step_title(row)), row) for row in rows if row["implementation"] == name]
         heights = [place + width * (number - (len(names) - 1) / 2) for place, _ in bars]
         color = look[name].color
-        drawn = axes.barh(heights, [row["share"] for _, row in bars], height=0.9 * width, label=NAMES.get(name, name), color=color)
+        drawn = axes.barh(
+            heights, [row["share"] for _, row in bars], height=0.9 * width, label=NAMES.get(name, name), color=color
+        )
         words = [f"{row['share']:.2f} · {row['tokens_per_second']:,.0f} tokens/s" for _, row in bars]
         axes.bar_label(drawn, words, padding=3, fontsize=8, zorder=4, bbox={"color": "white", "pad": 0.4})
     axes.set_yticks(range(len(places)), [place.replace(", ", ",\n", 1) for place in places])
     axes.set_ylim(len(places) - 0.5, -0.5)
     axes.set_xlim(0, 1.3 * max(1.0, axes.dataLim.x1))
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
+    figure.legend(
+        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(names), frameon=False, fontsize=9
+    )
     _finish(figure, panels, path, grid="x")
     return True
 
@@ -206,7 +229,9 @@ def _place(rows: Sequence[Record]) -> str:
 
 
 def _shares(rows: Sequence[Record], implementation: str, shapes: list[str]) -> Series:
-    own = [(place, find(rows, {"workload": shape, "implementation": implementation})) for place, shape in enumerate(shapes)]
+    own = [
+        (place, find(rows, {"workload": shape, "implementation": implementation})) for place, shape in enumerate(shapes)
+    ]
     known = [(place, row) for place, row in own if row is not None]
     low, high = ([row["limit_ms"] / row[column] for _, row in known] for column in ("high_ms", "low_ms"))
     return Series(implementation, [place for place, _ in known], [row["share"] for _, row in known], low, high)
@@ -237,7 +262,13 @@ def _draw(axes: Any, found: list[Series], later: set[str], look: Styles) -> None
     # Liger's own lines last, so that they lie on top.
     for series in sorted(found, key=lambda series: _family(series.name) in ("triton", "liger")):
         style = look[series.name]
-        line = {"color": style.color, "linestyle": style.dashes, "linewidth": 1.6, "marker": style.marker, "markersize": 3.5}
+        line = {
+            "color": style.color,
+            "linestyle": style.dashes,
+            "linewidth": 1.6,
+            "marker": style.marker,
+            "markersize": 3.5,
+        }
         axes.fill_between(series.x, series.low, series.high, color=style.color, alpha=0.2, linewidth=0)
         axes.plot(series.x, series.y, clip_on=False, **line)
         if series.name not in later:
@@ -248,7 +279,16 @@ def _draw(axes: Any, found: list[Series], later: set[str], look: Styles) -> None
     for (name, color, _, _), (x, y), height in zip(ends, points, heights, strict=True):
         place = {"xycoords": "axes fraction", "textcoords": "axes fraction", "annotation_clip": False}
         leader = {"arrowstyle": "-", "color": color, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2, "relpos": (0, 0.5)}
-        axes.annotate(NAMES.get(name, name), (x, y), (1.06, height), color=color, fontsize=9, va="center", arrowprops=leader, **place)
+        axes.annotate(
+            NAMES.get(name, name),
+            (x, y),
+            (1.06, height),
+            color=color,
+            fontsize=9,
+            va="center",
+            arrowprops=leader,
+            **place,
+        )
 
 
 def _spread(heights: list[float], gap: float) -> list[float]:
@@ -276,7 +316,9 @@ def styles(implementations: Sequence[str]) -> Styles:
     for name in sorted(implementations):
         family = _family(name)
         number = seen[family] = seen.get(family, -1) + 1
-        found[name] = Style(COLORS.get(family, INK), DASHES[number % len(DASHES)], MARKERS[number % len(MARKERS)], number == 0)
+        found[name] = Style(
+            COLORS.get(family, INK), DASHES[number % len(DASHES)], MARKERS[number % len(MARKERS)], number == 0
+        )
     return found
 
 

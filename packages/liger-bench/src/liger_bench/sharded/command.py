@@ -21,7 +21,10 @@ from liger_core.tables import Column, output, print_table
 
 FIGURES = (
     Column("ranks", number=True),
-    Column("implementation", f"{GATHERED}: logits of all ranks on each, as with tp_plan='auto'; loss-parallel: PyTorch's, on all logits"),
+    Column(
+        "implementation",
+        f"{GATHERED}: logits of all ranks on each, as with tp_plan='auto'; loss-parallel: PyTorch's, on all logits",
+    ),
     Column("ms", "forward and backward; of the slowest rank", number=True),
     Column("efficiency", "time of one rank ÷ (ranks × time)", number=True),
     Column("peak MiB", "beyond hidden and weight, gradients included; of the rank that holds the most", number=True),
@@ -30,23 +33,34 @@ FIGURES = (
 
 
 def sharded(
-    ranks: Annotated[str | None, typer.Option(help="Numbers of ranks, such as 1,2,4; 1,2 on the CPU, 1 to all on GPUs.")] = None,
+    ranks: Annotated[
+        str | None, typer.Option(help="Numbers of ranks, such as 1,2,4; 1,2 on the CPU, 1 to all on GPUs.")
+    ] = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Tokens; 8192 on GPUs, 256 on the CPU.")] = None,
     width: Annotated[int | None, typer.Option(min=1, help="Of hidden; 4096 on GPUs, 64 on the CPU.")] = None,
-    classes: Annotated[list[int] | None, typer.Option(min=2, help="Of the vocabulary; repeatable; 128256 and 131072 on GPUs.")] = None,
-    ops: Annotated[list[str] | None, typer.Option("--op", help=f"{', '.join(OPS)}; repeatable; all by default.")] = None,
+    classes: Annotated[
+        list[int] | None, typer.Option(min=2, help="Of the vocabulary; repeatable; 128256 and 131072 on GPUs.")
+    ] = None,
+    ops: Annotated[
+        list[str] | None, typer.Option("--op", help=f"{', '.join(OPS)}; repeatable; all by default.")
+    ] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Of each implementation, in turn.")] = 11,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU), bfloat16 (default on GPUs) or float16.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 (default on the CPU), bfloat16 (default on GPUs) or float16.")
+    ] = None,
     patience: Annotated[float, typer.Option(min=1, help="Timeout of a run, in seconds.")] = 300.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     all_columns: AllColumns = False,
-    out: Annotated[Path | None, typer.Option(help="Folder whose sharded.csv and sharded.json the rows are appended to.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder whose sharded.csv and sharded.json the rows are appended to.")
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Leave out what --out has already of this commit, machine and versions.")
     ] = False,
 ) -> None:
-    """Time the loss of a head whose vocabulary is sharded over ranks (NCCL on GPUs, gloo on the CPU), beside gathered logits and loss parallelism."""
+    """Time the loss of a head whose vocabulary is sharded over ranks (NCCL on GPUs, gloo on the CPU), beside gathered
+    logits and loss parallelism."""
     place = machine.measurable_device("bench sharded", device)
     on_gpus = place.type == "cuda"
     precision = machine.dtype_name(machine.named_dtype("bench sharded", dtype, place))
@@ -69,7 +83,9 @@ def sharded(
     before = [row for row in rows_as(Row, files.read()) if resume and not row.failed]
     measured_rows, found = completed(
         *(Job, jobs, where, before, files),
-        lambda todo, kept, show: measured(todo, where, repetitions, patience, lambda job: show(f"{job.op} on {job.ranks} ranks")),
+        lambda todo, kept, show: measured(
+            todo, where, repetitions, patience, lambda job: show(f"{job.op} on {job.ranks} ranks")
+        ),
     )
     if as_json:
         print(json.dumps({"rows": [row.columns() for row in measured_rows]}))

@@ -21,7 +21,8 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def loss_of(op: str, implementation: str, classes: int, mesh: Any) -> Loss:
-    """(hidden, rows of weight, targets) → a scalar, the mean loss or the mean of the log-probabilities but for the sign."""
+    """(hidden, rows of weight, targets) → a scalar, the mean loss or the mean of the log-probabilities but for the
+    sign."""
     if implementation == LIGER:
         vocab = None
         if mesh.size() > 1:
@@ -32,7 +33,8 @@ def loss_of(op: str, implementation: str, classes: int, mesh: Any) -> Loss:
     if implementation == GATHERED:
         # As Transformers computes the loss of a model with tp_plan="auto".
         return lambda hidden, weight, target: F.cross_entropy(
-            _Gather.apply(_Copy.apply(hidden, mesh.get_group()) @ weight.mT, mesh.get_group())[:, :classes].float(), target
+            _Gather.apply(_Copy.apply(hidden, mesh.get_group()) @ weight.mT, mesh.get_group())[:, :classes].float(),
+            target,
         )
     return lambda hidden, weight, target: _loss_parallel(hidden, weight, target, classes, mesh)
 
@@ -45,7 +47,9 @@ def _loss_parallel(hidden: Tensor, weight: Tensor, target: Tensor, classes: int,
     rows = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
     mine = weight[: max(0, classes - weight.shape[0] * mesh.get_local_rank())]
     shape = torch.Size((hidden.shape[0], classes))
-    logits = DTensor.from_local((rows @ mine.mT).float(), mesh, [Shard(1)], run_check=False, shape=shape, stride=(classes, 1))
+    logits = DTensor.from_local(
+        (rows @ mine.mT).float(), mesh, [Shard(1)], run_check=False, shape=shape, stride=(classes, 1)
+    )
     with loss_parallel():
         loss = F.cross_entropy(logits, DTensor.from_local(target, mesh, [Replicate()], run_check=False))
         # The backward pass must be inside, too.

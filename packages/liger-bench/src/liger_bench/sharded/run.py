@@ -38,12 +38,18 @@ class Share:
 
 
 def measured(
-    jobs: Sequence[Job], where: Mapping[str, str], repetitions: int, patience: float, phase: Callable[[Job], object] = lambda job: None
+    jobs: Sequence[Job],
+    where: Mapping[str, str],
+    repetitions: int,
+    patience: float,
+    phase: Callable[[Job], object] = lambda job: None,
 ) -> Generator[Measured[Row], None, None]:
     """Each job's row, those of one rank first."""
     alone: dict[tuple[Any, ...], float] = {}
     with tempfile.TemporaryDirectory(prefix="liger-bench-") as folder:
-        for (ranks, *head), same in groupby(jobs, key=lambda job: (job.ranks, job.op, job.rows, job.width, job.classes)):
+        for (ranks, *head), same in groupby(
+            jobs, key=lambda job: (job.ranks, job.op, job.rows, job.width, job.classes)
+        ):
             these = tuple(same)
             phase(these[0])
             answers, written = _answers(these, repetitions, patience, Path(folder))
@@ -67,7 +73,12 @@ def measured(
 def _answers(jobs: tuple[Job, ...], repetitions: int, patience: float, folder: Path) -> tuple[list[Answer], str]:
     name = uuid.uuid4().hex
     ranks = [
-        Process(Share(jobs, rank, repetitions, str(folder / f"{name}.store")), folder / f"{name}-{rank}.log", patience, answer)
+        Process(
+            Share(jobs, rank, repetitions, str(folder / f"{name}.store")),
+            folder / f"{name}-{rank}.log",
+            patience,
+            answer,
+        )
         for rank in range(jobs[0].ranks)
     ]
     try:
@@ -110,7 +121,8 @@ def _figures(share: Share, device: torch.device) -> dict[str, Any]:
             weight[low - start : high - start] = rows[low - block : high - block]
     weight.requires_grad_()
     steps = {
-        job.implementation: Step(loss_of(job.op, job.implementation, job.classes, mesh), (hidden, weight, target)) for job in share.jobs
+        job.implementation: Step(loss_of(job.op, job.implementation, job.classes, mesh), (hidden, weight, target))
+        for job in share.jobs
     }
     found: dict[str, Any] = {}
     for name, step in list(steps.items()):

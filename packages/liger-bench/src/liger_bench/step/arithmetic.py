@@ -10,7 +10,8 @@ from torch import nn
 
 from liger_bench.step.cases import Case
 
-# Forward passes that the backward pass of attention is worth: five matmuls, one of which computes the scores again, instead of two.
+# Forward passes that the backward pass of attention is worth: five matmuls, one of which computes the scores again,
+# instead of two.
 ATTENTION_BACKWARD = 2.5
 # AdamW reads a weight, its gradient and two moments, and writes all but the gradient.
 ADAMW_PASSES = 7
@@ -47,13 +48,20 @@ def arithmetic(model: Any, case: Case, tokens: int, sequence: int) -> Arithmetic
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     # Scores and their product with the values, of half of the pairs.
     attention = 2 * tokens * sequence * width * text.num_attention_heads * text.num_hidden_layers
-    moved = ADAMW_PASSES * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad) if case.optimizer else 0
+    moved = (
+        ADAMW_PASSES * sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        if case.optimizer
+        else 0
+    )
     return Arithmetic(total + (1 + ATTENTION_BACKWARD) * attention, layers + attention, moved)
 
 
 def _weights(module: nn.Module, text: Any) -> tuple[float, int]:
-    """The weights of a module that a token is multiplied by, and in how many passes: forward, gradient of the input, of the weight."""
-    found = [weight for name, weight in module.named_parameters(recurse=False) if weight.dim() in (2, 3) and name != "bias"]
+    """The weights of a module that a token is multiplied by, and in how many passes: forward, gradient of the input, of
+    the weight."""
+    found = [
+        weight for name, weight in module.named_parameters(recurse=False) if weight.dim() in (2, 3) and name != "bias"
+    ]
     if not found or isinstance(module, nn.Embedding):
         return 0.0, 0
     experts = found[0].dim() == 3

@@ -53,7 +53,12 @@ class Case:
         if tiny:
             fields = SMALL | dict(self.small)
         return AutoConfig.for_model(
-            kind, max_position_embeddings=max(self.sequence, 2048), bos_token_id=None, eos_token_id=None, use_cache=False, **fields
+            kind,
+            max_position_embeddings=max(self.sequence, 2048),
+            bos_token_id=None,
+            eos_token_id=None,
+            use_cache=False,
+            **fields,
         )
 
 
@@ -67,7 +72,14 @@ QWEN3: dict[str, Any] = {
 CASES = {
     case.name: case
     for case in (
-        Case("lora", "Llama 8B, LoRA of rank 16 on all linear layers, adapters in float32", "llama-3-8b", 16, 2048, adapters=True),
+        Case(
+            "lora",
+            "Llama 8B, LoRA of rank 16 on all linear layers, adapters in float32",
+            "llama-3-8b",
+            16,
+            2048,
+            adapters=True,
+        ),
         Case(
             "experts",
             "Qwen3-30B-A3B, 6 of 48 layers, 8 of 128 experts per token",
@@ -89,8 +101,25 @@ CASES = {
             # The fused experts of liger-kernel 0.8.5 had not finished autotuning after 120 s.
             implementations=(HF, LIGER),
         ),
-        Case("graphs", "Llama 1B, CUDA graphs", "llama-3.2-1b", 1, 1024, compile="reduce-overhead", implementations=(HF, LIGER)),
-        Case("compiled", "Llama 1B, compiled", "llama-3.2-1b", 8, 1024, recompute=False, compile="default", implementations=(HF, LIGER)),
+        Case(
+            "graphs",
+            "Llama 1B, CUDA graphs",
+            "llama-3.2-1b",
+            1,
+            1024,
+            compile="reduce-overhead",
+            implementations=(HF, LIGER),
+        ),
+        Case(
+            "compiled",
+            "Llama 1B, compiled",
+            "llama-3.2-1b",
+            8,
+            1024,
+            recompute=False,
+            compile="default",
+            implementations=(HF, LIGER),
+        ),
         Case("update", "Llama 8B, with the update by AdamW", "llama-3-8b", 64, 512, optimizer=True),
         Case("long", "Llama 8B, one long sequence", "llama-3-8b", 1, 32_768),
         Case(
@@ -99,7 +128,8 @@ CASES = {
             "qwen3",
             4,
             4096,
-            fields=QWEN3 | {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 4, "num_key_value_heads": 8},
+            fields=QWEN3
+            | {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 4, "num_key_value_heads": 8},
             recompute=False,
         ),
     )

@@ -23,28 +23,43 @@ IMPLEMENTATIONS = (HF, LIGER_KERNEL, LIGER)
 
 
 def step(
-    cases: Annotated[list[str] | None, typer.Option("--case", help=f"{', '.join(CASES)}; repeatable; all by default.")] = None,
-    implementations: Annotated[
-        list[str] | None, typer.Option("--implementation", help=f"{', '.join(IMPLEMENTATIONS)}; repeatable; all by default.")
+    cases: Annotated[
+        list[str] | None, typer.Option("--case", help=f"{', '.join(CASES)}; repeatable; all by default.")
     ] = None,
-    tiny: Annotated[bool, typer.Option("--tiny", help="The same steps with two layers and 64 tokens, which run on the CPU.")] = False,
+    implementations: Annotated[
+        list[str] | None,
+        typer.Option("--implementation", help=f"{', '.join(IMPLEMENTATIONS)}; repeatable; all by default."),
+    ] = None,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="The same steps with two layers and 64 tokens, which run on the CPU.")
+    ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a process, if they fit into the seconds.")] = 10,
-    seconds: Annotated[float, typer.Option(min=0, help="Seconds of timed steps; three are taken even if they take longer.")] = 8.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Processes of each implementation; the implementations alternate.")] = 2,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Seconds of timed steps; three are taken even if they take longer.")
+    ] = 8.0,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Processes of each implementation; the implementations alternate.")
+    ] = 2,
     patience: Annotated[float, typer.Option(min=1, help="Timeout of a process, in seconds.")] = 600.0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="float32 (default on the CPU), bfloat16 (default on a GPU) or float16.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32 (default on the CPU), bfloat16 (default on a GPU) or float16.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     all_columns: AllColumns = False,
     csv: Annotated[Path | None, typer.Option(help="File to append the rows to.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder whose step.csv and step.json the rows are appended to.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder whose step.csv and step.json the rows are appended to.")
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Skip what --out already has of this commit, machine, versions and dtype.")
     ] = False,
 ) -> None:
-    """Measure training steps as users run them (LoRA, experts, compiled, long sequences, …), and the time that their arithmetic takes at least.
+    """Measure training steps as users run them (LoRA, experts, compiled, long sequences, …), and the time that their
+    arithmetic takes at least.
 
-    Random weights and tokens. Each implementation runs in its own processes, which also measure the limits. Exit code 1 if one fails.
+    Random weights and tokens. Each implementation runs in its own processes, which also measure the limits. Exit code 1
+    if one fails.
     """
     place = machine.measurable_device("bench step", device)
     precision = machine.dtype_name(machine.named_dtype("bench step", dtype, place))
@@ -81,7 +96,9 @@ def step(
 def _print(rows: list[Row], all_columns: bool) -> None:
     console = output()
     columns = list(map(vars, rows))
-    print_implementations(console, rows, lambda row: title(vars(row)), lambda row: cells(vars(row), columns), FIGURES, all_columns)
+    print_implementations(
+        console, rows, lambda row: title(vars(row)), lambda row: cells(vars(row), columns), FIGURES, all_columns
+    )
     for known in [row for row in rows if row.product_flops_per_second][-1:]:
         rate, copy = (known.product_flops_per_second or 0) / 1e12, (known.copy_bytes_per_second or 0) / 1e12
         console.print(f"measured peaks: matmul {rate:,.3g} TFLOP/s, copy {copy:.3g} TB/s", markup=False)

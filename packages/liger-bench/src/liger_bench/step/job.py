@@ -10,7 +10,10 @@ from liger_bench.row import Recorded
 
 @dataclass(frozen=True)
 class Job:
-    """One row to measure: `steps` timed steps in each of `rounds` processes, which alternate with those of the peers."""
+    """One row to measure:
+
+    `steps` timed steps in each of `rounds` processes, which alternate with those of the peers.
+    """
 
     case: str
     implementation: str

@@ -71,7 +71,9 @@ def measured(
             for job in these:
                 batch, sequence = CASES[job.case].shape(job.tiny)
                 figures = _together(answers[job], reasons[job], batch * sequence)
-                yield Measured(row_from(Row, job, where, {"batch": batch, "sequence": sequence} | figures), written[job])
+                yield Measured(
+                    row_from(Row, job, where, {"batch": batch, "sequence": sequence} | figures), written[job]
+                )
 
 
 def _answer(turn: Turn, patience: float, folder: Path) -> tuple[Answer, str]:

@@ -15,7 +15,11 @@ FIGURES = (
     Column("0.2 – 0.8", "quantiles of the same", number=True, detail=True),
     Column("÷ hf", "tokens/s ÷ those of Transformers alone", number=True),
     Column("÷ liger-kernel", number=True),
-    Column("share of limit", "time of the arithmetic at the measured rate of a large matmul, recomputation included, ÷ time", number=True),
+    Column(
+        "share of limit",
+        "time of the arithmetic at the measured rate of a large matmul, recomputation included, ÷ time",
+        number=True,
+    ),
     Column("limit tokens/s", number=True),
     Column("without recompute", "the limit of a step that recomputes nothing", number=True, detail=True),
     Column("peak GiB", "most memory held at once", number=True),

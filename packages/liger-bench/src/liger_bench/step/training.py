@@ -88,7 +88,9 @@ class Step:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True) if self.case.optimizer else None
         shape = self.case.shape(job.tiny)
-        self.tokens = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(self.device)
+        self.tokens = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(0)).to(
+            self.device
+        )
 
     def __call__(self) -> Tensor:
         """Run a step and return its loss; if CUDA graphs replay the step, the next one overwrites the loss."""
@@ -117,7 +119,9 @@ class Step:
 
     def _adapted(self, base: Any) -> Any:
         peft: Any = importlib.import_module("peft")
-        model = peft.get_peft_model(base, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"))
+        model = peft.get_peft_model(
+            base, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
         # As in a run that has taken steps: at zero, the gradients of A are zero, too.
         with torch.no_grad():
             for name, weight in model.named_parameters():

@@ -26,12 +26,13 @@ class Averaging:
 
     group_size  sequences in a group, for "group"
     length      for "constant": the longest that a sequence can get, in tokens
-    count       divides the outer sum instead of this batch's own number of tokens ("token"), sequences ("sequence", "constant")
-                or groups ("group"): a number, or a tensor on the device. With the number of the whole optimizer step, losses of
-                micro-batches and ranks add up to that of the undivided batch. DDP and FSDP average gradients over ranks, which
-                takes that number divided by the number of ranks
+    count       divides the outer sum instead of this batch's own number of tokens ("token"), sequences ("sequence",
+                "constant") or groups ("group"): a number, or a tensor on the device. With the number of the whole
+                optimizer step, losses of micro-batches and ranks add up to that of the undivided batch. DDP and FSDP
+                average gradients over ranks, which takes that number divided by the number of ranks
 
-    A sequence without a counted token adds 0 and is part of B. Without any counted token the result is 0, with zero gradients.
+    A sequence without a counted token adds 0 and is part of B. Without any counted token the result is 0, with zero
+    gradients.
     """
 
     over: str = "token"
@@ -45,14 +46,18 @@ class Averaging:
         for option, value, rule in (("group_size", self.group_size, "group"), ("length", self.length, "constant")):
             if (value is not None) != (self.over == rule):
                 checks.fail(
-                    OptionError, name, f"{option} must be given with over={rule!r}, and only there, got {value!r} with over={self.over!r}"
+                    OptionError,
+                    name,
+                    f"{option} must be given with over={rule!r}, and only there, got {value!r} with over={self.over!r}",
                 )
             if value is not None:
                 checks.integer(name, option, value)
                 checks.positive(name, option, value)
         if isinstance(self.count, Tensor):
             if self.count.dim():
-                checks.fail(ShapeError, name, f"count must be one number, got a tensor of shape {checks.shape(self.count)}")
+                checks.fail(
+                    ShapeError, name, f"count must be one number, got a tensor of shape {checks.shape(self.count)}"
+                )
         elif self.count is not None:
             checks.not_negative(name, "count", self.count)
 
@@ -74,7 +79,11 @@ class Averaging:
     def _groups(self, x: Tensor) -> Tensor:
         (sequences, tokens), size = x.shape, self.group_size or 1
         if sequences % size:
-            checks.fail(ShapeError, "losses.Averaging", f"sequences must come in groups of group_size={size}, got {sequences} sequences")
+            checks.fail(
+                ShapeError,
+                "losses.Averaging",
+                f"sequences must come in groups of group_size={size}, got {sequences} sequences",
+            )
         return x.reshape(sequences // size, size * tokens)
 
 

@@ -16,24 +16,27 @@ from liger_core.losses.tokens import tokens_of
 
 
 class DFTMetrics(NamedTuple):
-    """Detached: the negative log-likelihood without the scaling, averaged like the loss, and the mean probability of a counted token."""
+    """Detached: the negative log-likelihood without the scaling, averaged like the loss, and the mean probability of a
+    counted token."""
 
     nll: Tensor
     probability: Tensor
 
 
 def dft(policy: LogProbs, *, mask: Tensor | None = None, averaging: Averaging = TOKEN) -> tuple[Tensor, DFTMetrics]:
-    """Dynamic fine-tuning: cross entropy with every token scaled by its probability, which is a constant in the gradient.
+    """Dynamic fine-tuning: cross entropy with every token scaled by its probability, which is a constant in the
+    gradient.
 
         loss = −mean over tokens of sg(p) · log p,   p = π(y_t | y_<t, x)
 
     policy     (B, T) log-probabilities of the tokens, or a Head
-    mask       (B, T) True where a token counts; from the targets of a Head by default, and to be given with log-probabilities
+    mask       (B, T) True where a token counts; from the targets of a Head by default, and to be given with
+               log-probabilities
     averaging  a mean over tokens by default
     returns    (loss, DFTMetrics)
 
-    Without a counted token the loss is 0, with zero gradients. Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
-    Wu et al. 2025, arXiv:2508.05629.
+    Without a counted token the loss is 0, with zero gradients. Raises ShapeError, DtypeError, OptionError for arguments
+    that do not fit. Wu et al. 2025, arXiv:2508.05629.
     """
     checks.instance("losses.dft", "averaging", averaging, Averaging)
     tokens = tokens_of("losses.dft", policy, mask)

@@ -23,19 +23,22 @@ def topk_distillation(
 
         p = (e^teacher_log_prob, 1 - Σ e^teacher_log_prob),   q = (e^log_prob, 1 - Σ e^log_prob)
 
-        forward_kl       KL(p ‖ q)          jsd              beta · KL(p ‖ M) + (1 - beta) · KL(q ‖ M),   M = beta · p + (1 - beta) · q
+        forward_kl       KL(p ‖ q)          jsd              beta · KL(p ‖ M) + (1 - beta) · KL(q ‖ M),   M = beta · p +
+                         (1 - beta) · q
         reverse_kl       KL(q ‖ p)          total_variation  ½ Σ |p - q|
 
     log_prob          (..., K)   of the student at the teacher's classes, from linear_log_prob with targets (..., K)
-    teacher_log_prob  (..., K)   of the teacher; -inf where a row has fewer than K classes (with none at all its loss is 0 by the
-                      bucket); gets no gradient
+    teacher_log_prob  (..., K)   of the teacher; -inf where a row has fewer than K classes (with none at all its loss is
+                      0 by the bucket); gets no gradient
     kind              one of the four above
     beta              for "jsd", the teacher's share of M, in (0, 1)
-    tail              the bucket. Without it both sides are normalized to the K classes. A bucket of less than one rounding of 1, as where
-                      the K classes have all the mass, counts as one rounding on that side, without a gradient
+    tail              the bucket. Without it both sides are normalized to the K classes. A bucket of less than one
+                      rounding of 1, as where the K classes have all the mass, counts as one rounding on that side,
+                      without a gradient
     returns           (...), float32 (float64 for float64)
 
-    The classes may also be the student's own, from top_classes. With the bucket this is a lower bound of the divergence over all classes:
+    The classes may also be the student's own, from top_classes. With the bucket this is a lower bound of the divergence
+    over all classes:
 
         log_prob = linear_log_prob(hidden, weight, top_classes)
         loss = topk_distillation(log_prob, top_log_prob)[mask].mean()
@@ -49,7 +52,9 @@ def topk_distillation(
     if teacher_log_prob.shape != log_prob.shape or log_prob.shape[-1] == 0:
         shape = checks.shape(log_prob)
         checks.fail(
-            ShapeError, name, f"teacher_log_prob must have shape (..., K) like log_prob {shape}, got {checks.shape(teacher_log_prob)}"
+            ShapeError,
+            name,
+            f"teacher_log_prob must have shape (..., K) like log_prob {shape}, got {checks.shape(teacher_log_prob)}",
         )
     checks.constant(name, teacher_log_prob=teacher_log_prob)
     checks.choice(name, "kind", kind, ("forward_kl", "reverse_kl", "jsd", "total_variation"))
@@ -95,7 +100,10 @@ def cosine_distillation(hidden: Tensor, teacher: Tensor) -> Tensor:
     checks.floating(name, 2, hidden=hidden, teacher=teacher)
     checks.at_least_one_dimension(name, "hidden", hidden)
     if teacher.shape != hidden.shape:
-        sentence = f"teacher must have shape {checks.shape(hidden)} like hidden, got {checks.shape(teacher)}; project one of them"
+        sentence = (
+            f"teacher must have shape {checks.shape(hidden)} like hidden, got {checks.shape(teacher)}; project one of "
+            "them"
+        )
         checks.fail(ShapeError, name, sentence)
     checks.constant(name, teacher=teacher)
     dtype = accumulator(hidden.dtype)

@@ -19,7 +19,8 @@ class Head:
     hidden     (sequences, tokens, H)
     weight     (V, H)
     target     (sequences, tokens)   the token after each position, ignore_index for prompt and padding
-    options    those of linear_log_prob but return_statistics: bias, temperature, softcap, logit_scale, ignore_index, return_entropy, budget, …
+    options    those of linear_log_prob but return_statistics: bias, temperature, softcap, logit_scale, ignore_index,
+               return_entropy, budget, …
 
     Raises OptionError for return_statistics=True.
     """
@@ -29,7 +30,10 @@ class Head:
             checks.fail(
                 OptionError,
                 "losses.Head",
-                "return_statistics must be False, since losses take log-probabilities and entropies, got True; call linear_log_prob for the rest",
+                (
+                    "return_statistics must be False, since losses take log-probabilities and entropies, got True; "
+                    "call linear_log_prob for the rest"
+                ),
             )
         self.hidden, self.weight, self.target, self.options = hidden, weight, target, options
 

@@ -50,11 +50,13 @@ def kto(
     policy     (B, T) log-probabilities of the tokens, or a Head
     reference  the same of the frozen model, a Head (no gradient), or (B,) sums over the counted tokens
     desirable  (B,) bool
-    mask       (B, T) True where a token counts; from the targets of a Head by default, and to be given with log-probabilities
-    baseline   z₀, how far the policy has moved from the reference, from kto_baseline: in nats, cut at 0, without a gradient. With 0 this is
-               the unpaired form of APO-zero
+    mask       (B, T) True where a token counts; from the targets of a Head by default, and to be given with
+               log-probabilities
+    baseline   z₀, how far the policy has moved from the reference, from kto_baseline: in nats, cut at 0, without a
+               gradient. With 0 this is the unpaired form of APO-zero
     beta       β > 0, the strength of the pull toward the reference
-    desirable_weight, undesirable_weight  the paper's λ_D and λ_U: with n_D and n_U answers of each kind, λ_D n_D / λ_U n_U in [1, 3/2]
+    desirable_weight, undesirable_weight  the paper's λ_D and λ_U: with n_D and n_U answers of each kind, λ_D n_D / λ_U
+                                          n_U in [1, 3/2]
     returns    (loss, KTOMetrics)
 
     An answer without a counted token is left out; without any the loss is 0, with zero gradients.
@@ -71,7 +73,9 @@ def kto(
     if isinstance(baseline, Tensor):
         if baseline.dim():
             checks.fail(
-                ShapeError, name, f"baseline must be one number for the whole batch, got a tensor of shape {checks.shape(baseline)}"
+                ShapeError,
+                name,
+                f"baseline must be one number for the whole batch, got a tensor of shape {checks.shape(baseline)}",
             )
     else:
         checks.finite(name, "baseline", baseline)
@@ -91,7 +95,8 @@ def kto_baseline(policy: LogProbs, reference: LogProbs, *, mask: Tensor | None =
     """The baseline z₀ of kto: mean of log π(y′|x) / π_ref(y′|x) over answers y′ that belong to other prompts.
 
     policy, reference, mask  those of kto, for each prompt with the answer of another one
-    returns                  a number on the device, in nats, without a gradient. It may be below 0, where kto cuts it: average it over ranks first
+    returns                  a number on the device, in nats, without a gradient. It may be below 0, where kto cuts it:
+                             average it over ranks first
     """
     name = "losses.kto_baseline"
     with torch.no_grad():
@@ -107,5 +112,8 @@ def _check_desirable(name: str, desirable: Tensor, log_prob: Tensor) -> None:
         checks.fail(
             ShapeError,
             name,
-            f"desirable must be ({log_prob.shape[0]},) to match policy {checks.shape(log_prob)}, got {checks.shape(desirable)}",
+            (
+                f"desirable must be ({log_prob.shape[0]},) to match policy {checks.shape(log_prob)}, got "
+                f"{checks.shape(desirable)}"
+            ),
         )

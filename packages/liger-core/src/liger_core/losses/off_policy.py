@@ -23,10 +23,12 @@ class OffPolicy:
     """Off-policy correction: weights ρ = π_old/μ, where the policy μ sampled the tokens, and a filter of sequences.
 
     sampling   (B, T) log μ, as the engine reported it; NaN, where it has none, counts as ρ = 1
-    weight     "truncate": ρ within [low, high] (arXiv:1802.01561); "mask": ρ there and 0 outside (arXiv:2510.18855); None: no weights
+    weight     "truncate": ρ within [low, high] (arXiv:1802.01561); "mask": ρ there and 0 outside (arXiv:2510.18855);
+               None: no weights
     level      of ρ: a "token", or a "sequence", where it is the product over its tokens
     low, high  bounds of ρ, None for no bound; the paper on masks has 0.5 and 5
-    threshold  δ in nats: leave out tokens with A < 0 of sequences whose mean of log μ/π is above it (arXiv:2512.02556); None for none
+    threshold  δ in nats: leave out tokens with A < 0 of sequences whose mean of log μ/π is above it (arXiv:2512.02556);
+               None for none
     """
 
     sampling: Tensor

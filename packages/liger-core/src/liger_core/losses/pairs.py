@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The variants of DPO: formulas for one pair.
 
-chosen, rejected (pairs,) are the policy's preferences for each answer: log π(y|x) − log π_ref(y|x), or log π(y|x) without a reference.
-β scales them to rewards, Δ = chosen − rejected, ε is the share of pairs whose labels are wrong.
+chosen, rejected (pairs,) are the policy's preferences for each answer: log π(y|x) − log π_ref(y|x), or log π(y|x)
+without a reference. β scales them to rewards, Δ = chosen − rejected, ε is the share of pairs whose labels are wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ PairLoss = Callable[[Tensor, Tensor, float], Tensor]
 
 
 def sigmoid(chosen: Tensor, rejected: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """−(1 − ε) log σ(βΔ) − ε log σ(−βΔ). Rafailov et al. 2023, arXiv:2305.18290; ε: the conservative DPO of arXiv:2403.00409."""
+    """−(1 − ε) log σ(βΔ) − ε log σ(−βΔ).
+
+    Rafailov et al. 2023, arXiv:2305.18290; ε: the conservative DPO of arXiv:2403.00409.
+    """
     x = beta * (chosen - rejected)
     return _smoothed(1.0 - label_smoothing, label_smoothing, x)
 
@@ -33,7 +36,10 @@ def robust(chosen: Tensor, rejected: Tensor, beta: float, label_smoothing: float
 
 
 def hinge(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """max(0, 1 − βΔ). Zhao et al. 2023, arXiv:2305.10425 (SLiC-HF); Liu et al. 2023, arXiv:2309.06657, with a reference."""
+    """max(0, 1 − βΔ).
+
+    Zhao et al. 2023, arXiv:2305.10425 (SLiC-HF); Liu et al. 2023, arXiv:2309.06657, with a reference.
+    """
     return torch.relu(1.0 - beta * (chosen - rejected))
 
 
@@ -56,7 +62,10 @@ def nca(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def sppo(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """(chosen − 1 / 2β)² + (rejected + 1 / 2β)², β = 1/η. Wu et al. 2024, arXiv:2405.00675, with winning probabilities 1 and 0."""
+    """(chosen − 1 / 2β)² + (rejected + 1 / 2β)², β = 1/η.
+
+    Wu et al. 2024, arXiv:2405.00675, with winning probabilities 1 and 0.
+    """
     return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
 
 
@@ -69,12 +78,18 @@ def bco(chosen: Tensor, rejected: Tensor, beta: float, shift: float | Tensor = 0
 
 
 def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """1 − σ(r_w) + σ(r_l), r = β · log-ratio, for answers better than the model's. D'Oosterlinck et al. 2024, arXiv:2408.06266."""
+    """1 − σ(r_w) + σ(r_l), r = β · log-ratio, for answers better than the model's.
+
+    D'Oosterlinck et al. 2024, arXiv:2408.06266.
+    """
     return torch.sigmoid(-beta * chosen) + torch.sigmoid(beta * rejected)
 
 
 def apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """σ(r_w) + 1 − σ(r_w − r_l), r = β · log-ratio, for answers worse than the model's. D'Oosterlinck et al. 2024, arXiv:2408.06266."""
+    """σ(r_w) + 1 − σ(r_w − r_l), r = β · log-ratio, for answers worse than the model's.
+
+    D'Oosterlinck et al. 2024, arXiv:2408.06266.
+    """
     return torch.sigmoid(beta * chosen) + torch.sigmoid(-beta * (chosen - rejected))
 
 
@@ -102,7 +117,9 @@ VARIANTS: dict[str, Callable[..., Tensor]] = {
 SMOOTHED = ("sigmoid", "robust", "exo")
 
 
-def pair_losses(name: str, variant: str | PairLoss, chosen: Tensor, rejected: Tensor, beta: float, label_smoothing: float) -> Tensor:
+def pair_losses(
+    name: str, variant: str | PairLoss, chosen: Tensor, rejected: Tensor, beta: float, label_smoothing: float
+) -> Tensor:
     """The formula of the variant; label smoothing only where the formula has it."""
     checks.positive(name, "beta", beta)
     if isinstance(variant, str) or not callable(variant):
@@ -112,13 +129,19 @@ def pair_losses(name: str, variant: str | PairLoss, chosen: Tensor, rejected: Te
             return VARIANTS[variant](chosen, rejected, beta, label_smoothing)
     if label_smoothing:
         smoothed = ", ".join(SMOOTHED)
-        checks.fail(OptionError, name, f"label_smoothing must be 0 with variant={variant!r}, got {label_smoothing}; {smoothed} have it")
+        checks.fail(
+            OptionError,
+            name,
+            f"label_smoothing must be 0 with variant={variant!r}, got {label_smoothing}; {smoothed} have it",
+        )
     if isinstance(variant, str):
         return VARIANTS[variant](chosen, rejected, beta)
     losses = variant(chosen, rejected, beta)
     if not isinstance(losses, Tensor) or losses.shape != chosen.shape:
         got = f"shape {checks.shape(losses)}" if isinstance(losses, Tensor) else type(losses).__name__
-        checks.fail(ShapeError, name, f"variant must return a loss of each pair, shape {checks.shape(chosen)}, got {got}")
+        checks.fail(
+            ShapeError, name, f"variant must return a loss of each pair, shape {checks.shape(chosen)}, got {got}"
+        )
     return losses
 
 
@@ -131,8 +154,12 @@ def _smoothed(share: float, flipped: float, x: Tensor) -> Tensor:
 def _check_smoothing(name: str, variant: str, label_smoothing: float) -> None:
     checks.fraction(name, "label_smoothing", label_smoothing)
     if variant == "robust" and label_smoothing >= 0.5:
-        checks.fail(OptionError, name, f"label_smoothing must be below 0.5 with variant='robust', got {label_smoothing}")
+        checks.fail(
+            OptionError, name, f"label_smoothing must be below 0.5 with variant='robust', got {label_smoothing}"
+        )
     if variant == "exo" and not 0.0 < label_smoothing < 1.0:
         checks.fail(
-            OptionError, name, f"label_smoothing must be between 0 and 1 with variant='exo', got {label_smoothing}; the paper takes 1e-3"
+            OptionError,
+            name,
+            f"label_smoothing must be between 0 and 1 with variant='exo', got {label_smoothing}; the paper takes 1e-3",
         )

@@ -23,9 +23,10 @@ class Penalty:
 
     reference  (B, T) log-probabilities of the frozen model, a Head, or None for no divergence. No gradient
     beta       β ≥ 0; 0.04 in arXiv:2402.03300, which takes k3
-    estimator  k1 and k3 are unbiased values, k2 and k3 are never negative. As a loss, k1 has the gradient of log π, whatever the reference.
-               For k3, d counts as 80 at most
-    unbiased   times π/π_old, so that the gradient of k3 is that of the divergence also away from π_old (arXiv:2512.02556)
+    estimator  k1 and k3 are unbiased values, k2 and k3 are never negative. As a loss, k1 has the gradient of log π,
+               whatever the reference. For k3, d counts as 80 at most
+    unbiased   times π/π_old, so that the gradient of k3 is that of the divergence also away from π_old
+               (arXiv:2512.02556)
     entropy    weight of the entropy bonus, in nats (arXiv:1707.06347); the policy must then bring its entropy
     """
 

@@ -63,11 +63,14 @@ def grpo(
         r    = π/π_old of a token
         loss = −mean of ( min(r·A, clip(r, 1 − ε, 1 + ε)·A) − β · KL(π ‖ π_ref) + c · H(π) )
 
-    policy      (B, T) log-probabilities of the tokens, the pair of them and their entropies, or a Head. `temperature` of the Head is that of
-                the sampling
-    old         (B, T) log-probabilities at the time of sampling, no gradient; None for those of the policy itself, where r is 1
-    advantages  (B,), or (B, T) for each token, no gradient. GRPO's are rewards less the mean of their group, divided by its deviation
-    mask        (B, T) True where a token counts; from the targets of a Head by default, and to be given with log-probabilities
+    policy      (B, T) log-probabilities of the tokens, the pair of them and their entropies, or a Head. `temperature`
+                of the Head is that of the sampling
+    old         (B, T) log-probabilities at the time of sampling, no gradient; None for those of the policy itself,
+                where r is 1
+    advantages  (B,), or (B, T) for each token, no gradient. GRPO's are rewards less the mean of their group, divided by
+                its deviation
+    mask        (B, T) True where a token counts; from the targets of a Head by default, and to be given with
+                log-probabilities
     variant     name       surrogate                            averaging   source
                 "grpo"     Clip(0.2, 0.2)                       sequence    arXiv:2402.03300
                 "dr-grpo"  Clip(0.2, 0.2)                       constant    arXiv:2503.20783
@@ -78,14 +81,15 @@ def grpo(
                 "sapo"     Sapo(1, 1.05)                        sequence    arXiv:2511.20347
                 "vespo"    Vespo((2, 3), (3, 2))                token       arXiv:2602.10693
                 or a surrogate with constants of your own: Clip, Cispo, Sapo, Vespo
-    averaging   that of the variant by default; "dr-grpo" needs Averaging("constant", length=…), the longest answer that can be sampled
+    averaging   that of the variant by default; "dr-grpo" needs Averaging("constant", length=…), the longest answer that
+                can be sampled
     penalty     divergence from a reference, and entropy bonus: Penalty
     off_policy  correction for the engine that sampled: OffPolicy; weights and masks are for the surrogate only
     returns     (loss, PolicyMetrics)
 
-    log r counts as 80 at most: where A < 0 the clipped surrogate has no bound without delta, and float32 has. Without a counted token the
-    loss is 0, with zero gradients. Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
-    Shao et al. 2024, arXiv:2402.03300.
+    log r counts as 80 at most: where A < 0 the clipped surrogate has no bound without delta, and float32 has. Without a
+    counted token the loss is 0, with zero gradients. Raises ShapeError, DtypeError, OptionError for arguments that do
+    not fit. Shao et al. 2024, arXiv:2402.03300.
     """
     name = "losses.grpo"
     usual: Averaging | None
@@ -97,11 +101,15 @@ def grpo(
     averaging = averaging or usual
     if averaging is None:
         sentence = (
-            'averaging must be Averaging("constant", length=…) with variant="dr-grpo", the longest answer that can be sampled, got None'
+            'averaging must be Averaging("constant", length=…) with variant="dr-grpo", the longest answer that can be '
+            "sampled, got None"
         )
         checks.fail(OptionError, name, sentence)
     if isinstance(off_policy, OffPolicy) and off_policy.weight is not None and isinstance(surrogate, Vespo):
-        sentence = "off_policy must have weight=None with vespo, which corrects by itself: pass the log-probabilities of the sampler as old"
+        sentence = (
+            "off_policy must have weight=None with vespo, which corrects by itself: pass the log-probabilities of the "
+            "sampler as old"
+        )
         checks.fail(OptionError, name, sentence)
     return _loss(name, _batch(name, policy, old, advantages, mask, penalty), surrogate, averaging, penalty, off_policy)
 
@@ -142,7 +150,12 @@ class _Batch(NamedTuple):
 
 
 def _batch(
-    name: str, policy: LogProbsAndEntropy, old: LogProbs | None, advantages: Tensor, mask: Tensor | None, penalty: Penalty
+    name: str,
+    policy: LogProbsAndEntropy,
+    old: LogProbs | None,
+    advantages: Tensor,
+    mask: Tensor | None,
+    penalty: Penalty,
 ) -> _Batch:
     checks.instance(name, "penalty", penalty, Penalty)
     tokens = tokens_of(name, policy, mask, entropy=penalty.entropy != 0.0)
@@ -153,11 +166,17 @@ def _batch(
         checks.fail(ShapeError, name, sentence)
     advantage = advantages.detach().to(tokens.log_prob.dtype)
     # Values at tokens that do not count may be NaN.
-    advantage = masked(advantage, tokens.mask) if advantages.dim() == 2 else masked(advantage, tokens.mask.any(-1))[:, None]
-    return _Batch(tokens, tokens.log_prob.detach() if old is None else constants_of(name, "old", old, tokens), advantage)
+    advantage = (
+        masked(advantage, tokens.mask) if advantages.dim() == 2 else masked(advantage, tokens.mask.any(-1))[:, None]
+    )
+    return _Batch(
+        tokens, tokens.log_prob.detach() if old is None else constants_of(name, "old", old, tokens), advantage
+    )
 
 
-def _loss(name: str, batch: _Batch, surrogate: Surrogate, averaging: Averaging, penalty: Penalty, off_policy: OffPolicy | None) -> Result:
+def _loss(
+    name: str, batch: _Batch, surrogate: Surrogate, averaging: Averaging, penalty: Penalty, off_policy: OffPolicy | None
+) -> Result:
     checks.instance(name, "averaging", averaging, Averaging)
     if off_policy is not None:
         checks.instance(name, "off_policy", off_policy, OffPolicy)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses on pairs of answers: DPO and its variants, CPO, SimPO, ORPO.
 
-A batch holds 2B sequences: first the B chosen answers, then the B rejected ones in the same order. A pair without a counted token is left out;
-without any pair the loss is 0, with zero gradients. Arithmetic is in float32 (float64 for float64).
+A batch holds 2B sequences: first the B chosen answers, then the B rejected ones in the same order. A pair without a
+counted token is left out; without any pair the loss is 0, with zero gradients. Arithmetic is in float32 (float64 for
+float64).
 """
 
 from __future__ import annotations
@@ -54,21 +55,26 @@ def dpo(
     length_normalized: bool = False,
     nll_weight: float = 0.0,
 ) -> Result:
-    """Direct preference optimization: raise the chosen answers over the rejected ones, measured from a reference policy.
+    """Direct preference optimization: raise the chosen answers over the rejected ones, measured from a reference
+    policy.
 
         Δ    = log π(y_w|x)/π_ref(y_w|x) − log π(y_l|x)/π_ref(y_l|x)
         loss = mean of −(1 − ε) log σ(βΔ) − ε log σ(−βΔ)
 
     policy             (2B, T) log-probabilities of the tokens, chosen answers first, or a Head
-    reference          the same of the frozen model, a Head (no gradient), or (2B,) sums over the counted tokens. Sums of thousands of tokens
-                       lose digits in the difference: cache them per token, or in float64
-    mask               (2B, T) True where a token counts; from the targets of a Head by default, and to be given with log-probabilities
-    variant            "sigmoid", "robust", "hinge", "ipo", "exo", "nca", "sppo", "bco", "apo-zero", "apo-down", "discopop"
-                       (liger_core.losses.pairs has the formulas and papers), or a function (chosen, rejected, β) → (B,) of log-ratios
+    reference          the same of the frozen model, a Head (no gradient), or (2B,) sums over the counted tokens. Sums
+                       of thousands of tokens lose digits in the difference: cache them per token, or in float64
+    mask               (2B, T) True where a token counts; from the targets of a Head by default, and to be given with
+                       log-probabilities
+    variant            "sigmoid", "robust", "hinge", "ipo", "exo", "nca", "sppo", "bco", "apo-zero", "apo-down",
+                       "discopop" (liger_core.losses.pairs has the formulas and papers), or a function (chosen,
+                       rejected, β) → (B,) of log-ratios
     beta               β > 0, the strength of the pull toward the reference
-    label_smoothing    ε, the share of pairs whose labels are wrong; for "sigmoid", "robust" (below 0.5) and "exo" (above 0, 1e-3 in the paper)
+    label_smoothing    ε, the share of pairs whose labels are wrong; for "sigmoid", "robust" (below 0.5) and "exo"
+                       (above 0, 1e-3 in the paper)
     length_normalized  divide log-ratios by the number of counted tokens (arXiv:2411.15124)
-    nll_weight         weight of the chosen answers' negative log-likelihood, a mean over tokens and then answers (arXiv:2404.19733)
+    nll_weight         weight of the chosen answers' negative log-likelihood, a mean over tokens and then answers
+                       (arXiv:2404.19733)
     returns            (loss, PreferenceMetrics), with reward = β · log-ratio
 
     Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
@@ -97,11 +103,12 @@ def cpo(
 
         loss = mean of −log σ(β log π(y_w|x) − β log π(y_l|x)) − nll_weight · mean of log π(y_w|x)
 
-    averaging  of the likelihood: a mean over tokens; Averaging("constant", length=1) is the paper's, a sum over the tokens of an answer
+    averaging  of the likelihood: a mean over tokens; Averaging("constant", length=1) is the paper's, a sum over the
+               tokens of an answer
     returns    (loss, PreferenceMetrics), with reward = β · log-probability
 
-    policy, mask, variant, beta, label_smoothing and length_normalized are those of dpo, with log-probabilities instead of log-ratios.
-    Xu et al. 2024, arXiv:2401.08417. With variant="hinge" SLiC-HF, arXiv:2305.10425.
+    policy, mask, variant, beta, label_smoothing and length_normalized are those of dpo, with log-probabilities instead
+    of log-ratios. Xu et al. 2024, arXiv:2401.08417. With variant="hinge" SLiC-HF, arXiv:2305.10425.
     """
     name = "losses.cpo"
     checks.instance(name, "averaging", averaging, Averaging)
@@ -112,7 +119,9 @@ def cpo(
     return _of_pairs(name, tokens, score, (variant, beta, label_smoothing), (nll_weight, averaging))
 
 
-def simpo(policy: LogProbs, *, mask: Tensor | None = None, beta: float = 2.0, gamma: float = 1.0, label_smoothing: float = 0.0) -> Result:
+def simpo(
+    policy: LogProbs, *, mask: Tensor | None = None, beta: float = 2.0, gamma: float = 1.0, label_smoothing: float = 0.0
+) -> Result:
     """Simple preference optimization: compares mean log-probabilities of tokens, with a target margin and no reference.
 
         loss = mean of −log σ(β/|y_w| log π(y_w|x) − β/|y_l| log π(y_l|x) − γ)
@@ -132,8 +141,11 @@ def simpo(policy: LogProbs, *, mask: Tensor | None = None, beta: float = 2.0, ga
     return _result(tokens, losses, beta * chosen, beta * rejected, (0.0, SEQUENCE))
 
 
-def orpo(policy: LogProbs, *, mask: Tensor | None = None, odds_weight: float = 0.1, averaging: Averaging = SEQUENCE) -> Result:
-    """Odds ratio preference optimization: fine-tuning on the chosen answers that also raises their odds over the rejected ones.
+def orpo(
+    policy: LogProbs, *, mask: Tensor | None = None, odds_weight: float = 0.1, averaging: Averaging = SEQUENCE
+) -> Result:
+    """Odds ratio preference optimization: fine-tuning on the chosen answers that also raises their odds over the
+    rejected ones.
 
         odds(y) = P(y) / (1 − P(y)),   log P(y) = 1/|y| log π(y|x)
         loss    = mean of −1/|y_w| log π(y_w|x) − odds_weight · mean of log σ(log odds(y_w) − log odds(y_l))
@@ -142,8 +154,8 @@ def orpo(policy: LogProbs, *, mask: Tensor | None = None, odds_weight: float = 0
     averaging    of the likelihood, by default a mean over tokens and then answers
     returns      (loss, PreferenceMetrics), with reward = odds_weight · log odds
 
-    policy and mask are those of dpo. At P = 1, where the odds are infinite, log P counts as −1.2e-7 and has no gradient from the odds.
-    Hong et al. 2024, arXiv:2403.07691.
+    policy and mask are those of dpo. At P = 1, where the odds are infinite, log P counts as −1.2e-7 and has no gradient
+    from the odds. Hong et al. 2024, arXiv:2403.07691.
     """
     name = "losses.orpo"
     checks.not_negative(name, "odds_weight", odds_weight)
@@ -159,7 +171,9 @@ def orpo(policy: LogProbs, *, mask: Tensor | None = None, odds_weight: float = 0
 Likelihood = tuple[float, Averaging]
 
 
-def _of_pairs(name: str, tokens: Tokens, score: Tensor, pair: tuple[str | PairLoss, float, float], likelihood: Likelihood) -> Result:
+def _of_pairs(
+    name: str, tokens: Tokens, score: Tensor, pair: tuple[str | PairLoss, float, float], likelihood: Likelihood
+) -> Result:
     """A variant's formula on the scores of whole answers."""
     variant, beta, label_smoothing = pair
     chosen, rejected = _halves(name, score)
@@ -179,7 +193,10 @@ def _result(tokens: Tokens, losses: Tensor, chosen: Tensor, rejected: Tensor, li
         loss = loss + weight * nll
     with torch.no_grad():
         log_probs = tokens.log_prob.sum(-1).chunk(2)
-        means = (mean_of(x.detach(), counted) for x in (chosen, rejected, chosen - rejected, (chosen > rejected).to(chosen), *log_probs))
+        means = (
+            mean_of(x.detach(), counted)
+            for x in (chosen, rejected, chosen - rejected, (chosen > rejected).to(chosen), *log_probs)
+        )
         return loss, PreferenceMetrics._make((*means, nll.detach()))
 
 

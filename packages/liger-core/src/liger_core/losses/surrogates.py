@@ -35,8 +35,9 @@ class Clip:
 
     low, high  ε of PPO, 0.2 (arXiv:1707.06347); DAPO raises high to 0.28 (arXiv:2503.14476)
     delta      δ > 1 + high bounds r where A < 0: two-sided clipping (arXiv:2505.07291), or dual clip (arXiv:1912.09729)
-    level      "token": r = π/π_old of the token. "sequence": r is the geometric mean over the tokens of a sequence, and its gradient at a
-               token is that of the token's own log-probability: GSPO-token, which is GSPO where A belongs to the sequence (arXiv:2507.18071)
+    level      "token": r = π/π_old of the token. "sequence": r is the geometric mean over the tokens of a sequence, and
+               its gradient at a token is that of the token's own log-probability: GSPO-token, which is GSPO where A
+               belongs to the sequence (arXiv:2507.18071)
     """
 
     low: float = 0.2
@@ -73,7 +74,8 @@ class Clip:
 class Cispo:
     """sg(clip(r, low, high))·A·log π: every token keeps its gradient, and the ratio only weighs it.
 
-    low, high  bounds of the ratio itself, so 1 − ε and 1 + ε of the paper, which has no lower one; 5 is a choice of arXiv:2510.13786
+    low, high  bounds of the ratio itself, so 1 − ε and 1 + ε of the paper, which has no lower one; 5 is a choice of
+               arXiv:2510.13786
 
     MiniMax 2025, arXiv:2506.13585.
     """
@@ -127,8 +129,8 @@ class Vespo:
 
     positive, negative  (c₁, c₂) where A ≥ 0, and where A < 0
 
-    π_old must be the policy that sampled, since W is the only correction. The paper sums over the tokens of a sequence; the mean over all
-    tokens differs by the mean length. Shen et al. 2026, arXiv:2602.10693.
+    π_old must be the policy that sampled, since W is the only correction. The paper sums over the tokens of a sequence;
+    the mean over all tokens differs by the mean length. Shen et al. 2026, arXiv:2602.10693.
     """
 
     positive: Powers = (2.0, 3.0)

@@ -33,14 +33,19 @@ def tokens_of(name: str, policy: LogProbsAndEntropy, mask: Tensor | None, entrop
         checks.floating(name, policy=log_prob, entropy=entropies)
         if mask is None:
             checks.fail(
-                OptionError, name, "mask must be given with log-probabilities: True for the tokens that count; only a Head has its own"
+                OptionError,
+                name,
+                "mask must be given with log-probabilities: True for the tokens that count; only a Head has its own",
             )
         _check_mask(name, mask, log_prob)
         mask = mask.bool()
     if log_prob.dim() != 2:
         checks.fail(ShapeError, name, f"policy must be (sequences, tokens), got {checks.shape(log_prob)}")
     if entropy and entropies is None:
-        sentence = "policy must bring its entropy: pass a Head, or the pair that linear_log_prob(…, return_entropy=True) returns, got log-probabilities"
+        sentence = (
+            "policy must bring its entropy: pass a Head, or the pair that linear_log_prob(…, return_entropy=True) "
+            "returns, got log-probabilities"
+        )
         checks.fail(OptionError, name, sentence)
     return Tokens(masked(wide(log_prob), mask), None if entropies is None else masked(wide(entropies), mask), mask)
 
@@ -53,7 +58,9 @@ def constants_of(name: str, argument: str, given: LogProbs, tokens: Tokens) -> T
     checks.floating(name, 2, policy=tokens.log_prob, **{argument: given})
     if given.shape != tokens.log_prob.shape:
         checks.fail(
-            ShapeError, name, f"{argument} must have the shape of policy {checks.shape(tokens.log_prob)}, got {checks.shape(given)}"
+            ShapeError,
+            name,
+            f"{argument} must have the shape of policy {checks.shape(tokens.log_prob)}, got {checks.shape(given)}",
         )
     return masked(given.detach().to(tokens.log_prob.dtype), tokens.mask)
 
@@ -63,7 +70,10 @@ def log_ratio(name: str, tokens: Tokens, reference: LogProbs) -> Tensor:
     if isinstance(reference, Tensor) and reference.dim() == 1:
         checks.floating(name, policy=tokens.log_prob, reference=reference)
         if reference.shape != tokens.log_prob.shape[:1]:
-            sentence = f"reference must be (sequences, tokens) or (sequences,) like policy {checks.shape(tokens.log_prob)}, got {checks.shape(reference)}"
+            sentence = (
+                f"reference must be (sequences, tokens) or (sequences,) like policy {checks.shape(tokens.log_prob)}, "
+                f"got {checks.shape(reference)}"
+            )
             checks.fail(ShapeError, name, sentence)
         # In float64 if the reference is: it was cached in float64 for this precision.
         reference = wide(reference.detach())
@@ -94,4 +104,6 @@ def _check_mask(name: str, mask: Tensor | None, like: Tensor) -> None:
     if mask.is_floating_point():
         checks.fail(DtypeError, name, f"mask must be bool or an integer, got {mask.dtype}")
     if mask.shape != like.shape:
-        checks.fail(ShapeError, name, f"mask must have the shape of policy {checks.shape(like)}, got {checks.shape(mask)}")
+        checks.fail(
+            ShapeError, name, f"mask must have the shape of policy {checks.shape(like)}, got {checks.shape(mask)}"
+        )

@@ -16,7 +16,8 @@ ROWS = 8192
 
 
 def top_classes(
-    hidden: Tensor, weight: Tensor, k: int, *, target: Tensor | None = None, bias: Tensor | None = None, logit_scale: float = 1.0,
+    hidden: Tensor, weight: Tensor, k: int, *, target: Tensor | None = None, bias: Tensor | None = None,
+    logit_scale: float = 1.0,
     ignore_index: int = -100, budget: int = 64 << 20,
 ) -> Tensor:  # fmt: skip
     """The k most likely classes of each row, from the most likely one on; without a gradient.
@@ -26,9 +27,11 @@ def top_classes(
     hidden       (..., H)
     weight       (V, H)
     bias         (V,)
-    target       (...)   rows whose target is the ignore_index are left out of the matmul, and have the ignore_index k times
+    target       (...)   rows whose target is the ignore_index are left out of the matmul, and have the ignore_index k
+                 times
     logit_scale  only its sign matters; softcap and temperature do not change the order
-    budget       bytes of logits that are held at a time: a block of classes of up to 8192 rows, at least 2k classes wide
+    budget       bytes of logits that are held at a time: a block of classes of up to 8192 rows, at least 2k classes
+                 wide
     returns      (..., k) int64, targets for linear_log_prob
 
     The classes of a policy's own distribution, at which a teacher is then asked:
@@ -37,12 +40,14 @@ def top_classes(
         log_prob = linear_log_prob(hidden, weight, classes)
         loss = topk_distillation(log_prob, teacher_log_prob, kind="reverse_kl")[target != -100].mean()
 
-    It takes one matmul besides those of linear_log_prob: the classes must be known before their log-probabilities are asked for.
-    Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
+    It takes one matmul besides those of linear_log_prob: the classes must be known before their log-probabilities are
+    asked for. Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
     """
     name = "losses.top_classes"
     shape = hidden.shape[:-1] if isinstance(hidden, Tensor) else ()
-    check_head(name, Head(hidden, weight, hidden.new_zeros(shape, dtype=torch.int64) if target is None else target, bias))
+    check_head(
+        name, Head(hidden, weight, hidden.new_zeros(shape, dtype=torch.int64) if target is None else target, bias)
+    )
     if not isinstance(k, int) or isinstance(k, bool) or not 0 < k <= weight.shape[0]:
         checks.fail(OptionError, name, f"k must be between 1 and the {weight.shape[0]} classes, got {k!r}")
     checks.positive(name, "budget", budget)

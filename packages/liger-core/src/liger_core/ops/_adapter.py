@@ -13,7 +13,14 @@ from liger_core.ops._inputs import accumulator
 
 
 def check_shapes(
-    op: str, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: Tensor | None, suffix: str = ""
+    op: str,
+    x: Tensor,
+    weight: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    base: Tensor | None,
+    suffix: str = "",
 ) -> None:
     """`suffix` follows the names of the layer's tensors."""
     if a.dim() != 2 or a.shape[1] != x.shape[-1]:
@@ -40,16 +47,32 @@ def no_bias_beside(op: str, bias: Tensor | None, base: Tensor | None, suffix: st
 
 
 def check_dtypes(
-    op: str, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: Tensor | None, suffix: str = ""
+    op: str,
+    x: Tensor,
+    weight: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    base: Tensor | None,
+    suffix: str = "",
 ) -> None:
     low = autocast_dtype(x.device.type)
     if low is None:
         checks.same_dtype(op, "x", x, **{f"weight{suffix}": weight, f"bias{suffix}": bias})
     own = low or x.dtype
     if base is not None and base.dtype not in (own, accumulator(own)):
-        checks.fail(DtypeError, op, f"base{suffix} must have dtype {own} like x, or {accumulator(own)}, got {base.dtype}; cast it")
+        checks.fail(
+            DtypeError,
+            op,
+            f"base{suffix} must have dtype {own} like x, or {accumulator(own)}, got {base.dtype}; cast it",
+        )
     # Outside autocast, b has the dtype of a.
     for factor in (a,) if low is None else (a, b):
-        if factor.dtype not in (own, accumulator(own)) and not (low is not None and factor.dtype in (torch.float32, x.dtype)):
-            sentence = f"a{suffix} and b{suffix} must have dtype {own} like x, or {accumulator(own)}, got {factor.dtype}; cast them"
+        if factor.dtype not in (own, accumulator(own)) and not (
+            low is not None and factor.dtype in (torch.float32, x.dtype)
+        ):
+            sentence = (
+                f"a{suffix} and b{suffix} must have dtype {own} like x, or {accumulator(own)}, got {factor.dtype}; "
+                "cast them"
+            )
             checks.fail(DtypeError, op, sentence)

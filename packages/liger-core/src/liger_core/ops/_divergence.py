@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row mathematics that the divergences share, its pure-PyTorch implementation, and the ops on logits that are made of it.
+"""The row mathematics that the divergences share, its pure-PyTorch implementation, and the ops on logits that are made
+of it.
 
 For one row, p is the softmax of the teacher's x and q that of the student's, where
 
@@ -12,14 +13,18 @@ For one row, p is the softmax of the teacher's x and q that of the student's, wh
 
 Each is Σ f(p, q), and its gradient over the student's x is q · (h - Σ q h) with h = ∂f/∂q. A few rules keep it exact:
 
-* What a row needs of each side are m = max x and d = Σ e^(x - m). Everything else follows from u = log p - log q, a difference of
+* What a row needs of each side are m = max x and d = Σ e^(x - m). Everything else follows from u = log p - log q, a
+difference of
   differences x - m, whose size does not depend on that of the logits.
-* KL(p ‖ M) is summed as Σ (p log(p/M) - p + M), which adds 0 and makes every term ≥ 0. Near p = q nothing cancels, and a
+* KL(p ‖ M) is summed as Σ (p log(p/M) - p + M), which adds 0 and makes every term ≥ 0. Near p = q nothing cancels, and
+a
   round-off of d enters squared.
 * Of p and q the larger one is factored out, so that the rest is a function of e^-|u| ≤ 1 and cannot overflow.
-* h is taken less its value h₀ at the student's largest x. Where that class has nearly all of q, its gradient q · (h - Σ q h) would
+* h is taken less its value h₀ at the student's largest x. Where that class has nearly all of q, its gradient q · (h - Σ
+q h) would
   otherwise be the difference of two equal numbers.
-* A class at -inf on both sides counts for nothing. At -inf for the student alone it makes KL(p ‖ q) infinite, for the teacher alone KL(q ‖ p).
+* A class at -inf on both sides counts for nothing. At -inf for the student alone it makes KL(p ‖ q) infinite, for the
+teacher alone KL(q ‖ p).
 """
 
 from __future__ import annotations
@@ -44,8 +49,8 @@ KINDS: tuple[Kind, ...] = ("forward_kl", "reverse_kl", "jsd", "total_variation",
 MIXED: tuple[Kind, ...] = ("jsd", "skewed_kl", "skewed_reverse_kl")
 # Formulas of the row passes: the two KL, all that have a mixture, total variation.
 FORWARD, REVERSE, MIXTURE, VARIATION = range(4)
-# Numbers a row in the moments: m and d of the student, m and d of the teacher, the teacher's x at the student's largest, Σ q (h - h₀), and
-# d of the student without temperature.
+# Numbers a row in the moments: m and d of the student, m and d of the teacher, the teacher's x at the student's
+# largest, Σ q (h - h₀), and d of the student without temperature.
 MOMENTS = 7
 # e^-FAR is 0 in float32 and, with a margin, in float64, so that a distance that is cut here changes nothing but 0 · ∞.
 FAR = 800.0
@@ -82,7 +87,9 @@ class DivergenceOptions(NamedTuple):
     def given(cls, kind: Kind, beta: float, temperature: float = 1.0, **more: Any) -> DivergenceOptions:
         """Return the options for the arguments of an op."""
         formula = {"forward_kl": FORWARD, "reverse_kl": REVERSE, "total_variation": VARIATION}.get(kind, MIXTURE)
-        of_teacher, of_student = {"skewed_kl": (1.0, 0.0), "skewed_reverse_kl": (0.0, 1.0)}.get(kind, (beta, 1.0 - beta))
+        of_teacher, of_student = {"skewed_kl": (1.0, 0.0), "skewed_reverse_kl": (0.0, 1.0)}.get(
+            kind, (beta, 1.0 - beta)
+        )
         # c · tanh(s·a / c) / T = (c/T) · tanh((s/T)·a / (c/T)): a temperature is part of scale and cap.
         for name in ("logit_scale", "teacher_logit_scale"):
             more[name] = more.get(name, 1.0) / temperature
@@ -105,19 +112,28 @@ class DivergencePasses(RowPasses, Protocol):
     """The passes that a backend provides in addition to those of the losses; logits are (rows, classes)."""
 
     def divergences(
-        self, student: Tensor, teacher: Tensor, target: Tensor | None, results: DivergenceResults, options: DivergenceOptions,
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, results: DivergenceResults,
+        options: DivergenceOptions,
         row_factor: Tensor | None, gradient: bool,
     ) -> None:  # fmt: skip
-        """Fill results; with gradient also overwrite student by row_factor · d loss / d student (row_factor is 1 if None)."""
+        """Fill results; with gradient also overwrite student by row_factor · d loss / d student (row_factor is 1 if
+        None)."""
 
     def divergence_gradients(
-        self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, row_factor: Tensor, options: DivergenceOptions,
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, row_factor: Tensor,
+        options: DivergenceOptions,
         out: Tensor,
     ) -> None:  # fmt: skip
         """Write row_factor · d loss / d student into out, given the moments of each row; out may be student."""
 
     def divergence_sums(
-        self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, options: DivergenceOptions, out: Tensor
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        target: Tensor | None,
+        moments: Tensor,
+        options: DivergenceOptions,
+        out: Tensor,
     ) -> None:
         """Write sums over these classes into out (rows, 3), given the moments of all classes.
 
@@ -129,7 +145,8 @@ class TorchDivergencePasses(TorchPasses):
     """The row passes in pure PyTorch, a block of rows at a time."""
 
     def divergences(
-        self, student: Tensor, teacher: Tensor, target: Tensor | None, results: DivergenceResults, options: DivergenceOptions,
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, results: DivergenceResults,
+        options: DivergenceOptions,
         row_factor: Tensor | None, gradient: bool,
     ) -> None:  # fmt: skip
         for rows in row_blocks(student, REFERENCE_BLOCK):
@@ -151,7 +168,8 @@ class TorchDivergencePasses(TorchPasses):
                 student[rows] = _gradient(x, theirs, labels, moments, factor, options).to(student.dtype)
 
     def divergence_gradients(
-        self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, row_factor: Tensor, options: DivergenceOptions,
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, row_factor: Tensor,
+        options: DivergenceOptions,
         out: Tensor,
     ) -> None:  # fmt: skip
         for rows in row_blocks(student, REFERENCE_BLOCK):
@@ -159,7 +177,13 @@ class TorchDivergencePasses(TorchPasses):
             out[rows] = _gradient(x, theirs, labels, moments[rows], row_factor[rows], options).to(out.dtype)
 
     def divergence_sums(
-        self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, options: DivergenceOptions, out: Tensor
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        target: Tensor | None,
+        moments: Tensor,
+        options: DivergenceOptions,
+        out: Tensor,
     ) -> None:
         for rows in row_blocks(student, REFERENCE_BLOCK):
             x, theirs = _both(student[rows], teacher[rows], options)
@@ -235,7 +259,9 @@ def _compared(x: Tensor, theirs: Tensor, moments: Tensor, options: DivergenceOpt
     # The smaller side's KL in units of larger, M - s + s · log(s / M); by its own series where M is close to s.
     above = share * step
     ratio = above / smaller
-    of_other = torch.where(ratio < 0.5 * NEAR, smaller * _log_series(ratio), above - smaller * (log + far.clamp(max=FAR)))
+    of_other = torch.where(
+        ratio < 0.5 * NEAR, smaller * _log_series(ratio), above - smaller * (log + far.clamp(max=FAR))
+    )
     value = larger * (of_larger * rest + of_smaller * of_other)
     behind = first < BEHIND
     return value, _slope(apart, behind, options) - _slope(first, behind, options), q
@@ -280,7 +306,10 @@ def _slope(apart: Tensor, behind: Tensor, options: DivergenceOptions) -> Tensor:
     _, log, mixture = _mixed(_either(ahead, options.beta, 1.0 - options.beta, far), step, smaller)
     factor = (1.0 - options.beta) * options.of_teacher - options.beta * options.of_student
     # 1 - p/M, or -p/M.
-    ratio = torch.where(behind, torch.where(ahead, -1.0, -smaller), (1.0 - options.beta) * torch.where(ahead, -step, step)) / mixture
+    ratio = (
+        torch.where(behind, torch.where(ahead, -1.0, -smaller), (1.0 - options.beta) * torch.where(ahead, -step, step))
+        / mixture
+    )
     return factor * ratio - options.of_student * (log + torch.where(ahead, far.clamp(max=FAR), 0.0))
 
 
@@ -304,7 +333,12 @@ def _log_series(t: Tensor) -> Tensor:
 
 
 def _gradient(
-    x: Tensor, theirs: Tensor, target: Tensor | None, moments: Tensor, row_factor: Tensor | None, options: DivergenceOptions
+    x: Tensor,
+    theirs: Tensor,
+    target: Tensor | None,
+    moments: Tensor,
+    row_factor: Tensor | None,
+    options: DivergenceOptions,
 ) -> Tensor:
     """Return row_factor · d loss / d student."""
     _, slope, q = _compared(x, theirs, moments, options)
@@ -316,7 +350,9 @@ def _gradient(
     if options.hard_weight and target is not None:
         sharp = ((x - moments[:, :1]) * options.temperature).exp() / moments[:, 6:7]
         outside = (target < 0) | (target >= x.shape[1])
-        sharp.scatter_add_(-1, _inside(target, x)[:, None], torch.where(outside, 0.0, -torch.ones_like(factor))[:, None])
+        sharp.scatter_add_(
+            -1, _inside(target, x)[:, None], torch.where(outside, 0.0, -torch.ones_like(factor))[:, None]
+        )
         slope = (1.0 - options.hard_weight) * slope + options.hard_weight * options.temperature * sharp
         if not options.partial:
             factor = torch.where(outside, float("nan"), factor)
@@ -330,14 +366,20 @@ def _gradient(
 # -- the ops on logits
 
 
-def check_logits(name: str, student: Tensor, teacher: Tensor, temperature: float, reduction: Reduction, normalizer: Any) -> None:
+def check_logits(
+    name: str, student: Tensor, teacher: Tensor, temperature: float, reduction: Reduction, normalizer: Any
+) -> None:
     """Check the arguments of the divergences of logits."""
     checks.floating(name, 2, student=student, teacher=teacher)
     checks.at_least_one_dimension(name, "student", student)
     if student.shape[-1] == 0:
         checks.fail(ShapeError, name, f"student must have at least one class, got {checks.shape(student)}")
     if teacher.shape != student.shape:
-        checks.fail(ShapeError, name, f"teacher must have shape {checks.shape(student)} like student, got {checks.shape(teacher)}")
+        checks.fail(
+            ShapeError,
+            name,
+            f"teacher must have shape {checks.shape(student)} like student, got {checks.shape(teacher)}",
+        )
     checks.constant(name, teacher=teacher)
     checks.positive(name, "temperature", temperature, ", since the logits are divided by it")
     check_reduction(name, student, reduction, normalizer)
@@ -362,22 +404,37 @@ def logit_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("one_block", n(4, 64), n(4, 64), why="the vocabulary is one block")
     yield sample("odd_width", n(5, 101), n(5, 101), why="mask on the last block")
     yield sample("several_blocks", n(3, 9000), n(3, 9000), why="the row is longer than one block")
-    yield sample("odd_rows", n(3, 9001), n(3, 9001), why="whole blocks of rows that begin at any number, of which a word holds two")
+    yield sample(
+        "odd_rows",
+        n(3, 9001),
+        n(3, 9001),
+        why="whole blocks of rows that begin at any number, of which a word holds two",
+    )
     yield sample("leading_shape", n(2, 3, 40), n(2, 3, 40), why="any leading shape")
     yield sample("one_token", n(40), n(40), why="no leading shape")
     yield sample("sum", n(5, 50), n(5, 50), reduction="sum", why="no normalizer")
     yield sample("none", n(5, 50), n(5, 50), reduction="none", why="every row has its own upstream gradient")
-    yield sample("normalizer", n(5, 50), n(5, 50), normalizer=torch.tensor(37.0, device=device), why="an external count on the device")
+    yield sample(
+        "normalizer",
+        n(5, 50),
+        n(5, 50),
+        normalizer=torch.tensor(37.0, device=device),
+        why="an external count on the device",
+    )
     yield sample("temperature", n(5, 50), n(5, 50), temperature=2.5, why="both sides are divided by the temperature")
     student = n(5, 50)
     near = (student.double() + 0.05 * torch.randn(5, 50, device=device, dtype=torch.float64)).to(dtype)
     yield sample("near", student, near, why="a student that is close to its teacher: nothing cancels")
     yield sample("peaked", n(4, 60, scale=8.0), n(4, 60, scale=8.0), why="softmax close to one class on both sides")
-    yield sample("common_offset", n(4, 60) + 3e4, n(4, 60) - 3e4, why="what the logits of a side have in common cancels")
+    yield sample(
+        "common_offset", n(4, 60) + 3e4, n(4, 60) - 3e4, why="what the logits of a side have in common cancels"
+    )
     student, teacher = n(4, 60), n(4, 60)
     student[:, 40:], teacher[:, 40:] = -torch.inf, -torch.inf
     yield sample("padded_classes", student, teacher, why="classes that are impossible on both sides count for nothing")
-    yield sample("log_probabilities", n(4, 60).log_softmax(-1), n(4, 60).log_softmax(-1), why="log-probabilities are logits")
+    yield sample(
+        "log_probabilities", n(4, 60).log_softmax(-1), n(4, 60).log_softmax(-1), why="log-probabilities are logits"
+    )
     yield sample("empty", n(0, 30), n(0, 30), why="no rows: the loss is 0 and nothing is launched")
     yield sample("one_class", n(4, 1), n(4, 1), why="a single column: divergence 0")
     yield sample("strided_rows", n(5, 160)[:, :80], n(5, 200)[:, 3:83], why="rows are read through their strides")
@@ -394,7 +451,13 @@ def logit_misuses(name: str, device: torch.device) -> Iterator[Misuse]:
     yield misuse("no_teacher", (x, None), DtypeError, "teacher must be a tensor, got NoneType")
     message = "temperature must be a finite number > 0, since the logits are divided by it, got 0.0"
     yield misuse("temperature", (x, x), OptionError, message, temperature=0.0)
-    yield misuse("reduction", (x, x), OptionError, "reduction must be one of 'mean', 'sum', 'none', got 'batchmean'", reduction="batchmean")
+    yield misuse(
+        "reduction",
+        (x, x),
+        OptionError,
+        "reduction must be one of 'mean', 'sum', 'none', got 'batchmean'",
+        reduction="batchmean",
+    )
     message = "normalizer needs reduction='mean', which it divides by, got reduction='sum'"
     yield misuse("normalizer", (x, x), OptionError, message, reduction="sum", normalizer=3.0)
     message = "teacher must not require a gradient, since the op does not define one; pass teacher.detach()"
@@ -419,7 +482,8 @@ def logit_work(student: Tensor, teacher: Tensor, **options: Any) -> Work:
 
 
 class LogitDivergences:
-    """The kernels of the divergences of logits, for a backend's row passes: losses of rows, of which all else is plain PyTorch."""
+    """The kernels of the divergences of logits, for a backend's row passes: losses of rows, of which all else is plain
+    PyTorch."""
 
     def __init__(self, passes: DivergencePasses, make_kernel: Callable[..., Kernel]) -> None:
         self.passes = passes
@@ -431,7 +495,9 @@ class LogitDivergences:
     def _allocate(self, student: Tensor, teacher: Tensor, options: DivergenceOptions) -> Outputs:
         return divergence_results(student)
 
-    def _launch(self, results: DivergenceResults, /, student: Tensor, teacher: Tensor, options: DivergenceOptions) -> None:
+    def _launch(
+        self, results: DivergenceResults, /, student: Tensor, teacher: Tensor, options: DivergenceOptions
+    ) -> None:
         if student.shape[0]:
             self.passes.divergences(student, teacher, None, results, options, None, False)
 
@@ -439,14 +505,20 @@ class LogitDivergences:
         return (torch.empty(student.shape, dtype=student.dtype, device=student.device),)
 
     def _launch_backward(
-        self, grad_student: Tensor, /, grad_loss: Tensor, student: Tensor, teacher: Tensor, moments: Tensor, options: DivergenceOptions,
+        self, grad_student: Tensor, /, grad_loss: Tensor, student: Tensor, teacher: Tensor, moments: Tensor,
+        options: DivergenceOptions,
         needs: list[bool],
     ) -> None:  # fmt: skip
         if student.shape[0]:
             self.passes.divergence_gradients(student, teacher, None, moments, grad_loss, options, grad_student)
 
     def __call__(
-        self, student: Tensor, teacher: Tensor, options: DivergenceOptions, reduction: Reduction, normalizer: Tensor | float | None
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        options: DivergenceOptions,
+        reduction: Reduction,
+        normalizer: Tensor | float | None,
     ) -> Tensor:
         """Return the reduced divergence over the last dimension."""
         rows, theirs = (t.reshape(-1, t.shape[-1]) for t in (student, teacher))

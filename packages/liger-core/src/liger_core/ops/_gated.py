@@ -48,7 +48,12 @@ def halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def joined_gate(
-    gate: Tensor, up: Tensor | None, activation: Activation = "silu", limit: float | None = None, alpha: float = 1.0, shift: float = 0.0
+    gate: Tensor,
+    up: Tensor | None,
+    activation: Activation = "silu",
+    limit: float | None = None,
+    alpha: float = 1.0,
+    shift: float = 0.0,
 ) -> Tensor:
     """Return act(min(gate, limit)) · (clamp(up, -limit, limit) + shift); without up, the first factor."""
     if limit is not None:
@@ -58,7 +63,8 @@ def joined_gate(
         active = F.silu(gate) if alpha == 1.0 else gate * torch.sigmoid(alpha * gate)
     elif activation == "relu_squared":
         positive = F.relu(gate)
-        # Unlike that of square(), the gradient of this product never holds 2x, which overflows where grad · 2x does not.
+        # Unlike that of square(), the gradient of this product never holds 2x, which overflows where grad · 2x does
+        # not.
         active = positive * positive
     else:
         active = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
@@ -76,7 +82,11 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("several_tiles", (n(3, 2500), n(3, 2500)), why="a row takes several column tiles")
     yield Sample("packed", (n(2, 5, 96),), why="gate and up are halves of one tensor, and so is the gradient")
     yield Sample("packed_odd", (n(7, 2 * 77),), why="the halves are not aligned")
-    yield Sample("strided_rows", (n(5, 160)[:, :80], n(5, 160)[:, 80:]), why="both are slices: rows are read through their stride")
+    yield Sample(
+        "strided_rows",
+        (n(5, 160)[:, :80], n(5, 160)[:, 80:]),
+        why="both are slices: rows are read through their stride",
+    )
     yield Sample("transposed", (n(40, 6).t(), n(6, 40)), why="gate is not contiguous in its last dimension")
     yield Sample("frozen_up", (n(4, 40), n(4, 40)), frozen=("up",), why="only the gate's gradient")
     yield Sample("frozen_gate", (n(4, 40), n(4, 40)), frozen=("gate",), why="only up's gradient")

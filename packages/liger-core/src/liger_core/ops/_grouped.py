@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls of groups of rows, each with a matrix of its own, in plain PyTorch; and the order of rows that makes the groups."""
+"""Matmuls of groups of rows, each with a matrix of its own, in plain PyTorch; and the order of rows that makes the
+groups."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def grouped(index: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     flat = index.reshape(-1)
     group = torch.where((flat >= 0) & (flat < count), flat, count).int()
     group, order = torch.sort(group, stable=True)
-    ends = torch.searchsorted(group, torch.arange(count, dtype=torch.int32, device=index.device), right=True, out_int32=True)
+    ends = torch.searchsorted(
+        group, torch.arange(count, dtype=torch.int32, device=index.device), right=True, out_int32=True
+    )
     rows = torch.arange(flat.shape[0], device=index.device)
     return order, torch.empty_like(order).scatter_(0, order, rows), ends
 
@@ -63,7 +66,8 @@ def _allocate_backward(grad_out: Tensor, rows: Tensor, matrices: Tensor, ends: T
 
 
 def _launch_backward(
-    grad_rows: Tensor | None, grad_matrices: Tensor | None, /, grad_out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor,
+    grad_rows: Tensor | None, grad_matrices: Tensor | None, /, grad_out: Tensor, rows: Tensor, matrices: Tensor,
+    ends: Tensor,
     needs: list[bool],
 ) -> None:  # fmt: skip
     if grad_rows is not None:

@@ -25,7 +25,8 @@ def normal(device: torch.device, dtype: torch.dtype, *shape: int, scale: float =
 
 
 def row_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """For an op that maps every row of one tensor by itself: the shapes, strides and values that its kernels treat alike."""
+    """For an op that maps every row of one tensor by itself: the shapes, strides and values that its kernels treat
+    alike."""
 
     def n(*shape: int) -> Tensor:
         return normal(device, dtype, *shape)
@@ -49,7 +50,9 @@ def integers(device: torch.device, high: int, *shape: int) -> Tensor:
     return torch.randint(high, shape, device=device, dtype=LONG)
 
 
-def workload(make: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]], axis: str = "", quick: bool = False, **sizes: int) -> Workload:
+def workload(
+    make: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]], axis: str = "", quick: bool = False, **sizes: int
+) -> Workload:
     """A workload that is named by its sizes; with an axis, one of them, a point of the series over that size."""
     name = "x".join(str(size) for size in sizes.values())
     if not axis:
@@ -67,7 +70,8 @@ def row_workloads(
     columns: int = 4096,
     widths: Sequence[int] = WIDTHS,
 ) -> Iterator[Workload]:
-    """For an op on rows: a quick workload, the usual ones, and two series: rows of `columns` columns, and 8192 rows of several widths.
+    """For an op on rows: a quick workload, the usual ones, and two series: rows of `columns` columns, and 8192 rows of
+    several widths.
 
     draw  (device, dtype, rows, columns) → the arguments
     axes  the letters of rows and columns
@@ -75,13 +79,19 @@ def row_workloads(
 
     def of_size(count: int, width: int, axis: str = "", quick: bool = False) -> Workload:
         return workload(
-            lambda device, dtype: (draw(device, dtype, count, width), {}), axis, quick, **dict(zip(axes, (count, width), strict=True))
+            lambda device, dtype: (draw(device, dtype, count, width), {}),
+            axis,
+            quick,
+            **dict(zip(axes, (count, width), strict=True)),
         )
 
     yield of_size(*quick, quick=True)
     for count, width in usual:
         yield of_size(count, width)
-    for count, width, axis in [*((count, columns, axes[0]) for count in rows), *((8192, width, axes[1]) for width in widths)]:
+    for count, width, axis in [
+        *((count, columns, axes[0]) for count in rows),
+        *((8192, width, axes[1]) for width in widths),
+    ]:
         yield of_size(count, width, axis, quick=count * width <= 1024 * 4096)
 
 

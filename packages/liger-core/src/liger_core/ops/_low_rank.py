@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The matmuls of a low-rank adapter: how a float32 adapter meets low-precision rows without casting them.
 
-A float32 matrix is the sum of three bfloat16 ones, high + middle + low, each of which has 8 bits of its mantissa. Long rows meet all three in one
-pass. A product of two such sums that is rounded to bfloat16 itself needs only high·high + middle·high + low·high + high·middle: one
-matmul of four times the rank, [high, middle, low, high] @ [high, high, high, middle]ᵀ. The rank is small, so this costs the tensor cores
-little, and long matrices are read as often as with one.
+A float32 matrix is the sum of three bfloat16 ones, high + middle + low, each of which has 8 bits of its mantissa. Long
+rows meet all three in one pass. A product of two such sums that is rounded to bfloat16 itself needs only high·high +
+middle·high + low·high + high·middle: one matmul of four times the rank, [high, middle, low, high] @ [high, high, high,
+middle]ᵀ. The rank is small, so this costs the tensor cores little, and long matrices are read as often as with one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from liger_core.kernels import Kernel, Outputs, differentiable
 from liger_core.matmul import multiply
 from liger_core.ops._inputs import accumulator, row_blocks
 
-# The factors of a product of two split matrices: 0 for the high part, 1 for the middle and 2 for the low one, side by side.
+# The factors of a product of two split matrices: 0 for the high part, 1 for the middle and 2 for the low one, side by
+# side.
 LEFT, RIGHT = (0, 1, 2, 0), (0, 0, 0, 1)
 # Elements of a block of rows that the reference holds in float32.
 REFERENCE_BLOCK = 1 << 22
@@ -139,7 +140,8 @@ class LowRank:
         )
 
     def __call__(
-        self, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float, bias: Tensor | None, base: Tensor | None,
+        self, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float, bias: Tensor | None,
+        base: Tensor | None,
         columns: Tensor | None,
     ) -> Tensor:  # fmt: skip
         self.project.check_plain((x, weight, a, b, bias, base, columns), "lora_linear")
@@ -161,18 +163,28 @@ class LowRank:
         self.passes.project(x, a, scale, projected)
 
     def _allocate(
-        self, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: Tensor | None, projected: Tensor, scale: float
+        self, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: Tensor | None,
+        projected: Tensor, scale: float
     ) -> Outputs:  # fmt: skip
         return (torch.empty(x.shape[0], b.shape[0], dtype=x.dtype if base is None else base.dtype, device=x.device),)
 
     def _launch(
-        self, y: Tensor, /, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: Tensor | None,
+        self, y: Tensor, /, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None,
+        base: Tensor | None,
         projected: Tensor, scale: float,
     ) -> None:  # fmt: skip
         compute(self.passes, y, x, weight, b, bias, base, projected)
 
     def _allocate_backward(
-        self, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, projected: Tensor, scale: float, needs: list[bool]
+        self,
+        grad_y: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        projected: Tensor,
+        scale: float,
+        needs: list[bool],
     ) -> Outputs:
         (rows, outer), device = grad_y.shape, x.device
         return (
@@ -185,14 +197,23 @@ class LowRank:
         )
 
     def _recycle_backward(
-        self, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, projected: Tensor, scale: float, needs: list[bool]
+        self,
+        grad_y: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        projected: Tensor,
+        scale: float,
+        needs: list[bool],
     ) -> Outputs:
         """Reuse the upstream gradient as the gradient of base."""
         made = self._allocate_backward(grad_y, x, weight, a, b, projected, scale, [*needs[:5], False])
         return (*made[:5], grad_y if needs[5] else None)
 
     def _launch_backward(
-        self, gradients: LowRankGradients, /, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, projected: Tensor,
+        self, gradients: LowRankGradients, /, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor,
+        projected: Tensor,
         scale: float, needs: list[bool],
     ) -> None:  # fmt: skip
         if gradients.grad_base is not None and gradients.grad_base is not grad_y:
@@ -200,12 +221,14 @@ class LowRank:
         self._gradients(gradients, grad_y, grad_y, x, weight, a, b, projected, scale)
 
     def _gradients(
-        self, gradients: LowRankGradients, grad_y: Tensor, of_layer: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor,
+        self, gradients: LowRankGradients, grad_y: Tensor, of_layer: Tensor, x: Tensor, weight: Tensor | None,
+        a: Tensor, b: Tensor,
         projected: Tensor, scale: float,
     ) -> None:  # fmt: skip
         """Compute all gradients but that of base from the upstream gradients of the adapter and of the layer itself."""
         grad_x, grad_weight, grad_a, grad_b, grad_bias, _ = gradients
-        # More precise only beside such a base, which has no weight here; an adapter in the dtype of x adds nothing more precise to it.
+        # More precise only beside such a base, which has no weight here; an adapter in the dtype of x adds nothing more
+        # precise to it.
         if a.dtype == x.dtype:
             grad_y = grad_y.to(x.dtype)
         if grad_x is not None or grad_a is not None:
@@ -224,10 +247,12 @@ class LowRank:
         if grad_bias is not None:
             grad_bias.copy_(grad_y.sum(0, dtype=accumulator(grad_y.dtype)))
 
-    # With a factor for each column: y = columns · own + projected (columns · b)ᵀ + bias, where own is x weightᵀ or base.
+    # With a factor for each column: y = columns · own + projected (columns · b)ᵀ + bias, where own is x weightᵀ or
+    # base.
 
     def _allocate_scaled(
-        self, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: Tensor | None, columns: Tensor,
+        self, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: Tensor | None,
+        columns: Tensor,
         projected: Tensor, scale: float,
     ) -> Outputs:  # fmt: skip
         (y,) = self._allocate(x, weight, a, b, None, base, projected, scale)
@@ -235,7 +260,8 @@ class LowRank:
         return y, None if weight is None else torch.empty_like(y)
 
     def _launch_scaled(
-        self, y: Tensor, own: Tensor | None, /, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None,
+        self, y: Tensor, own: Tensor | None, /, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor,
+        bias: Tensor | None,
         base: Tensor | None, columns: Tensor, projected: Tensor, scale: float,
     ) -> None:  # fmt: skip
         if weight is not None and own is not None:
@@ -246,23 +272,32 @@ class LowRank:
         self.passes.combine(given, columns, bias, projected, right, y)
 
     def _allocate_scaled_backward(
-        self, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, base: Tensor | None, columns: Tensor,
+        self, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, base: Tensor | None,
+        columns: Tensor,
         own: Tensor | None, projected: Tensor, scale: float, needs: list[bool],
     ) -> Outputs:  # fmt: skip
         made = self._allocate_backward(grad_y, x, weight, a, b, projected, scale, needs[:6])
         return *made, torch.empty_like(columns) if needs[6] else None
 
     def _launch_scaled_backward(
-        self, gradients: LowRankGradients, grad_columns: Tensor | None, /, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor,
-        b: Tensor, base: Tensor | None, columns: Tensor, own: Tensor | None, projected: Tensor, scale: float, needs: list[bool],
+        self, gradients: LowRankGradients, grad_columns: Tensor | None, /, grad_y: Tensor, x: Tensor,
+        weight: Tensor | None, a: Tensor,
+        b: Tensor, base: Tensor | None, columns: Tensor, own: Tensor | None, projected: Tensor, scale: float,
+        needs: list[bool],
     ) -> None:  # fmt: skip
         of_layer = grad_y
-        if gradients.grad_base is not None or (weight is not None and (gradients.grad_x is not None or gradients.grad_weight is not None)):
+        if gradients.grad_base is not None or (
+            weight is not None and (gradients.grad_x is not None or gradients.grad_weight is not None)
+        ):
             of_layer = torch.empty_like(grad_y) if gradients.grad_base is None else gradients.grad_base
             torch.mul(grad_y, columns, out=of_layer)
         grad_b = gradients.grad_b
         # The gradient of columns · b, of which b and columns have their parts.
-        product = None if grad_b is None and grad_columns is None else torch.empty(b.shape, dtype=columns.dtype, device=b.device)
+        product = (
+            None
+            if grad_b is None and grad_columns is None
+            else torch.empty(b.shape, dtype=columns.dtype, device=b.device)
+        )
         # The factors go to b: the adapter's gradients come from an upstream gradient that is not rounded.
         scaled = scaled_rows(b, columns)
         self._gradients(gradients._replace(grad_b=product), grad_y, of_layer, x, weight, a, scaled, projected, scale)
@@ -282,14 +317,23 @@ def scaled_rows(b: Tensor, columns: Tensor) -> Tensor:
 
 
 def compute(
-    passes: RankPasses, y: Tensor, x: Tensor, weight: Tensor | None, b: Tensor, bias: Tensor | None, base: Tensor | None, projected: Tensor
+    passes: RankPasses,
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    b: Tensor,
+    bias: Tensor | None,
+    base: Tensor | None,
+    projected: Tensor,
 ) -> None:
     """Compute a layer with its adapter from x and from x aᵀ as a left factor."""
     right = passes.right(b, x.dtype).t()
     add_all(base if weight is None else bias, projected, right, () if weight is None else ((x, weight.t()),), y)
 
 
-def add_all(base: Tensor | None, left: Tensor, right: Tensor, large: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> None:
+def add_all(
+    base: Tensor | None, left: Tensor, right: Tensor, large: Sequence[tuple[Tensor, Tensor]], out: Tensor
+) -> None:
     """Write base + left @ right + Σ rows @ matrix over the large products into out."""
     if out.dtype == torch.float16:
         # The adapter's part alone may leave the range; plain PyTorch rounds only those of the layers.
@@ -298,7 +342,8 @@ def add_all(base: Tensor | None, left: Tensor, right: Tensor, large: Sequence[tu
             base = out
         add_product(base, left, right, out)
         return
-    # The small product first: the large matmuls add to it while they compute, which a pass over their results would cost extra.
+    # The small product first: the large matmuls add to it while they compute, which a pass over their results would
+    # cost extra.
     add_product(base, left, right, out)
     for rows, matrix in large:
         multiply(out, rows, matrix, out)

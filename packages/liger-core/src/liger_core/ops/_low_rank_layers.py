@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two or three linear layers with adapters that read one x: one pass over it for all adapters in each direction, and one gradient of it."""
+"""Two or three linear layers with adapters that read one x: one pass over it for all adapters in each direction, and
+one gradient of it."""
 
 from __future__ import annotations
 
@@ -100,11 +101,15 @@ class LowRankLayers:
         self.project = make_kernel("lora_project_layers", self._allocate_project, self._launch_project)
         self.linears = differentiable(
             make_kernel("lora_linears", self._allocate, self._launch),
-            make_kernel("lora_linears_backward", self._allocate_backward, self._launch_backward, self._recycle_backward),
+            make_kernel(
+                "lora_linears_backward", self._allocate_backward, self._launch_backward, self._recycle_backward
+            ),
             public=3,
         )
 
-    def __call__(self, x: Tensor, weights: Sequence[Tensor | None], a: Any, b: Any, scale: float, own: Own) -> tuple[Tensor, ...]:
+    def __call__(
+        self, x: Tensor, weights: Sequence[Tensor | None], a: Any, b: Any, scale: float, own: Own
+    ) -> tuple[Tensor, ...]:
         self.project.check_plain((x, *weights, *a, *b, *own), "lora_linears")
         # Constants for autograd: the gradients of x and of every a through them are part of the backward pass below.
         with torch.no_grad():
@@ -121,7 +126,8 @@ class LowRankLayers:
         return made(a), made(a_2), None if a_3 is None else made(a_3)
 
     def _launch_project(
-        self, projected: Tensor, projected_2: Tensor, projected_3: Tensor | None, /, x: Tensor, a: Tensor, a_2: Tensor, a_3: Tensor | None,
+        self, projected: Tensor, projected_2: Tensor, projected_3: Tensor | None, /, x: Tensor, a: Tensor, a_2: Tensor,
+        a_3: Tensor | None,
         scale: float,
     ) -> None:  # fmt: skip
         matrices = [matrix for matrix in (a, a_2, a_3) if matrix is not None]
@@ -136,21 +142,30 @@ class LowRankLayers:
     def _allocate(self, x: Tensor, layers: Layers, own: Own, scale: float) -> Outputs:
         bases = own[1::2]
         return tuple(
-            None if b is None else torch.empty(x.shape[0], b.shape[0], dtype=x.dtype if base is None else base.dtype, device=x.device)
+            None
+            if b is None
+            else torch.empty(x.shape[0], b.shape[0], dtype=x.dtype if base is None else base.dtype, device=x.device)
             for b, base in zip(layers[2::4], bases, strict=True)
         )
 
-    def _launch(self, y: Tensor, y_2: Tensor, y_3: Tensor | None, /, x: Tensor, layers: Layers, own: Own, scale: float) -> None:
+    def _launch(
+        self, y: Tensor, y_2: Tensor, y_3: Tensor | None, /, x: Tensor, layers: Layers, own: Own, scale: float
+    ) -> None:
         for out, layer, bias, base in zip((y, y_2, y_3), _layers(layers), own[::2], own[1::2], strict=False):
             assert out is not None
             compute(self.passes, out, x, layer.weight, layer.b, bias, base, layer.projected)
 
     def _allocate_backward(
-        self, grad_y: Tensor | None, grad_y_2: Tensor | None, grad_y_3: Tensor | None, x: Tensor, layers: Layers, scale: float,
+        self, grad_y: Tensor | None, grad_y_2: Tensor | None, grad_y_3: Tensor | None, x: Tensor, layers: Layers,
+        scale: float,
         needs: list[bool],
     ) -> Outputs:  # fmt: skip
         def like(tensor: Tensor | None, asked: bool) -> Tensor | None:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if asked and tensor is not None else None
+            return (
+                torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                if asked and tensor is not None
+                else None
+            )
 
         made = [like(x, needs[0])]
         for number, (grad, layer) in enumerate(zip((grad_y, grad_y_2, grad_y_3), _layers(layers), strict=False)):
@@ -160,17 +175,21 @@ class LowRankLayers:
         return (*made, *[None] * (len(Gradients._fields) - len(made)))
 
     def _recycle_backward(
-        self, grad_y: Tensor | None, grad_y_2: Tensor | None, grad_y_3: Tensor | None, x: Tensor, layers: Layers, scale: float,
+        self, grad_y: Tensor | None, grad_y_2: Tensor | None, grad_y_3: Tensor | None, x: Tensor, layers: Layers,
+        scale: float,
         needs: list[bool],
     ) -> Outputs:  # fmt: skip
         """Reuse each upstream gradient as the gradient of its base."""
         of_bases = {5: grad_y, 10: grad_y_2, 15: grad_y_3}
         others = [need and place not in of_bases for place, need in enumerate(needs)]
         made = self._allocate_backward(grad_y, grad_y_2, grad_y_3, x, layers, scale, others)
-        return tuple(of_bases[place] if place in of_bases and needs[place] else value for place, value in enumerate(made))
+        return tuple(
+            of_bases[place] if place in of_bases and needs[place] else value for place, value in enumerate(made)
+        )
 
     def _launch_backward(
-        self, gradients: Gradients, /, grad_y: Tensor | None, grad_y_2: Tensor | None, grad_y_3: Tensor | None, x: Tensor, layers: Layers,
+        self, gradients: Gradients, /, grad_y: Tensor | None, grad_y_2: Tensor | None, grad_y_3: Tensor | None,
+        x: Tensor, layers: Layers,
         scale: float, needs: list[bool],
     ) -> None:  # fmt: skip
         parts = []

@@ -24,7 +24,10 @@ def check(op: str, x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tenso
             checks.fail(
                 ShapeError,
                 op,
-                f"{name} must have shape {tuple(wanted)}, one row for all tokens of a sample of x {checks.shape(x)}, got {checks.shape(tensor)}",
+                (
+                    f"{name} must have shape {tuple(wanted)}, one row for all tokens of a sample of x "
+                    f"{checks.shape(x)}, got {checks.shape(tensor)}"
+                ),
             )
     checks.vector(op, "weight", weight, x.shape[-1], "x", x)
     checks.positive(op, "eps", eps)
@@ -37,7 +40,11 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     yield Sample("one_block", (n(2, 3, 64), n(2, 64), n(2, 64)), why="the width is a power of two")
     yield Sample("odd_width", (n(3, 5, 100), n(3, 100), n(3, 100)), why="masked lanes must not enter the statistics")
-    yield Sample("many_tokens", (n(1, 420, 12300), n(1, 12300), n(1, 12300)), why="programs walk several rows of one sample, on a GPU too")
+    yield Sample(
+        "many_tokens",
+        (n(1, 420, 12300), n(1, 12300), n(1, 12300)),
+        why="programs walk several rows of one sample, on a GPU too",
+    )
     yield Sample("many_samples", (n(70, 2, 24), n(70, 24), n(70, 24)), why="more samples than programs")
     yield Sample("one_sample", (n(9, 40), n(40), n(40)), why="no sample dimension")
     yield Sample("two_dimensions", (n(2, 3, 4, 40), n(2, 3, 40), n(2, 3, 40)), why="samples have two dimensions")
@@ -45,13 +52,23 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("last_chunk", (n(2, 5, 1100), n(2, 1100), n(2, 1100)), why="only the last chunk of a row is masked")
     yield Sample("several_warps", (n(1, 3, 2200), n(1, 2200)), why="several warps hold a row, and no shift")
     yield Sample("no_shift", (n(2, 6, 96), n(2, 96)), why="scale without shift")
-    yield Sample("frozen_modulation", (n(2, 6, 96), n(2, 96), n(2, 96)), frozen=("scale", "shift"), why="only the gradient of x")
-    yield Sample("frozen_input", (n(2, 6, 96), n(2, 96), n(2, 96)), frozen=("x",), why="only the gradients of the modulation")
+    yield Sample(
+        "frozen_modulation", (n(2, 6, 96), n(2, 96), n(2, 96)), frozen=("scale", "shift"), why="only the gradient of x"
+    )
+    yield Sample(
+        "frozen_input", (n(2, 6, 96), n(2, 96), n(2, 96)), frozen=("x",), why="only the gradients of the modulation"
+    )
     yield Sample("frozen_scale", (n(2, 6, 96), n(2, 96), n(2, 96)), frozen=("scale",), why="only the shift of the two")
-    yield Sample("chunks", (n(3, 5, 80), *n(3, 240).chunk(3, dim=-1)[1:]), why="scale and shift are slices of one projection")
+    yield Sample(
+        "chunks", (n(3, 5, 80), *n(3, 240).chunk(3, dim=-1)[1:]), why="scale and shift are slices of one projection"
+    )
     yield Sample("strided_rows", (n(3, 5, 160)[..., :80], n(3, 80), n(3, 80)), why="rows are read through their stride")
     yield Sample("transposed", (n(6, 3, 40).transpose(0, 1), n(3, 40), n(3, 40)), why="samples are not dense")
-    yield Sample("float32_modulation", (n(2, 5, 72), *(normal(device, wide, 2, 72) for _ in range(2))), why="of another dtype than x")
+    yield Sample(
+        "float32_modulation",
+        (n(2, 5, 72), *(normal(device, wide, 2, 72) for _ in range(2))),
+        why="of another dtype than x",
+    )
     yield Sample("empty", (n(2, 0, 64), n(2, 64), n(2, 64)), why="no rows: nothing is launched, gradients are zero")
 
 

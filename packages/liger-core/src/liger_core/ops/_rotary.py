@@ -21,7 +21,9 @@ def check_rotary(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Non
     checks.floating(op, 4, q=q, k=k, cos=cos, sin=sin)
     for name, tensor in (("q", q), ("k", k)):
         if tensor.dim() != 4:
-            checks.fail(ShapeError, op, f"{name} must have shape (batch, heads, tokens, width), got {checks.shape(tensor)}")
+            checks.fail(
+                ShapeError, op, f"{name} must have shape (batch, heads, tokens, width), got {checks.shape(tensor)}"
+            )
     batch, _, tokens, width = q.shape
     of_batch, _, of_tokens, of_width = k.shape
     if of_batch != batch or of_tokens != tokens or of_width != width:
@@ -33,14 +35,20 @@ def check_rotary(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Non
         # Of a single sample, two of them are one.
         *shapes, last = dict.fromkeys((f"({tokens}, rotary)", f"(1, {tokens}, rotary)", f"({batch}, {tokens}, rotary)"))
         wanted = f"{', '.join(shapes)} or {last}"
-        checks.fail(ShapeError, op, f"cos must have shape {wanted} to match q {checks.shape(q)}, got {checks.shape(cos)}")
+        checks.fail(
+            ShapeError, op, f"cos must have shape {wanted} to match q {checks.shape(q)}, got {checks.shape(cos)}"
+        )
     if rotary % 2 or rotary > width or rotary == 0:
-        checks.fail(ShapeError, op, f"the rotary width of cos must be even and at most {width}, the width of q, got {rotary}")
+        checks.fail(
+            ShapeError, op, f"the rotary width of cos must be even and at most {width}, the width of q, got {rotary}"
+        )
     if sin.shape != cos.shape:
         checks.fail(ShapeError, op, f"sin must have the shape of cos {checks.shape(cos)}, got {checks.shape(sin)}")
 
 
-def angles(device: torch.device, dtype: torch.dtype, tokens: int, rotary: int, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
+def angles(
+    device: torch.device, dtype: torch.dtype, tokens: int, rotary: int, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return cos and sin (tokens, rotary) of the usual frequencies; each angle appears twice."""
     frequency = 10000.0 ** (-torch.arange(0, rotary, 2, device=device, dtype=torch.float32) / rotary)
     angle = torch.arange(tokens, device=device, dtype=torch.float32)[:, None] * frequency

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row mathematics that the losses share, its pure-PyTorch implementation, and the options of the losses with their checks and samples.
+"""The row mathematics that the losses share, its pure-PyTorch implementation, and the options of the losses with their
+checks and samples.
 
 For one row of logits a (after bias) and target t, with class weights w (1 by default), V classes:
 
@@ -9,12 +10,13 @@ For one row of logits a (after bias) and target t, with class weights w (1 by de
 
     p = exp(x - m) / d;   entropy = -Σ p log p
 
-Every difference x - lse is computed as (x - m) - log d. In float32 lse has no digits left for log d once m is large: at m = 10⁷ the
-gradient would be off by 3 %. So m and d are kept apart, as `statistics` (rows, 2). Not m and log d: dividing by d rounds each p on its
-own, while the round-off of log d would be a factor of all p, whose sum then is not 1.
+Every difference x - lse is computed as (x - m) - log d. In float32 lse has no digits left for log d once m is large: at
+m = 10⁷ the gradient would be off by 3 %. So m and d are kept apart, as `statistics` (rows, 2). Not m and log d:
+dividing by d rounds each p on its own, while the round-off of log d would be a factor of all p, whose sum then is not
+1.
 
-A row whose target is `ignore_index` has loss 0 and no gradient; one whose target is out of range has loss and gradient NaN,
-since no implementation may wait for the device to find out.
+A row whose target is `ignore_index` has loss 0 and no gradient; one whose target is out of range has loss and gradient
+NaN, since no implementation may wait for the device to find out.
 """
 
 from __future__ import annotations
@@ -90,14 +92,24 @@ class RowPasses(TokenPasses, Protocol):
     def __hash__(self) -> int: ...
 
     def losses(
-        self, logits: Tensor, target: Tensor, results: RowResults, options: RowOptions, row_factor: Tensor | None, gradient: bool
+        self,
+        logits: Tensor,
+        target: Tensor,
+        results: RowResults,
+        options: RowOptions,
+        row_factor: Tensor | None,
+        gradient: bool,
     ) -> None:
         """Fill results; with gradient also overwrite logits by row_factor · d loss / d a (row_factor is 1 if None)."""
 
-    def gradients(self, logits: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor) -> None:
+    def gradients(
+        self, logits: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor
+    ) -> None:
         """Write row_factor · d loss / d a into out, given the statistics of each row."""
 
-    def mean(self, losses: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, mean: Tensor, inverse: Tensor) -> None:
+    def mean(
+        self, losses: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, mean: Tensor, inverse: Tensor
+    ) -> None:
         """Write mean = inverse · Σ losses and inverse = 1/divide.
 
         By default, divide is Σ w_t over the counted targets, or 1 if there are none.
@@ -114,7 +126,13 @@ class TorchPasses(TorchTokenPasses):
     """The row passes in pure PyTorch, a block of rows at a time."""
 
     def losses(
-        self, logits: Tensor, target: Tensor, results: RowResults, options: RowOptions, row_factor: Tensor | None, gradient: bool
+        self,
+        logits: Tensor,
+        target: Tensor,
+        results: RowResults,
+        options: RowOptions,
+        row_factor: Tensor | None,
+        gradient: bool,
     ) -> None:
         for rows in blocks(logits):
             x = _capped(logits[rows], options)
@@ -138,12 +156,16 @@ class TorchPasses(TorchTokenPasses):
                 factor = None if row_factor is None else row_factor[rows]
                 logits[rows] = _gradients(x, target[rows], statistics, factor, options).to(logits.dtype)
 
-    def gradients(self, logits: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor) -> None:
+    def gradients(
+        self, logits: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor
+    ) -> None:
         for rows in blocks(logits):
             x = _capped(logits[rows], options)
             out[rows] = _gradients(x, target[rows], statistics[rows], row_factor[rows], options).to(out.dtype)
 
-    def mean(self, losses: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, mean: Tensor, inverse: Tensor) -> None:
+    def mean(
+        self, losses: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, mean: Tensor, inverse: Tensor
+    ) -> None:
         if divide is None:
             divide = denominator(target, options.class_weight, options.ignore_index, None, losses.dtype)
         torch.reciprocal(divide, out=inverse)
@@ -212,7 +234,11 @@ def _gradients(x: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor
     d.scatter_add_(-1, index[:, None], -hard[:, None])
     if options.label_smoothing:
         d.sub_(options.label_smoothing / classes * (1.0 if weight is None else weight))
-    factor = torch.full_like(top, options.logit_scale) if row_factor is None else row_factor.to(top.dtype) * options.logit_scale
+    factor = (
+        torch.full_like(top, options.logit_scale)
+        if row_factor is None
+        else row_factor.to(top.dtype) * options.logit_scale
+    )
     factor = torch.where((target < 0) | (target >= classes), float("nan"), factor)
     d.mul_(factor[:, None])
     if options.softcap is not None:
@@ -222,7 +248,11 @@ def _gradients(x: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor
 
 
 def denominator(
-    target: Tensor, class_weight: Tensor | None, ignore_index: int, normalizer: Tensor | float | None, dtype: torch.dtype
+    target: Tensor,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    normalizer: Tensor | float | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Return the divisor of "mean" as a scalar on the device.
 
@@ -253,7 +283,11 @@ def check_row_options(name: str, options: RowOptions, classes: int, weight_name:
     if weight is not None:
         checks.floating(name, **{weight_name: weight})
         if tuple(weight.shape) != (classes,):
-            checks.fail(ShapeError, name, f"{weight_name} must have shape ({classes},), one per class, got {checks.shape(weight)}")
+            checks.fail(
+                ShapeError,
+                name,
+                f"{weight_name} must have shape ({classes},), one per class, got {checks.shape(weight)}",
+            )
         checks.constant(name, **{weight_name: weight})
 
 
@@ -262,12 +296,16 @@ def check_reduction(name: str, target: Tensor, reduction: str, normalizer: Tenso
     if normalizer is None:
         return
     if reduction != "mean":
-        checks.fail(OptionError, name, f"normalizer needs reduction='mean', which it divides by, got reduction={reduction!r}")
+        checks.fail(
+            OptionError, name, f"normalizer needs reduction='mean', which it divides by, got reduction={reduction!r}"
+        )
     if not isinstance(normalizer, Tensor):
         checks.positive(name, "normalizer", normalizer)
         return
     if normalizer.dim() != 0:
-        checks.fail(ShapeError, name, f"normalizer must be a number or a scalar tensor, got shape {checks.shape(normalizer)}")
+        checks.fail(
+            ShapeError, name, f"normalizer must be a number or a scalar tensor, got shape {checks.shape(normalizer)}"
+        )
     checks.same_device(name, "target", target, normalizer=normalizer)
     checks.constant(name, normalizer=normalizer)
 
@@ -289,7 +327,11 @@ def loss_option_samples(device: torch.device, classes: int) -> Iterator[tuple[st
     yield "z_loss", {"z_loss": 1e-2}, "the log-sum-exp enters the loss"
     yield "softcap", {"softcap": 3.0}, "tanh and its derivative"
     yield "large_softcap", {"softcap": 1e4, "z_loss": 1e-2}, "tanh of numbers near 0 must not cancel"
-    yield "normalizer", {"normalizer": torch.tensor(37.0, device=device)}, "an external count on the device (num_items_in_batch)"
+    yield (
+        "normalizer",
+        {"normalizer": torch.tensor(37.0, device=device)},
+        "an external count on the device (num_items_in_batch)",
+    )
     yield "normalizer_number", {"normalizer": 37.0}, "an external count as a number"
     everything = {"class_weight": weight, "label_smoothing": 0.2, "z_loss": 1e-2, "softcap": 3.0}
     yield "everything", everything, "all options together"
@@ -307,7 +349,8 @@ def metrics_of(
     target: Tensor, options: RowOptions, rows: Sequence[Tensor | None], reduction: str, inverse: Tensor | None,
     token_weight: Tensor | None = None,
 ) -> LossMetrics:  # fmt: skip
-    """Return the metrics of a batch from moments, arg-max and entropy of its rows; inverse is what a mean multiplied their sum by."""
+    """Return the metrics of a batch from moments, arg-max and entropy of its rows; inverse is what a mean multiplied
+    their sum by."""
     moments, prediction, entropy = rows
     assert moments is not None
     assert prediction is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the ops of hyper-connections: residual streams (..., streams, width), with coefficients for each position."""
+"""Shared by the ops of hyper-connections: residual streams (..., streams, width), and their coefficients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ def check(name: str, x: Tensor) -> None:
 def check_shape(name: str, argument: str, value: Tensor | None, shape: tuple[int, ...], x: Tensor) -> None:
     """The argument must have this shape, which follows from that of x."""
     if value is not None and value.shape != shape:
-        checks.fail(ShapeError, name, f"{argument} must have shape {tuple(shape)} to match x {checks.shape(x)}, got {checks.shape(value)}")
+        checks.fail(
+            ShapeError,
+            name,
+            f"{argument} must have shape {tuple(shape)} to match x {checks.shape(x)}, got {checks.shape(value)}",
+        )
 
 
 def workloads(make: Maker) -> Iterator[Workload]:

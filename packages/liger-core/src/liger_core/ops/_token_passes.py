@@ -13,7 +13,8 @@ For one row of logits a (after bias), classes v = 1 … V, weights w (1 by defau
     collision        S = Σ p²                        d S / d x = 2p · (p - S)
     log_prob         log p_k of chosen classes k     d log p_k / d x = e_k - p
 
-So statistics of a row are a few sums, which blocks of classes add to one after the other, and every gradient has the form
+So statistics of a row are a few sums, which blocks of classes add to one after the other, and every gradient has the
+form
 
     d x = scatter(g) + (a + b · (x - m) + q · p) · p + c · w
 
@@ -91,7 +92,8 @@ class ResultOptions(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The sums of rows over the classes seen so far: m, d, Σ e·(x - m), Σ w·(x - anchor), Σ e², the anchor, and the class of m.
+    """The sums of rows over the classes seen so far: m, d, Σ e·(x - m), Σ w·(x - anchor), Σ e², the anchor, and the
+    class of m.
 
     The anchor is the median of the first three x. The columns of `moments` are all but the class; those that `asked`
     does not name are not computed.
@@ -178,7 +180,9 @@ class TorchTokenPasses:
             moments[:, 1] = moments[:, 1] * shrink + e.sum(-1)
             if sums.asked.with_mean:
                 apart = x - moments[:, 5:]
-                moments[:, 3] += apart.sum(-1) if options.class_weight is None else apart @ options.class_weight.to(x.dtype)
+                moments[:, 3] += (
+                    apart.sum(-1) if options.class_weight is None else apart @ options.class_weight.to(x.dtype)
+                )
             if sums.asked.with_collision:
                 moments[:, 4] = moments[:, 4] * shrink.square() + e.square().sum(-1)
 

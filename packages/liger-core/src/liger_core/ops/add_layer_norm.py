@@ -17,12 +17,18 @@ from liger_core.ops._inputs import misuses_of, normal, row_workloads
 from liger_core.ops.layer_norm import layer_norm
 
 
-def check(x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> None:
+def check(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> None:
     name = "add_layer_norm"
     checks.floating(name, 2, x=x, residual=residual, weight=weight, bias=bias)
     checks.at_least_one_dimension(name, "x", x)
     if x.shape != residual.shape:
-        checks.fail(ShapeError, name, f"residual must have the shape of x {checks.shape(x)}, got {checks.shape(residual)}; expand it")
+        checks.fail(
+            ShapeError,
+            name,
+            f"residual must have the shape of x {checks.shape(x)}, got {checks.shape(residual)}; expand it",
+        )
     checks.vector(name, "weight", weight, x.shape[-1], "x", x)
     checks.vector(name, "bias", bias, x.shape[-1], "x", x)
     checks.positive(name, "eps", eps)
@@ -34,18 +40,39 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
     yield Sample("one_block", (n(2, 3, 64), n(2, 3, 64), n(64), n(64)), why="the width is a power of two: no mask")
     yield Sample("odd_width", (n(5, 100), n(5, 100), n(100), n(100)), why="masked lanes must not enter the variance")
-    yield Sample("many_rows", (n(600, 24), n(600, 24), n(24), n(24)), why="every program of the backward walks several rows")
-    yield Sample("many_long_rows", (n(530, 2100), n(530, 2100), n(2100), n(2100)), why="one row a program, and every program walks several")
+    yield Sample(
+        "many_rows", (n(600, 24), n(600, 24), n(24), n(24)), why="every program of the backward walks several rows"
+    )
+    yield Sample(
+        "many_long_rows",
+        (n(530, 2100), n(530, 2100), n(2100), n(2100)),
+        why="one row a program, and every program walks several",
+    )
     yield Sample("whole_row", (n(3, 4096), n(3, 4096), n(4096), n(4096)), why="one row a program, as wide as its block")
     yield Sample("wide", (n(2, 20000), n(2, 20000), n(20000), n(20000)), why="the row is longer than one block")
     yield Sample("no_bias", (n(6, 96), n(6, 96), n(96)), why="weight without bias")
     yield Sample("plain", (n(6, 96), n(6, 96)), why="neither weight nor bias")
-    yield Sample("frozen_affine", (n(6, 96), n(6, 96), n(96), n(96)), frozen=("weight", "bias"), why="no work for either")
-    yield Sample("frozen_sum", (n(6, 96), n(6, 96), n(96), n(96)), frozen=("x", "residual"), why="only the affine gradients")
-    yield Sample("frozen_x", (n(6, 96), n(6, 96), n(96), n(96)), frozen=("x",), why="the one gradient of the sum goes to residual alone")
+    yield Sample(
+        "frozen_affine", (n(6, 96), n(6, 96), n(96), n(96)), frozen=("weight", "bias"), why="no work for either"
+    )
+    yield Sample(
+        "frozen_sum", (n(6, 96), n(6, 96), n(96), n(96)), frozen=("x", "residual"), why="only the affine gradients"
+    )
+    yield Sample(
+        "frozen_x",
+        (n(6, 96), n(6, 96), n(96), n(96)),
+        frozen=("x",),
+        why="the one gradient of the sum goes to residual alone",
+    )
     yield Sample("large_mean", (n(4, 96) + 30, n(4, 96) + 20, n(96), n(96)), why="the variance is taken about the mean")
-    yield Sample("large_eps", (n(4, 48, scale=0.01), n(4, 48, scale=0.01), n(48), n(48), 0.1), why="eps dominates the variance")
-    yield Sample("strided_rows", (n(5, 160)[:, :80], n(5, 240)[:, :80], n(80), n(80)), why="both are read through strides of their own")
+    yield Sample(
+        "large_eps", (n(4, 48, scale=0.01), n(4, 48, scale=0.01), n(48), n(48), 0.1), why="eps dominates the variance"
+    )
+    yield Sample(
+        "strided_rows",
+        (n(5, 160)[:, :80], n(5, 240)[:, :80], n(80), n(80)),
+        why="both are read through strides of their own",
+    )
     affine = [normal(device, torch.float32, 72) for _ in range(2)]
     yield Sample("float32_weight", (n(5, 72), n(5, 72), *affine), why="weight and bias have another dtype than x")
     yield Sample("empty", (n(0, 64), n(0, 64), n(64), n(64)), why="no rows: nothing is launched, gradients are zero")
@@ -58,7 +85,9 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     yield misuse("residual_shape", (x, x[0], weight, weight), ShapeError, message)
     message = "residual must have dtype torch.bfloat16 like x, got torch.float32; cast one of them"
     yield misuse("dtypes", (x.bfloat16(), x), DtypeError, message)
-    yield misuse("bias_shape", (x, x, weight, weight[1:]), ShapeError, "bias must have shape (8,) to match x (2, 8), got (7,)")
+    yield misuse(
+        "bias_shape", (x, x, weight, weight[1:]), ShapeError, "bias must have shape (8,) to match x (2, 8), got (7,)"
+    )
     yield misuse("eps_negative", (x, x, None, None, -1e-5), OptionError, "eps must be a finite number > 0, got -1e-05")
 
 
@@ -70,7 +99,9 @@ def workloads() -> Iterator[Workload]:
     return row_workloads(draw, "NH", ((2048, 4096), (32768, 4096), (16384, 8192)))
 
 
-def work(x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Work:
+def work(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Work:
     size = x.numel() * x.element_size()
     return Work(4 * size, 8 * size)
 
@@ -85,8 +116,9 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add a residual to x, then center every row of the sum, scale it to unit variance and apply weight and bias.
 
-        summed = x + residual                                                                    (rounded to the dtype of x)
-        normed = (summed - mean(summed)) / sqrt(var(summed) + eps) · weight + bias               (over the last dimension)
+        summed = x + residual                                                                    (rounded to the dtype
+        of x) normed = (summed - mean(summed)) / sqrt(var(summed) + eps) · weight + bias               (over the last
+        dimension)
 
     x             (..., width)   any floating dtype
     residual      (..., width)   shape and dtype of x; under autocast both get the wider of their dtypes
@@ -94,10 +126,9 @@ def add_layer_norm(
     eps           as in layer_norm
     returns       (normed, summed), shape and dtype of x; the sum is the next residual
 
-    x and residual have one gradient, that of their sum: autograd.grad may return one tensor for both, as for x + residual.
-    Raises ShapeError if residual has another shape than x or weight or bias is not (width,), DtypeError for integers or two dtypes,
-    OptionError for eps ≤ 0.
-    Ba, Kiros & Hinton 2016, arXiv:1607.06450.
+    x and residual have one gradient, that of their sum: autograd.grad may return one tensor for both, as for x +
+    residual. Raises ShapeError if residual has another shape than x or weight or bias is not (width,), DtypeError for
+    integers or two dtypes, OptionError for eps ≤ 0. Ba, Kiros & Hinton 2016, arXiv:1607.06450.
     """
     summed = x + residual
     return layer_norm.reference(summed, weight, bias, eps), summed

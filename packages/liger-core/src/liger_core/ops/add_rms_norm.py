@@ -19,12 +19,20 @@ from liger_core.ops.rms_norm import rms_norm
 
 
 def check(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input"
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    cast: Cast = "input",
 ) -> None:
     checks.floating("add_rms_norm", 2, x=x, residual=residual)
     if x.shape != residual.shape:
         checks.fail(
-            ShapeError, "add_rms_norm", f"residual must have the shape of x {checks.shape(x)}, got {checks.shape(residual)}; expand it"
+            ShapeError,
+            "add_rms_norm",
+            f"residual must have the shape of x {checks.shape(x)}, got {checks.shape(residual)}; expand it",
         )
     check_scaling("add_rms_norm", x, weight, eps, weight_offset, cast)
 
@@ -40,23 +48,47 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("odd_width", (*pair(5, 100), n(100)), why="mask on the last block")
     yield Sample("small_width", (*pair(37, 24), n(24)), why="many rows per program, rows not a multiple of them")
     yield Sample("many_rows", (*pair(600, 24), n(24)), why="every program of the backward walks several rows")
-    yield Sample("many_long_rows", (*pair(530, 2100), n(2100)), why="one row a program, and every program walks several")
+    yield Sample(
+        "many_long_rows", (*pair(530, 2100), n(2100)), why="one row a program, and every program walks several"
+    )
     yield Sample("whole_row", (*pair(3, 4096), n(4096)), why="one row a program, as wide as its block: no mask")
     yield Sample("whole_blocks", (*pair(8, 256), n(256)), why="several rows per program, all full: no mask")
     yield Sample("longest_block", (*pair(2, 9000), n(9000)), why="one row takes most of the registers")
-    yield Sample("gemma", (*pair(6, 96), n(96)), {"weight_offset": 1.0, "cast": "float32"}, why="1 + weight, multiplied in float32")
-    yield Sample("cast_input", (*pair(6, 96, scale=30), n(96)), {"cast": "input"}, why="Llama casting rounds before the weight")
+    yield Sample(
+        "gemma",
+        (*pair(6, 96), n(96)),
+        {"weight_offset": 1.0, "cast": "float32"},
+        why="1 + weight, multiplied in float32",
+    )
+    yield Sample(
+        "cast_input", (*pair(6, 96, scale=30), n(96)), {"cast": "input"}, why="Llama casting rounds before the weight"
+    )
     yield Sample("weightless", pair(6, 96), why="no weight and no weight gradient")
-    yield Sample("large_residual", (n(6, 96), n(6, 96, scale=300), n(96)), why="the sum is rounded before it is normalized")
+    yield Sample(
+        "large_residual", (n(6, 96), n(6, 96, scale=300), n(96)), why="the sum is rounded before it is normalized"
+    )
     yield Sample("frozen_weight", (*pair(6, 96), n(96)), frozen=("weight",), why="no work for the weight gradient")
-    yield Sample("frozen_residual", (*pair(6, 96), n(96)), frozen=("residual",), why="the one gradient of the sum goes to x alone")
+    yield Sample(
+        "frozen_residual",
+        (*pair(6, 96), n(96)),
+        frozen=("residual",),
+        why="the one gradient of the sum goes to x alone",
+    )
     yield Sample("frozen_sum", (*pair(6, 96), n(96)), frozen=("x", "residual"), why="only the weight gradient")
     yield Sample("large_eps", (*pair(4, 48, scale=0.01), n(48)), {"eps": 0.1}, why="eps dominates the mean square")
-    yield Sample("strided_rows", (n(5, 160)[:, :80], n(5, 240)[:, :80], n(80)), why="both are read through strides of their own")
+    yield Sample(
+        "strided_rows", (n(5, 160)[:, :80], n(5, 240)[:, :80], n(80)), why="both are read through strides of their own"
+    )
     yield Sample("transposed", (n(40, 6).t(), n(6, 40), n(40)), why="the last dimension of x is not contiguous")
-    yield Sample("float32_weight", (*pair(5, 72), normal(device, torch.float32, 72)), why="the weight has another dtype than x")
+    yield Sample(
+        "float32_weight", (*pair(5, 72), normal(device, torch.float32, 72)), why="the weight has another dtype than x"
+    )
     yield Sample("one_row", (*pair(1, 200), n(200)), why="a single row")
-    yield Sample("one_column", (*pair(9, 1), n(1), 0.5), why="a single column; with a small eps its gradient would be pure cancellation")
+    yield Sample(
+        "one_column",
+        (*pair(9, 1), n(1), 0.5),
+        why="a single column; with a small eps its gradient would be pure cancellation",
+    )
     yield Sample("vector", (*pair(33), n(33)), why="no leading dimension")
     yield Sample("wide", (*pair(3, 20000), n(20000)), why="the row is longer than one block")
     yield Sample("empty", (*pair(0, 64), n(64)), why="no rows: nothing is launched, gradients are zero")
@@ -83,7 +115,13 @@ def workloads() -> Iterator[Workload]:
 
 
 def work(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input"
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    cast: Cast = "input",
 ) -> Work:
     size = x.numel() * x.element_size()
     return Work(4 * size, 8 * size)
@@ -95,9 +133,16 @@ def work(
     dtypes=Dtypes((("x", "residual"),)),
 )  # fmt: skip
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input"
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    weight_offset: float = 0.0,
+    cast: Cast = "input",
 ) -> tuple[Tensor, Tensor]:
-    """Add a residual to x, then scale every row of the sum to unit root mean square and by weight: a decoder layer's step between blocks.
+    """Add a residual to x, then scale every row of the sum to unit root mean square and by weight: a decoder layer's
+    step between blocks.
 
         summed = x + residual                                                    (rounded to the dtype of x)
         normed = summed / sqrt(mean(summed²) + eps) · (weight_offset + weight)   (mean over the last dimension)
@@ -108,10 +153,10 @@ def add_rms_norm(
     eps, weight_offset, cast      as in rms_norm
     returns        (normed, summed), shape and dtype of x; the sum is the next residual
 
-    x and residual have one gradient, that of their sum: autograd.grad may return one tensor for both, as for x + residual.
-    Raises ShapeError if residual has another shape than x or weight is not (width,), DtypeError for integers or two dtypes,
-    OptionError for eps ≤ 0.
-    Zhang & Sennrich 2019, arXiv:1910.07467, before each block as in Xiong et al. 2020, arXiv:2002.04745.
+    x and residual have one gradient, that of their sum: autograd.grad may return one tensor for both, as for x +
+    residual. Raises ShapeError if residual has another shape than x or weight is not (width,), DtypeError for integers
+    or two dtypes, OptionError for eps ≤ 0. Zhang & Sennrich 2019, arXiv:1910.07467, before each block as in Xiong et
+    al. 2020, arXiv:2002.04745.
     """
     summed = x + residual
     return rms_norm.reference(summed, weight, eps, weight_offset=weight_offset, cast=cast), summed

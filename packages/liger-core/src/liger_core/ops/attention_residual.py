@@ -18,7 +18,9 @@ def check(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: floa
     name = "attention_residual"
     checks.floating(name, 2, layers=layers, query=query, weight=weight)
     if layers.dim() < 2 or not layers.shape[0]:
-        checks.fail(ShapeError, name, f"layers must have the dimensions (depth ≥ 1, ..., width), got {checks.shape(layers)}")
+        checks.fail(
+            ShapeError, name, f"layers must have the dimensions (depth ≥ 1, ..., width), got {checks.shape(layers)}"
+        )
     checks.vector(name, "query", query, layers.shape[-1], "layers", layers)
     checks.vector(name, "weight", weight, layers.shape[-1], "layers", layers)
     checks.positive(name, "eps", eps)
@@ -29,29 +31,47 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         return normal(device, dtype, *shape, scale=scale)
 
     def given(depth: int, rows: int, width: int) -> tuple[Tensor, ...]:
-        # Scores of a few units at every width: those of hundreds leave the gradients to the round-off of one score, which is a matter of luck.
+        # Scores of a few units at every width: those of hundreds leave the gradients to the round-off of one score,
+        # which is a matter of luck.
         return n(depth, rows, width), n(width, scale=2.5 / width**0.5), n(width)
 
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    # Of 48 rows some have close scores, whose gradients round-off does not dominate, also where scores are thirty times as large.
+    # Of 48 rows some have close scores, whose gradients round-off does not dominate, also where scores are thirty times
+    # as large.
     yield Sample("one_block", (n(3, 4, 12, 64), n(64, scale=0.3), n(64)), why="the width is a power of two")
     yield Sample("odd_width", given(4, 5, 100), why="masks on rows and columns")
     yield Sample("many_rows", given(2, 420, 2600), why="programs of the backward walk several rows, on a GPU too")
     yield Sample("whole_row", given(3, 6, 4096), why="every chunk of a row is full")
     yield Sample("last_chunk", given(3, 3, 2200), why="only the last chunk of a row is masked")
-    yield Sample("one_layer", given(1, 5, 40), why="a softmax of one score: y is the layer, and the query has no gradient")
+    yield Sample(
+        "one_layer", given(1, 5, 40), why="a softmax of one score: y is the layer, and the query has no gradient"
+    )
     yield Sample("deep", given(17, 3, 40), why="many layers, one after the other")
     yield Sample("weightless", given(3, 48, 72)[:2], why="keys are normalized without a weight")
-    yield Sample("zero_query", (n(3, 5, 72), torch.zeros_like(n(72)), n(72)), why="the initial query of the paper: a mean over layers")
+    yield Sample(
+        "zero_query",
+        (n(3, 5, 72), torch.zeros_like(n(72)), n(72)),
+        why="the initial query of the paper: a mean over layers",
+    )
     yield Sample("sharp", (n(3, 48, 72), n(72, scale=2), n(72)), why="one layer gets nearly all attention")
     yield Sample("large_eps", (n(3, 5, 72, scale=0.01), n(72), n(72), 0.1), why="eps dominates the mean square")
-    yield Sample("float32_weights", (n(3, 5, 72), normal(device, wide, 72, scale=0.3), normal(device, wide, 72)), why="float32 parameters")
+    yield Sample(
+        "float32_weights",
+        (n(3, 5, 72), normal(device, wide, 72, scale=0.3), normal(device, wide, 72)),
+        why="float32 parameters",
+    )
     yield Sample("frozen_query", given(3, 48, 72), frozen=("query",), why="the gradient of the weight alone")
     yield Sample("frozen_weights", given(3, 48, 72), frozen=("query", "weight"), why="no work for weight gradients")
     yield Sample("frozen_layers", given(3, 48, 72), frozen=("layers",), why="only weight gradients")
-    yield Sample("strided_rows", (n(3, 5, 160)[..., :72], *given(3, 5, 72)[1:]), why="a slice is read through its strides")
-    yield Sample("depth_inside", (n(5, 3, 72).transpose(0, 1), *given(3, 5, 72)[1:]), why="the layers of a row are neighbors")
-    yield Sample("transposed", (n(3, 72, 5).mT, *given(3, 5, 72)[1:]), why="the last dimension of layers is not contiguous")
+    yield Sample(
+        "strided_rows", (n(3, 5, 160)[..., :72], *given(3, 5, 72)[1:]), why="a slice is read through its strides"
+    )
+    yield Sample(
+        "depth_inside", (n(5, 3, 72).transpose(0, 1), *given(3, 5, 72)[1:]), why="the layers of a row are neighbors"
+    )
+    yield Sample(
+        "transposed", (n(3, 72, 5).mT, *given(3, 5, 72)[1:]), why="the last dimension of layers is not contiguous"
+    )
     yield Sample("one_row", (n(3, 40), n(40, scale=0.3), n(40)), why="no dimension between depth and width")
     yield Sample("empty", (n(3, 0, 64), n(64), n(64)), why="no rows: nothing is launched, gradients are zero")
 
@@ -63,8 +83,15 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     yield misuse("integers", (layers.int(), query), DtypeError, "layers must have a floating dtype, got torch.int32")
     yield misuse("vector", (query, query), ShapeError, f"{dimensions} (8,)")
     yield misuse("no_layers", (layers[:0], query), ShapeError, f"{dimensions} (0, 2, 8)")
-    yield misuse("query_shape", (layers, query[1:]), ShapeError, "query must have shape (8,) to match layers (3, 2, 8), got (7,)")
-    yield misuse("weight_shape", (layers, query, query[1:]), ShapeError, "weight must have shape (8,) to match layers (3, 2, 8), got (7,)")
+    yield misuse(
+        "query_shape", (layers, query[1:]), ShapeError, "query must have shape (8,) to match layers (3, 2, 8), got (7,)"
+    )
+    yield misuse(
+        "weight_shape",
+        (layers, query, query[1:]),
+        ShapeError,
+        "weight must have shape (8,) to match layers (3, 2, 8), got (7,)",
+    )
     yield misuse("eps", (layers, query, query, 0.0), OptionError, "eps must be a finite number > 0, got 0.0")
 
 
@@ -95,7 +122,8 @@ def work(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float
 
 @op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
 def attention_residual(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """Attend over depth: the sum of the outputs of earlier layers, or of blocks of layers, weighted by a softmax of their scores.
+    """Attend over depth: the sum of the outputs of earlier layers, or of blocks of layers, weighted by a softmax of
+    their scores.
 
         y = Σ_k a_k · layers_k,   a = softmax(s)                        (over the layers, for each position)
         s_k = Σ query · weight · layers_k / sqrt(mean(layers_k²) + eps)  (over the width)
@@ -106,15 +134,16 @@ def attention_residual(layers: Tensor, query: Tensor, weight: Tensor | None = No
     eps      added to the mean square, in the units of layers²; > 0
     returns  (..., width), dtype of layers; computed in float32 (float64 for float64) and rounded once
 
-    Raises ShapeError if query or weight is not (width,) or there are no layers, DtypeError for integers, OptionError for eps ≤ 0.
-    Kimi Team 2026, arXiv:2603.15031.
+    Raises ShapeError if query or weight is not (width,) or there are no layers, DtypeError for integers, OptionError
+    for eps ≤ 0. Kimi Team 2026, arXiv:2603.15031.
     """
     wide = accumulator(layers.dtype)
     value = layers.to(wide)
     by = query.to(wide) if weight is None else query.to(wide) * weight.to(wide)
     score = (value * by).sum(-1) / torch.sqrt(value.square().mean(-1) + eps)
     attention = torch.softmax(score, 0).unsqueeze(-1)
-    # Since Σ a_k = 1, gradients of a_k may be taken about the layer with the highest score, where softmax loses no digits to 1 - a.
+    # Since Σ a_k = 1, gradients of a_k may be taken about the layer with the highest score, where softmax loses no
+    # digits to 1 - a.
     nearest = value.gather(0, score.argmax(0, keepdim=True).unsqueeze(-1).expand_as(value[:1]))
     fixed = attention.detach()
     return (fixed * value + (attention - fixed) * (value - nearest)).sum(0).to(layers.dtype)

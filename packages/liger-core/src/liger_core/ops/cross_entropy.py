@@ -49,7 +49,11 @@ def check(
     classes = logits.shape[-1]
     if target.shape != logits.shape[:-1]:
         wanted = tuple(logits.shape[:-1])
-        checks.fail(ShapeError, name, f"target must have shape {wanted} to match logits {checks.shape(logits)}, got {checks.shape(target)}")
+        checks.fail(
+            ShapeError,
+            name,
+            f"target must have shape {wanted} to match logits {checks.shape(logits)}, got {checks.shape(target)}",
+        )
     if classes == 0:
         checks.fail(ShapeError, name, f"logits must have at least one class, got {checks.shape(logits)}")
     checks.same_device(name, "logits", logits, target=target, weight=weight)
@@ -65,17 +69,25 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
     yield Sample("one_block", (n(4, 64), integers(device, 64, 4)), why="the vocabulary is one block")
     yield Sample("odd_width", (n(5, 101), integers(device, 101, 5)), why="mask on the last block")
-    yield Sample("several_blocks", (n(3, 9000, scale=2), integers(device, 9000, 3)), why="the row is longer than one block")
+    yield Sample(
+        "several_blocks", (n(3, 9000, scale=2), integers(device, 9000, 3)), why="the row is longer than one block"
+    )
     yield Sample("leading_shape", (n(2, 3, 40), integers(device, 40, 2, 3)), why="any leading shape")
     yield Sample("one_token", (n(40), integers(device, 40)), why="no leading shape")
-    yield Sample("ignored_rows", (n(7, 50), targets_with_ignored(device, 50, 7)), why="ignored rows get no loss and zero gradient")
+    yield Sample(
+        "ignored_rows",
+        (n(7, 50), targets_with_ignored(device, 50, 7)),
+        why="ignored rows get no loss and zero gradient",
+    )
     target = targets_with_ignored(device, 50, 7, ignore_index=3)
     yield Sample("ignore_index", (n(7, 50), target), {"ignore_index": 3}, why="a class can be the ignored one")
     for name, options, why in loss_option_samples(device, 70):
         kwargs = dict(options)
         if "class_weight" in kwargs:
             kwargs["weight"] = kwargs.pop("class_weight")
-        yield Sample(name, (n(6, 70), targets_with_ignored(device, 70, 6)), kwargs, why=why, frozen=("weight", "normalizer"))
+        yield Sample(
+            name, (n(6, 70), targets_with_ignored(device, 70, 6)), kwargs, why=why, frozen=("weight", "normalizer")
+        )
     all_ignored = torch.full((4,), -100, device=device)
     yield Sample("all_ignored", (n(4, 30), all_ignored), why="the mean of nothing is 0, not NaN")
     yield Sample("empty", (n(0, 30), integers(device, 30, 0)), why="no rows: the loss is 0 and nothing is launched")
@@ -83,12 +95,22 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("common_offset", (n(4, 60) + 3e4, integers(device, 60, 4)), why="what logits have in common cancels")
     options = {"label_smoothing": 0.1, "weight": torch.rand(60, device=device) + 0.5, "return_metrics": True}
     logits = n(4, 60) - 3e4
-    yield Sample("common_offset_smoothed", (logits, integers(device, 60, 4)), options, why="also in what a row adds", frozen=("weight",))
+    yield Sample(
+        "common_offset_smoothed",
+        (logits, integers(device, 60, 4)),
+        options,
+        why="also in what a row adds",
+        frozen=("weight",),
+    )
     equal = torch.full((3, 40), 3e4, device=device, dtype=dtype)
-    yield Sample("equal_logits", (equal, integers(device, 40, 3)), why="the loss is the logarithm of the number of classes")
+    yield Sample(
+        "equal_logits", (equal, integers(device, 40, 3)), why="the loss is the logarithm of the number of classes"
+    )
     masked = n(4, 60)
     masked[:, 40:] = -torch.inf
-    yield Sample("infinite_logits", (masked, integers(device, 40, 4)), why="masked classes have probability 0 and gradient 0")
+    yield Sample(
+        "infinite_logits", (masked, integers(device, 40, 4)), why="masked classes have probability 0 and gradient 0"
+    )
     yield Sample("one_class", (n(4, 1), integers(device, 1, 4)), why="a single column: loss 0")
     yield Sample("strided_rows", (n(5, 160)[:, :80], integers(device, 80, 5)), why="rows are read through their stride")
     yield Sample("transposed", (n(40, 6).t(), integers(device, 40, 6)), why="the last dimension is not contiguous")
@@ -96,7 +118,10 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     sure[torch.arange(5), torch.arange(5) * 7] += 7
     target = torch.tensor([0, 7, 3, -100, 28], device=device)
     yield Sample(
-        "metrics", (sure, target), {"return_metrics": True, "z_loss": 1e-3}, why="z-loss, accuracy, arg-max and entropy of the tokens"
+        "metrics",
+        (sure, target),
+        {"return_metrics": True, "z_loss": 1e-3},
+        why="z-loss, accuracy, arg-max and entropy of the tokens",
     )
     options = {"return_metrics": True, "reduction": "none"}
     yield Sample("metrics_none", (sure, target), options, why="the metrics of each token")
@@ -109,12 +134,18 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     yield misuse("target_dtype", (x, t.int()), DtypeError, "target must have dtype torch.int64, got torch.int32")
     yield misuse("target_list", (x, [0, 1, 2]), DtypeError, "target must be a tensor, got list")
     yield misuse("no_logits", (None, t), DtypeError, "logits must be a tensor, got NoneType")
-    yield misuse("weight_shape", (x, t), ShapeError, "weight must have shape (8,), one per class, got (3,)", weight=x[:, 0])
+    yield misuse(
+        "weight_shape", (x, t), ShapeError, "weight must have shape (8,), one per class, got (3,)", weight=x[:, 0]
+    )
     yield misuse("weight_list", (x, t), DtypeError, "weight must be a tensor, got list", weight=[1.0] * 8)
     for case, options, message in (
         ("reduction", {"reduction": "avg"}, "reduction must be one of 'mean', 'sum', 'none', got 'avg'"),
         ("smoothing", {"label_smoothing": 1.5}, "label_smoothing must be a finite number in [0, 1], got 1.5"),
-        ("smoothing_nan", {"label_smoothing": float("nan")}, "label_smoothing must be a finite number in [0, 1], got nan"),
+        (
+            "smoothing_nan",
+            {"label_smoothing": float("nan")},
+            "label_smoothing must be a finite number in [0, 1], got nan",
+        ),
         ("z_loss_nan", {"z_loss": float("nan")}, "z_loss must be a finite number ≥ 0, got nan"),
         ("softcap", {"softcap": 0.0}, "softcap must be a finite number > 0, got 0.0"),
         ("softcap_infinite", {"softcap": float("inf")}, "softcap must be a finite number > 0, got inf"),
@@ -124,12 +155,16 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     message = "normalizer needs reduction='mean', which it divides by, got reduction='sum'"
     yield misuse("normalizer", (x, t), OptionError, message, reduction="sum", normalizer=3.0)
     message = "weight must not require a gradient, since the op does not define one; pass weight.detach()"
-    yield misuse("trainable_weight", (x, t), OptionError, message, weight=torch.ones(8, device=device, requires_grad=True))
+    yield misuse(
+        "trainable_weight", (x, t), OptionError, message, weight=torch.ones(8, device=device, requires_grad=True)
+    )
     elsewhere = torch.zeros(3, dtype=torch.int64, device="meta")
     yield misuse("device", (x, elsewhere), DeviceError, f"target must be on {x.device} like logits, got meta")
     if device.type == "cpu":
         wrong = torch.tensor([0, 8, 1])
-        yield misuse("target_range", (x, wrong), TargetError, "every target must be in [0, 8) or ignore_index=-100, got 8")
+        yield misuse(
+            "target_range", (x, wrong), TargetError, "every target must be in [0, 8) or ignore_index=-100, got 8"
+        )
 
 
 def workloads() -> Iterator[Workload]:
@@ -156,13 +191,18 @@ class ReducedResults(NamedTuple):
     inverse: Tensor | None
 
 
-def _kernels(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """The differentiable functions of (rows, classes) logits: losses of rows, their sum or mean, and that with the rows' results."""
+def _kernels(
+    passes: RowPasses, make_kernel: Callable[..., Kernel]
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """The differentiable functions of (rows, classes) logits: losses of rows, their sum or mean, and that with the
+    rows' results."""
 
     def allocate(logits: Tensor, target: Tensor, options: RowOptions, asked: ResultOptions) -> Outputs:
         return row_results(logits, asked)
 
-    def launch(results: RowResults, /, logits: Tensor, target: Tensor, options: RowOptions, asked: ResultOptions) -> None:
+    def launch(
+        results: RowResults, /, logits: Tensor, target: Tensor, options: RowOptions, asked: ResultOptions
+    ) -> None:
         if logits.shape[0]:
             passes.losses(logits, target, results, options, None, False)
 
@@ -209,14 +249,17 @@ def _kernels(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> tuple[Cal
             torch.sum(rows.loss, dim=0, out=loss)
 
     def launch_reduced_backward(
-        grad_logits: Tensor, /, grad_loss: Tensor, logits: Tensor, target: Tensor, moments: Tensor, inverse: Tensor | None,
+        grad_logits: Tensor, /, grad_loss: Tensor, logits: Tensor, target: Tensor, moments: Tensor,
+        inverse: Tensor | None,
         options: RowOptions, needs: list[bool],
     ) -> None:  # fmt: skip
         factor = grad_loss if inverse is None else grad_loss * inverse
         launch_backward(grad_logits, factor.expand(logits.shape[0]), logits, target, moments, options, needs)
 
     per_row = differentiable(
-        make_kernel("cross_entropy", allocate, launch), make_kernel("cross_entropy_backward", allocate_backward, launch_backward), public=4
+        make_kernel("cross_entropy", allocate, launch),
+        make_kernel("cross_entropy_backward", allocate_backward, launch_backward),
+        public=4,
     )
     reduced = make_kernel("cross_entropy_reduced", allocate_reduced, launch_reduced)
     derivative = make_kernel("cross_entropy_reduced_backward", allocate_backward, launch_reduced_backward)
@@ -224,7 +267,9 @@ def _kernels(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> tuple[Cal
 
 
 # No return annotation, so that its signature is that of the op.
-def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
+def implementation(  # type: ignore[no-untyped-def]
+    passes: RowPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None
+):
     """cross_entropy for a backend that brings the row passes; `supported(logits)` may decline a call."""
     per_row, reduced, reduced_with_results = _kernels(passes, make_kernel)
 
@@ -254,14 +299,15 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         label_smoothing  the share of the loss that all classes have equally, in [0, 1]
         z_loss           factor of lse², which keeps the logits near a normalized distribution; 0 for none
         softcap          bounds the logits to ±softcap; None for no bound
-        reduction        "mean" divides the sum by the summed weights of the counted targets (0 if none is counted), or by normalizer
+        reduction        "mean" divides the sum by the summed weights of the counted targets (0 if none is counted), or
+                         by normalizer
         normalizer       number or scalar tensor on the device, for instance the tokens of all accumulation steps
         return_metrics   also return `LossMetrics`
         returns          float32 (float64 for float64): a scalar, or (...) for "none"
 
-        A target outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue, its loss is NaN.
-        Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
-        z-loss: Chowdhery et al. 2022, arXiv:2204.02311; softcap: Gemma 2, arXiv:2408.00118.
+        A target outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue,
+        its loss is NaN. Raises ShapeError, DtypeError, OptionError for arguments that do not fit. z-loss: Chowdhery et
+        al. 2022, arXiv:2204.02311; softcap: Gemma 2, arXiv:2408.00118.
         """
         if supported is not None:
             supported(logits)

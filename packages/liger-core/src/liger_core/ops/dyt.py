@@ -36,17 +36,28 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("no_bias", (n(6, 96), half, n(96)), why="weight without bias")
     yield Sample("bias_only", (n(6, 96), half, None, n(96)), why="bias without weight")
     yield Sample("plain", (n(6, 96), half), why="neither weight nor bias")
-    yield Sample("scalar_alpha", (n(12, 96), half[0], n(96), n(96)), why="alpha has no dimension, and neither has its gradient")
+    yield Sample(
+        "scalar_alpha", (n(12, 96), half[0], n(96), n(96)), why="alpha has no dimension, and neither has its gradient"
+    )
     yield Sample("negative_alpha", (n(6, 96), -3 * half, n(96), n(96)), why="the tanh is turned around")
     yield Sample("large_values", (n(6, 96, scale=30), half, n(96), n(96)), why="the tanh saturates on both sides")
-    yield Sample("small_values", (n(6, 96, scale=1e-3), half, n(96)), why="near zero, where a tanh of exponentials cancels")
-    yield Sample("frozen_affine", (n(6, 96), half, n(96), n(96)), frozen=("weight", "bias"), why="only the gradients of x and alpha")
+    yield Sample(
+        "small_values", (n(6, 96, scale=1e-3), half, n(96)), why="near zero, where a tanh of exponentials cancels"
+    )
+    yield Sample(
+        "frozen_affine",
+        (n(6, 96), half, n(96), n(96)),
+        frozen=("weight", "bias"),
+        why="only the gradients of x and alpha",
+    )
     yield Sample("frozen_input", (n(6, 96), half, n(96), n(96)), frozen=("x",), why="only the gradients of the weights")
     yield Sample("frozen_alpha", (n(6, 96), half, n(96), n(96)), frozen=("alpha",), why="no sum over everything")
     yield Sample("strided_rows", (n(5, 160)[:, :80], half, n(80), n(80)), why="rows are read through their stride")
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     yield Sample(
-        "float32_weight", (n(5, 72), half.to(wide), *(normal(device, wide, 72) for _ in range(2))), why="weights of another dtype than x"
+        "float32_weight",
+        (n(5, 72), half.to(wide), *(normal(device, wide, 72) for _ in range(2))),
+        why="weights of another dtype than x",
     )
     yield Sample("vector", (n(33), half, n(33), n(33)), why="no leading dimension")
     yield Sample("empty", (n(0, 64), half, n(64), n(64)), why="no rows: nothing is launched, gradients are zero")
@@ -87,7 +98,8 @@ def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | N
     alpha   () or (1,)     any floating dtype
     weight  (width,)       any floating dtype; without it the factor is 1
     bias    (width,)       any floating dtype; without it nothing is added
-    returns (..., width), dtype of x; computed in float32 (float64 for float64), and only x is kept for the backward pass
+    returns (..., width), dtype of x; computed in float32 (float64 for float64), and only x is kept for the backward
+    pass
 
     Raises ShapeError if alpha has more than one element or weight or bias is not (width,), DtypeError for integers.
     Zhu et al. 2025, arXiv:2503.10622.

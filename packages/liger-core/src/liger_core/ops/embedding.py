@@ -33,7 +33,9 @@ def check(index: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> N
     if padding_idx is not None:
         checks.integer("embedding", "padding_idx", padding_idx)
         if not 0 <= padding_idx < rows:
-            checks.fail(OptionError, "embedding", f"padding_idx must be a row of weight, in [0, {rows}), got {padding_idx}")
+            checks.fail(
+                OptionError, "embedding", f"padding_idx must be a row of weight, in [0, {rows}), got {padding_idx}"
+            )
     if checks.readable(index):
         wrong = (index < 0) | (index >= rows)
         if bool(wrong.any()):
@@ -50,9 +52,15 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("one_block", (i(11, 2, 7), n(11, 64)), why="the width is a power of two: no mask")
     yield Sample("odd_width", (i(11, 9), n(11, 101)), why="mask on the last block")
     yield Sample("several_tiles", (i(5, 6), n(5, 2500)), why="a row takes several column tiles")
-    yield Sample("one_row_many_times", (i(1, 150), n(3, 16)), why="one sum over several spans, which begins and ends with them")
+    yield Sample(
+        "one_row_many_times", (i(1, 150), n(3, 16)), why="one sum over several spans, which begins and ends with them"
+    )
     yield Sample("long_runs", (i(3, 200), n(4, 24)), why="sums begin inside of a span and end inside of another")
-    yield Sample("mostly_alone", (torch.arange(130, device=device).flip(0), n(140, 8)), why="sums of one row each, spans that share none")
+    yield Sample(
+        "mostly_alone",
+        (torch.arange(130, device=device).flip(0), n(140, 8)),
+        why="sums of one row each, spans that share none",
+    )
     runs = torch.arange(4, device=device).repeat_interleave(32)
     yield Sample("whole_spans", (runs, n(5, 16)), why="sums end where spans end")
     why = "no gradient for the padding row, in the middle of the order"
@@ -69,12 +77,21 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 def misuses(device: torch.device) -> Iterator[Misuse]:
     misuse = misuses_of("embedding")
     index, weight = torch.zeros(3, dtype=torch.int64, device=device), torch.zeros(7, 8, device=device)
-    yield misuse("float_index", (index.float(), weight), DtypeError, "index must have dtype torch.int64 or torch.int32, got torch.float32")
-    yield misuse("integer_table", (index, weight.int()), DtypeError, "weight must have a floating dtype, got torch.int32")
+    yield misuse(
+        "float_index",
+        (index.float(), weight),
+        DtypeError,
+        "index must have dtype torch.int64 or torch.int32, got torch.float32",
+    )
+    yield misuse(
+        "integer_table", (index, weight.int()), DtypeError, "weight must have a floating dtype, got torch.int32"
+    )
     yield misuse("dimensions", (index, weight[0]), ShapeError, "weight must have shape (rows, width), got (8,)")
     message = "padding_idx must be a row of weight, in [0, 7), got 7"
     yield misuse("padding", (index, weight), OptionError, message, padding_idx=7)
-    yield misuse("padding_kind", (index, weight), OptionError, "padding_idx must be an integer, got 1.5", padding_idx=1.5)
+    yield misuse(
+        "padding_kind", (index, weight), OptionError, "padding_idx must be an integer, got 1.5", padding_idx=1.5
+    )
     elsewhere = torch.zeros(7, 8, device="meta")
     yield misuse("device", (index, elsewhere), DeviceError, f"weight must be on {index.device} like index, got meta")
     if device.type == "cpu":
@@ -82,13 +99,19 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def make(device: torch.device, dtype: torch.dtype, tokens: int, width: int, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def make(
+        device: torch.device, dtype: torch.dtype, tokens: int, width: int, rows: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # A few tokens are most of a text: half of these are of the first hundredth of the rows.
-        index = torch.cat((integers(device, max(1, rows // 100), tokens // 2), integers(device, rows, tokens - tokens // 2)))
+        index = torch.cat(
+            (integers(device, max(1, rows // 100), tokens // 2), integers(device, rows, tokens - tokens // 2))
+        )
         return (index[torch.randperm(tokens, device=device)], normal(device, dtype, rows, width)), {}
 
     def of_size(tokens: int, width: int, rows: int, quick: bool = False) -> Workload:
-        return workload(lambda device, dtype: make(device, dtype, tokens, width, rows), quick=quick, N=tokens, H=width, V=rows)
+        return workload(
+            lambda device, dtype: make(device, dtype, tokens, width, rows), quick=quick, N=tokens, H=width, V=rows
+        )
 
     yield of_size(512, 256, 4096, quick=True)
     yield of_size(8192, 2048, 128256)
@@ -116,12 +139,16 @@ def _allocate_backward(grad_y: Tensor, index: Tensor, weight: Tensor, padding: i
     return (torch.empty(weight.shape, dtype=weight.dtype, device=weight.device),)
 
 
-def _launch_backward(grad_weight: Tensor, /, grad_y: Tensor, index: Tensor, weight: Tensor, padding: int, needs: list[bool]) -> None:
+def _launch_backward(
+    grad_weight: Tensor, /, grad_y: Tensor, index: Tensor, weight: Tensor, padding: int, needs: list[bool]
+) -> None:
     flat, rows = index.reshape(-1), grad_y.reshape(index.numel(), weight.shape[1])
     for first in range(0, weight.shape[1], COLUMNS):
         columns = slice(first, first + COLUMNS)
         upstream, gradient = rows[:, columns].to(accumulator(rows.dtype)), grad_weight[:, columns]
-        total = gradient.zero_() if gradient.dtype == upstream.dtype else torch.zeros_like(gradient, dtype=upstream.dtype)
+        total = (
+            gradient.zero_() if gradient.dtype == upstream.dtype else torch.zeros_like(gradient, dtype=upstream.dtype)
+        )
         if total.device.type == "cpu":
             total.index_add_(0, flat, upstream)
         else:
@@ -134,7 +161,8 @@ def _launch_backward(grad_weight: Tensor, /, grad_y: Tensor, index: Tensor, weig
 
 
 _embedding = differentiable(
-    reference_kernel("embedding", _allocate, _launch), reference_kernel("embedding_backward", _allocate_backward, _launch_backward)
+    reference_kernel("embedding", _allocate, _launch),
+    reference_kernel("embedding_backward", _allocate_backward, _launch_backward),
 )
 
 
@@ -153,8 +181,8 @@ def embedding(index: Tensor, weight: Tensor, *, padding_idx: int | None = None) 
     padding_idx  a row that gets no gradient; None for none
     returns      (..., width), dtype of weight
 
-    An index outside [0, rows) raises TargetError on the CPU; on other devices, where looking would stall the queue, a backend with kernels of its
-    own gives NaN. Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
+    An index outside [0, rows) raises TargetError on the CPU; on other devices, where looking would stall the queue, a
+    backend with kernels of its own gives NaN. Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
     """
     result: Tensor = _embedding(index, weight, -1 if padding_idx is None else padding_idx)
     return result

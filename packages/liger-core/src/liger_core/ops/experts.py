@@ -25,22 +25,42 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu_squared")
 
 def check(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None, *, activation: Activation = "silu", limit: float | None = None, alpha: float = 1.0, shift: float = 0.0,
-    interleaved: bool = False, gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None, down_a: Tensor | None = None,
+    down_bias: Tensor | None = None, *, activation: Activation = "silu", limit: float | None = None, alpha: float = 1.0,
+    shift: float = 0.0,
+    interleaved: bool = False, gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
     down_b: Tensor | None = None,
 ) -> None:  # fmt: skip
     name = "experts"
     adapters = {"gate_up_a": gate_up_a, "gate_up_b": gate_up_b, "down_a": down_a, "down_b": down_b}
-    checks.floating(name, 4, x=x, gate_up=gate_up, down=down, weight=weight, gate_up_bias=gate_up_bias, down_bias=down_bias, **adapters)
+    checks.floating(
+        name,
+        4,
+        x=x,
+        gate_up=gate_up,
+        down=down,
+        weight=weight,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        **adapters,
+    )
     checks.same_device(name, "x", x, index=index)
     if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
         checks.fail(DtypeError, name, f"index must have an integer dtype, got {index.dtype}")
     if x.dim() != 2:
-        checks.fail(ShapeError, name, f"x must be (tokens, hidden), got {checks.shape(x)}; flatten its leading dimensions")
+        checks.fail(
+            ShapeError, name, f"x must be (tokens, hidden), got {checks.shape(x)}; flatten its leading dimensions"
+        )
     if index.dim() != 2 or index.shape[0] != x.shape[0]:
-        checks.fail(ShapeError, name, f"index must be (tokens, k) with the tokens of x {checks.shape(x)}, got {checks.shape(index)}")
+        checks.fail(
+            ShapeError,
+            name,
+            f"index must be (tokens, k) with the tokens of x {checks.shape(x)}, got {checks.shape(index)}",
+        )
     if weight.shape != index.shape:
-        checks.fail(ShapeError, name, f"weight must have the shape of index {checks.shape(index)}, got {checks.shape(weight)}")
+        checks.fail(
+            ShapeError, name, f"weight must have the shape of index {checks.shape(index)}, got {checks.shape(weight)}"
+        )
     _check_matrices(name, x, gate_up, down, gate_up_bias, down_bias)
     _check_adapter(name, "gate_up", gate_up, gate_up_a, gate_up_b)
     _check_adapter(name, "down", down, down_a, down_b)
@@ -50,20 +70,41 @@ def check(
     checks.finite(name, "alpha", alpha)
     checks.finite(name, "shift", shift)
     if activation != "silu" and alpha != 1.0:
-        checks.fail(OptionError, name, f"alpha must be 1 with activation={activation!r}, got {alpha!r}; only silu has a slope")
+        checks.fail(
+            OptionError, name, f"alpha must be 1 with activation={activation!r}, got {alpha!r}; only silu has a slope"
+        )
     if gate_up.shape[1] == down.shape[2] and (interleaved or shift):
-        checks.fail(OptionError, name, "interleaved and shift need a gate, but gate_up has as many rows as down has columns")
+        checks.fail(
+            OptionError, name, "interleaved and shift need a gate, but gate_up has as many rows as down has columns"
+        )
 
 
-def _check_matrices(name: str, x: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None) -> None:
+def _check_matrices(
+    name: str, x: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None
+) -> None:
     hidden = x.shape[1]
     if down.dim() != 3 or down.shape[1] != hidden or not down.shape[0]:
-        checks.fail(ShapeError, name, f"down must be (experts, {hidden}, inner) to match x {checks.shape(x)}, got {checks.shape(down)}")
+        checks.fail(
+            ShapeError,
+            name,
+            f"down must be (experts, {hidden}, inner) to match x {checks.shape(x)}, got {checks.shape(down)}",
+        )
     count, _, inner = down.shape
-    if gate_up.dim() != 3 or (gate_up.shape[0], gate_up.shape[2]) != (count, hidden) or gate_up.shape[1] not in (inner, 2 * inner):
+    if (
+        gate_up.dim() != 3
+        or (gate_up.shape[0], gate_up.shape[2]) != (count, hidden)
+        or gate_up.shape[1] not in (inner, 2 * inner)
+    ):
         wanted = f"({count}, {2 * inner}, {hidden}), or ({count}, {inner}, {hidden}) without a gate,"
-        checks.fail(ShapeError, name, f"gate_up must be {wanted} to match down {checks.shape(down)}, got {checks.shape(gate_up)}")
-    for which, bias, of, matrices in (("gate_up_bias", gate_up_bias, "gate_up", gate_up), ("down_bias", down_bias, "down", down)):
+        checks.fail(
+            ShapeError,
+            name,
+            f"gate_up must be {wanted} to match down {checks.shape(down)}, got {checks.shape(gate_up)}",
+        )
+    for which, bias, of, matrices in (
+        ("gate_up_bias", gate_up_bias, "gate_up", gate_up),
+        ("down_bias", down_bias, "down", down),
+    ):
         if bias is not None and bias.shape != matrices.shape[:2]:
             wanted = f"{which} must have shape {checks.shape(matrices[:, :, 0])} to match {of}"
             checks.fail(ShapeError, name, f"{wanted} {checks.shape(matrices)}, got {checks.shape(bias)}")
@@ -73,13 +114,18 @@ def _check_adapter(name: str, of: str, matrices: Tensor, a: Tensor | None, b: Te
     if a is None and b is None:
         return
     if a is None or b is None:
-        checks.fail(OptionError, name, f"{of}_a and {of}_b must be given together, got {of}_{'b' if a is None else 'a'} alone")
+        checks.fail(
+            OptionError, name, f"{of}_a and {of}_b must be given together, got {of}_{'b' if a is None else 'a'} alone"
+        )
     count, outer, inner = matrices.shape
     if a.dim() != 3 or (a.shape[0], a.shape[2]) != (count, inner):
         wanted = f"{of}_a must be ({count}, rank, {inner}) to match {of} {checks.shape(matrices)}"
         checks.fail(ShapeError, name, f"{wanted}, got {checks.shape(a)}")
     if b.shape != (count, outer, a.shape[1]):
-        wanted = f"{of}_b must be {(count, outer, a.shape[1])} to match {of} {checks.shape(matrices)} and {of}_a {checks.shape(a)}"
+        wanted = (
+            f"{of}_b must be {(count, outer, a.shape[1])} to match {of} {checks.shape(matrices)} and {of}_a "
+            f"{checks.shape(a)}"
+        )
         checks.fail(ShapeError, name, f"{wanted}, got {checks.shape(b)}")
 
 
@@ -89,7 +135,11 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
     def call(tokens: int, k: int, count: int, hidden: int, inner: int, packed: int = 2) -> list[Any]:
         """Arguments whose results are of the size of x."""
-        index = torch.stack([torch.randperm(count, device=device)[:k] for _ in range(tokens)]) if tokens else integers(device, count, 0, k)
+        index = (
+            torch.stack([torch.randperm(count, device=device)[:k] for _ in range(tokens)])
+            if tokens
+            else integers(device, count, 0, k)
+        )
         matrices = n(count, packed * inner, hidden, scale=hidden**-0.5), n(count, hidden, inner, scale=inner**-0.5)
         return [n(tokens, hidden), *matrices, index, n(tokens, k).softmax(-1)]
 
@@ -97,13 +147,19 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         return [*call(tokens, k, count, hidden, inner), n(count, 2 * inner), n(count, hidden)]
 
     yield Sample("one_block", tuple(call(24, 8, 16, 32, 64)), why="all sizes are powers of two")
-    yield Sample("odd_sizes", tuple(call(45, 4, 5, 24, 300)), why="masks on rows and columns; what is activated takes several column tiles")
+    yield Sample(
+        "odd_sizes",
+        tuple(call(45, 4, 5, 24, 300)),
+        why="masks on rows and columns; what is activated takes several column tiles",
+    )
     yield Sample("unaligned", tuple(call(31, 8, 9, 21, 93)), why="rows do not begin at multiples of 16 bytes")
     yield Sample("one_expert_each", tuple(call(120, 1, 6, 32, 96)), why="no sum over experts")
     skewed = call(70, 3, 8, 32, 64)
     skewed[3] = torch.tensor([[3, 6, 3]], device=device).expand(70, 3)
     yield Sample(
-        "skewed", tuple(skewed), why="two experts have several tiles of rows, one of them two rows of each token, and the others none"
+        "skewed",
+        tuple(skewed),
+        why="two experts have several tiles of rows, one of them two rows of each token, and the others none",
     )
     outside = call(90, 6, 8, 32, 64)
     outside[3] = outside[3] + integers(device, 3, 90, 6) * 2 - 2
@@ -117,26 +173,56 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     gpt_oss = {"limit": 2.5, "alpha": 1.702, "shift": 1.0, "interleaved": True}
     stored = biased(36, 8, 10, 32, 64)
     stored[1:3] = [t.mT.contiguous().mT for t in stored[1:3]]
-    yield Sample("gpt_oss", tuple(stored), gpt_oss, why="matrices are stored transposed; gate and up interleave, with limits and biases")
+    yield Sample(
+        "gpt_oss",
+        tuple(stored),
+        gpt_oss,
+        why="matrices are stored transposed; gate and up interleave, with limits and biases",
+    )
     yield Sample("gelu", tuple(call(30, 8, 10, 32, 64)), {"activation": "gelu"}, why="the exact GELU")
     yield Sample(
-        "gelu_tanh", tuple(call(30, 8, 10, 32, 64)), {"activation": "gelu_tanh", "limit": 1.5}, why="GELU's tanh form; both clipped"
+        "gelu_tanh",
+        tuple(call(30, 8, 10, 32, 64)),
+        {"activation": "gelu_tanh", "limit": 1.5},
+        why="GELU's tanh form; both clipped",
     )
     gateless = (*call(30, 8, 10, 32, 64, packed=1), n(10, 64))
-    yield Sample("gateless", gateless, {"activation": "relu_squared", "limit": 2.0}, why="no gate, and a bias of the first matmul only")
-    yield Sample("long_rows", tuple(call(12, 2, 2, 2100, 11)), frozen=("weight",), why="a token takes several column tiles")
+    yield Sample(
+        "gateless",
+        gateless,
+        {"activation": "relu_squared", "limit": 2.0},
+        why="no gate, and a bias of the first matmul only",
+    )
+    yield Sample(
+        "long_rows", tuple(call(12, 2, 2, 2100, 11)), frozen=("weight",), why="a token takes several column tiles"
+    )
     below = ("x", "gate_up", "gate_up_bias")
     yield Sample(
-        "frozen_below_down", tuple(biased(30, 8, 10, 32, 64)), frozen=below, why="the gradient goes no further than the activation"
+        "frozen_below_down",
+        tuple(biased(30, 8, 10, 32, 64)),
+        frozen=below,
+        why="the gradient goes no further than the activation",
     )
     frozen = ("gate_up", "down", "gate_up_bias", "down_bias")
     yield Sample("frozen_experts", tuple(biased(30, 8, 10, 32, 64)), frozen=frozen, why="no gradient of the experts")
-    factors = {"gate_up_a": n(10, 3, 32, scale=0.2), "gate_up_b": n(10, 128, 3), "down_a": n(10, 5, 64, scale=0.1), "down_b": n(10, 32, 5)}
+    factors = {
+        "gate_up_a": n(10, 3, 32, scale=0.2),
+        "gate_up_b": n(10, 128, 3),
+        "down_a": n(10, 5, 64, scale=0.1),
+        "down_b": n(10, 32, 5),
+    }
     yield Sample("adapters", tuple(call(30, 8, 10, 32, 64)), factors, why="low-rank adapters on both matrices")
     half = {name: factor for name, factor in factors.items() if "down" in name}
-    yield Sample("adapter_of_down", tuple(biased(30, 8, 10, 32, 64)), half, why="an adapter on one of the matrices, beside biases")
+    yield Sample(
+        "adapter_of_down",
+        tuple(biased(30, 8, 10, 32, 64)),
+        half,
+        why="an adapter on one of the matrices, beside biases",
+    )
     both = ("gate_up", "down")
-    yield Sample("frozen_below_adapters", tuple(call(30, 8, 10, 32, 64)), factors, why="adapters on frozen matrices", frozen=both)
+    yield Sample(
+        "frozen_below_adapters", tuple(call(30, 8, 10, 32, 64)), factors, why="adapters on frozen matrices", frozen=both
+    )
     around = call(20, 4, 8, 32, 64)
     around[1:3] = [t.permute(1, 2, 0).contiguous().permute(2, 0, 1) for t in around[1:3]]
     yield Sample("experts_last", tuple(around), why="the same element of all experts is adjacent, and no row or column")
@@ -159,7 +245,9 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     yield misuse("device", (x, gate_up, down, elsewhere, weight), DeviceError, message)
     message = "down must have dtype torch.float32 like x, got torch.bfloat16; cast one of them"
     yield misuse("dtypes", (x, gate_up, down.bfloat16(), index, weight), DtypeError, message)
-    yield misuse("float_index", (*good[:3], weight, weight), DtypeError, "index must have an integer dtype, got torch.float32")
+    yield misuse(
+        "float_index", (*good[:3], weight, weight), DtypeError, "index must have an integer dtype, got torch.float32"
+    )
     message = "x must be (tokens, hidden), got (1, 3, 8); flatten its leading dimensions"
     yield misuse("dimensions", (x[None], *good[1:]), ShapeError, message)
     message = "index must be (tokens, k) with the tokens of x (3, 8), got (2, 2)"
@@ -180,7 +268,11 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     message = "interleaved and shift need a gate, but gate_up has as many rows as down has columns"
     half = torch.zeros(4, 2, 8, device=device)
     yield misuse(
-        "half_an_adapter", good, OptionError, "gate_up_a and gate_up_b must be given together, got gate_up_a alone", gate_up_a=half
+        "half_an_adapter",
+        good,
+        OptionError,
+        "gate_up_a and gate_up_b must be given together, got gate_up_a alone",
+        gate_up_a=half,
     )
     message = "down_a must be (4, rank, 6) to match down (4, 8, 6), got (4, 2, 8)"
     yield misuse("adapter_a", good, ShapeError, message, down_a=half, down_b=half.mT)
@@ -209,7 +301,9 @@ def workloads() -> Iterator[Workload]:
     yield of_size(8192, 8, 2, 4096, 14336)
 
 
-def work(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, *biases: Tensor | None, **options: Any) -> Work:
+def work(
+    x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, *biases: Tensor | None, **options: Any
+) -> Work:
     """The matmuls that a dense network of this size would need for as many rows."""
     rows, hidden = index.numel(), x.shape[1]
     outer, inner = gate_up.shape[1], down.shape[2]
@@ -237,11 +331,21 @@ def layout(*args: Any, **kwargs: Any) -> Layout:
     )  # fmt: skip
 
 
-@op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work, layout=layout(), dtypes=Dtypes((MATRICES,), matmul=True))
+@op(
+    check=check,
+    samples=samples,
+    misuses=misuses,
+    workloads=workloads,
+    work=work,
+    layout=layout(),
+    dtypes=Dtypes((MATRICES,), matmul=True),
+)
 def experts(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None, *, activation: Activation = "silu", limit: float | None = None, alpha: float = 1.0, shift: float = 0.0,
-    interleaved: bool = False, gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None, down_a: Tensor | None = None,
+    down_bias: Tensor | None = None, *, activation: Activation = "silu", limit: float | None = None, alpha: float = 1.0,
+    shift: float = 0.0,
+    interleaved: bool = False, gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None,
     down_b: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Run each token through the experts that it is routed to, and sum their outputs by the router's weights.
@@ -249,13 +353,16 @@ def experts(
         y_n = Σ_k weight_nk · (down_e a + down_bias_e),   e = index_nk
         g, u = gate_up_e x_n + gate_up_bias_e             its first and last rows; or interleaved, g0 u0 g1 u1 …
         a = act(min(g, limit)) · (clamp(u, -limit, limit) + shift)
-        act(g) = g · sigmoid(alpha · g)                   activation="silu"; "gelu" is the exact GELU, "gelu_tanh" its tanh form,
-                                                          "relu_squared" is max(g, 0)²
+        act(g) = g · sigmoid(alpha · g)                   activation="silu"; "gelu" is the exact GELU, "gelu_tanh" its
+                                                          tanh form, "relu_squared" is max(g, 0)²
 
-    x             (tokens, hidden)              any floating dtype; under autocast x, the matrices and the biases are cast to its dtype
-    gate_up       (experts, 2·inner, hidden)    dtype of x; with (experts, inner, hidden) there is no gate: a = act(min(g, limit))
+    x             (tokens, hidden)              any floating dtype; under autocast x, the matrices and the biases are
+                  cast to its dtype
+    gate_up       (experts, 2·inner, hidden)    dtype of x; with (experts, inner, hidden) there is no gate: a =
+                  act(min(g, limit))
     down          (experts, hidden, inner)      dtype of x; matrices that are stored transposed are passed as `.mT`
-    index         (tokens, k)                   any integer dtype; outside [0, experts) it names no expert: nothing is added, weight gets no
+    index         (tokens, k)                   any integer dtype; outside [0, experts) it names no expert: nothing is
+                  added, weight gets no
                                                 gradient, as where the experts are spread over ranks
     weight        (tokens, k)                   any floating dtype
     gate_up_bias  (experts, 2·inner)            dtype of x
@@ -266,9 +373,10 @@ def experts(
     gate_up_b     (experts, 2·inner, rank)      dtype of x
     down_a        (experts, rank, inner)        dtype of x: likewise of down, with a rank of its own
     down_b        (experts, hidden, rank)       dtype of x
-    returns       (tokens, hidden)              dtype of x; the activation and the sum over experts are computed in float32. A fused backend
-                                                keeps x, the outputs of gate_up and the order of the rows for the backward pass, and
-                                                recomputes what is gathered and activated
+    returns       (tokens, hidden)              dtype of x; the activation and the sum over experts are computed in
+                  float32. A fused backend
+                                                keeps x, the outputs of gate_up and the order of the rows for the
+                                                backward pass, and recomputes what is gathered and activated
 
     Raises ShapeError, DtypeError and OptionError for arguments that do not match; values of index are not checked.
     Shazeer et al. 2017, arXiv:1701.06538; Guo et al. 2025, arXiv:2512.14080.

@@ -20,7 +20,8 @@ Activation = Literal["silu", "sigmoid"]
 
 
 def check(
-    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, activation: Activation = "silu",
+    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0,
+    activation: Activation = "silu",
     gate_first: bool = False, group_size: int | None = None,
 ) -> None:  # fmt: skip
     name = "gated_rms_norm"
@@ -55,20 +56,44 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("whole_row", (*pair(3, 4096), n(4096)), why="one row a program")
     yield Sample("sigmoid", (*pair(6, 96), n(96)), {"activation": "sigmoid"}, why="the gate is a sigmoid")
     yield Sample("gate_first", (*pair(6, 96), n(96)), first, why="what is normalized is already gated")
-    yield Sample("groups", (*pair(6, 96), n(96)), {**first, "group_size": 24}, why="four norms a row, each with a part of the weight")
-    yield Sample("many_groups", (*pair(300, 96), n(96)), {"group_size": 12}, why="programs of one group walk several rows")
-    yield Sample("first_sigmoid", (*pair(5, 40), n(40)), {**first, "activation": "sigmoid", "weight_offset": 1.0}, why="1 + weight")
+    yield Sample(
+        "groups",
+        (*pair(6, 96), n(96)),
+        {**first, "group_size": 24},
+        why="four norms a row, each with a part of the weight",
+    )
+    yield Sample(
+        "many_groups", (*pair(300, 96), n(96)), {"group_size": 12}, why="programs of one group walk several rows"
+    )
+    yield Sample(
+        "first_sigmoid",
+        (*pair(5, 40), n(40)),
+        {**first, "activation": "sigmoid", "weight_offset": 1.0},
+        why="1 + weight",
+    )
     yield Sample("offset", (*pair(5, 40), n(40)), {"weight_offset": 1.0}, why="1 + weight after the norm")
     yield Sample("weightless", pair(6, 96), why="no weight and no weight gradient")
     yield Sample("weightless_groups", pair(6, 96), {**first, "group_size": 32}, why="groups without a weight")
     yield Sample("frozen_gate", (*pair(6, 96), n(96)), frozen=("gate",), why="no gradient of the gate")
     yield Sample("frozen_weight", (*pair(6, 96), n(96)), frozen=("weight",), why="no work for the weight gradient")
-    yield Sample("frozen_input", (*pair(6, 96), n(96)), first, frozen=("x",), why="only the gradients of gate and weight")
+    yield Sample(
+        "frozen_input", (*pair(6, 96), n(96)), first, frozen=("x",), why="only the gradients of gate and weight"
+    )
     yield Sample("large_gate", (n(6, 96), n(6, 96, scale=30), n(96)), why="the gate saturates on both sides")
     yield Sample("large_eps", (n(4, 48, scale=0.01), n(4, 48), n(48), 0.1), why="eps dominates the mean square")
-    yield Sample("strided_rows", (n(5, 160)[:, :80], n(5, 240)[:, 80:160], n(80)), first, why="both are slices, read through their strides")
+    yield Sample(
+        "strided_rows",
+        (n(5, 160)[:, :80], n(5, 240)[:, 80:160], n(80)),
+        first,
+        why="both are slices, read through their strides",
+    )
     yield Sample("transposed", (n(40, 6).t(), n(6, 40), n(40)), why="the last dimension of x is not contiguous")
-    yield Sample("wide_rows", (normal(device, wide, 5, 72), n(5, 72), n(72)), first, why="float32 rows of a scan, beside a narrow gate")
+    yield Sample(
+        "wide_rows",
+        (normal(device, wide, 5, 72), n(5, 72), n(72)),
+        first,
+        why="float32 rows of a scan, beside a narrow gate",
+    )
     yield Sample("vector", (*pair(33), n(33)), why="no leading dimension")
     yield Sample("empty", (*pair(0, 64), n(64)), why="no rows: nothing is launched, gradients are zero")
 
@@ -78,8 +103,12 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     x, weight = torch.zeros(2, 8, device=device), torch.zeros(8, device=device)
     yield misuse("integers", (x.int(), x), DtypeError, "x must have a floating dtype, got torch.int32")
     yield misuse("gate_shape", (x, x[:1]), ShapeError, "gate must have the shape of x (2, 8), got (1, 8)")
-    yield misuse("weight_shape", (x, x, weight[1:]), ShapeError, "weight must have shape (8,) to match x (2, 8), got (7,)")
-    yield misuse("activation", (x, x), OptionError, "activation must be one of 'silu', 'sigmoid', got 'gelu'", activation="gelu")
+    yield misuse(
+        "weight_shape", (x, x, weight[1:]), ShapeError, "weight must have shape (8,) to match x (2, 8), got (7,)"
+    )
+    yield misuse(
+        "activation", (x, x), OptionError, "activation must be one of 'silu', 'sigmoid', got 'gelu'", activation="gelu"
+    )
     yield misuse("group_size", (x, x), OptionError, "group_size must divide the width of x (2, 8), got 3", group_size=3)
     yield misuse("offset", (x, x), OptionError, "weight_offset must be 0 without a weight, got 1.0", weight_offset=1.0)
 
@@ -102,7 +131,8 @@ def work(x: Tensor, gate: Tensor, *rest: Any, **options: Any) -> Work:
     layout=Layout({"x": "… (width)", "gate": "… (width)", "weight": "(width)"}, ("x",)),
 )  # fmt: skip
 def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, activation: Activation = "silu",
+    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0,
+    activation: Activation = "silu",
     gate_first: bool = False, group_size: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Scale every row, or every group of a row, to unit root mean square, with a gate after it or before it.
@@ -121,9 +151,8 @@ def gated_rms_norm(
     group_size     columns of a group, a divisor of the width; the whole row by default
     returns        (..., width), dtype of x; computed in float32 (float64 for float64) and rounded once
 
-    Raises ShapeError if gate has another shape than x or weight is not (width,), DtypeError for integers, OptionError for eps ≤ 0 and a
-    group_size that does not divide the width.
-    Dao & Gu 2024, arXiv:2405.21060.
+    Raises ShapeError if gate has another shape than x or weight is not (width,), DtypeError for integers, OptionError
+    for eps ≤ 0 and a group_size that does not divide the width. Dao & Gu 2024, arXiv:2405.21060.
     """
     wide = accumulator(x.dtype)
     row, factor = x.to(wide), F.silu(gate.to(wide)) if activation == "silu" else torch.sigmoid(gate.to(wide))

@@ -19,7 +19,9 @@ from liger_core.ops import _gated
 Approximate = Literal["tanh", "none"]
 
 
-def check(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh", overwrite: bool = False) -> None:
+def check(
+    gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh", overwrite: bool = False
+) -> None:
     _gated.check("geglu", gate, up)
     checks.choice("geglu", "approximate", approximate, ("tanh", "none"))
 
@@ -34,15 +36,31 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 def misuses(device: torch.device) -> Iterator[Misuse]:
     yield from _gated.misuses("geglu", device)
     x = torch.zeros(2, 4, device=device)
-    yield Misuse("approximate", (x, x), {"approximate": "erf"}, OptionError, "geglu: approximate must be one of 'tanh', 'none', got 'erf'")
+    yield Misuse(
+        "approximate",
+        (x, x),
+        {"approximate": "erf"},
+        OptionError,
+        "geglu: approximate must be one of 'tanh', 'none', got 'erf'",
+    )
 
 
 def work(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh", overwrite: bool = False) -> Work:
     return _gated.work(gate, up)
 
 
-@op(check=check, samples=samples, misuses=misuses, workloads=_gated.workloads, work=work, layout=_gated.layout, dtypes=_gated.DTYPES)
-def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh", overwrite: bool = False) -> Tensor:
+@op(
+    check=check,
+    samples=samples,
+    misuses=misuses,
+    workloads=_gated.workloads,
+    work=work,
+    layout=_gated.layout,
+    dtypes=_gated.DTYPES,
+)
+def geglu(
+    gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh", overwrite: bool = False
+) -> Tensor:
     """Gate one linear map of the input by the GELU of another.
 
         y = gelu(gate) · up
@@ -52,12 +70,12 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = 
     gate    (..., width)   any floating dtype; or (..., 2·width) packed, gate first, when up is None
     up      (..., width)   shape and dtype of gate; under autocast both get the wider of their dtypes
     approximate            "tanh" or "none", the formulas above
-    overwrite              set this if no other code needs gate and up: a backward pass that frees its graph may write their gradients over
-                           them, which saves their size (a kept graph leaves them as they are)
+    overwrite              set this if no other code needs gate and up: a backward pass that frees its graph may write
+                           their gradients over them, which saves their size (a kept graph leaves them as they are)
     returns (..., width), dtype of gate; a fused backend keeps only the inputs for the backward pass
 
-    Raises ShapeError if the shapes differ or a packed width is odd, DtypeError if the dtypes differ, OptionError for another approximation.
-    Shazeer 2020, arXiv:2002.05202; Hendrycks & Gimpel 2016, arXiv:1606.08415.
+    Raises ShapeError if the shapes differ or a packed width is odd, DtypeError if the dtypes differ, OptionError for
+    another approximation. Shazeer 2020, arXiv:2002.05202; Hendrycks & Gimpel 2016, arXiv:1606.08415.
     """
     gate, up = _gated.halves(gate, up)
     return F.gelu(gate, approximate=approximate) * up

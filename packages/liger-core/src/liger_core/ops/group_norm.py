@@ -15,7 +15,9 @@ from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import accumulator, misuses_of, normal, workload
 
 
-def check(x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> None:
+def check(
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> None:
     name = "group_norm"
     checks.floating(name, x=x)
     if x.dim() < 2:
@@ -27,7 +29,10 @@ def check(x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor
             checks.fail(
                 ShapeError,
                 name,
-                f"{key} must have shape ({channels},) to match the channels of x {checks.shape(x)}, got {checks.shape(tensor)}",
+                (
+                    f"{key} must have shape ({channels},) to match the channels of x {checks.shape(x)}, got "
+                    f"{checks.shape(tensor)}"
+                ),
             )
     checks.integer(name, "num_groups", num_groups)
     if num_groups < 1 or channels % num_groups or not channels:
@@ -45,13 +50,31 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("no_space", (n(40, 12), 4, n(12), n(12)), why="a channel is one element")
     yield Sample("one_group", (n(2, 6, 10), 1, n(6), n(6)), why="one group: a layer norm over channels and space")
     yield Sample("instance", (n(2, 6, 10), 6, n(6), n(6)), why="a group for each channel: an instance norm")
-    yield Sample("long_channels", (n(1, 2, 70, 70), 1, n(2), n(2)), why="a channel takes several tiles, and a group several programs")
-    yield Sample("whole_tiles", (n(1, 4, 128, 64), 2, n(4), n(4)), why="every tile lies in one channel: no mask, one weight")
-    yield Sample("several_tiles", (n(1, 16, 50, 50), 1, n(16), n(16)), why="a program walks a channel in several tiles, one masked")
-    yield Sample("long_groups", (n(2, 3, 130, 127), 1, n(3), n(3)), why="no program holds a group: one walks each twice")
+    yield Sample(
+        "long_channels",
+        (n(1, 2, 70, 70), 1, n(2), n(2)),
+        why="a channel takes several tiles, and a group several programs",
+    )
+    yield Sample(
+        "whole_tiles", (n(1, 4, 128, 64), 2, n(4), n(4)), why="every tile lies in one channel: no mask, one weight"
+    )
+    yield Sample(
+        "several_tiles",
+        (n(1, 16, 50, 50), 1, n(16), n(16)),
+        why="a program walks a channel in several tiles, one masked",
+    )
+    yield Sample(
+        "long_groups", (n(2, 3, 130, 127), 1, n(3), n(3)), why="no program holds a group: one walks each twice"
+    )
     held = n(67, 8, 5, 211), 2, n(8), n(8)
-    yield Sample("held_groups", held, why="groups for a whole GPU, each held by a program in several tiles, the last one masked")
-    yield Sample("many_channels", (n(1, 1100, 2), 1, n(1100), n(1100)), why="a group has more channels than a program adds at once")
+    yield Sample(
+        "held_groups", held, why="groups for a whole GPU, each held by a program in several tiles, the last one masked"
+    )
+    yield Sample(
+        "many_channels",
+        (n(1, 1100, 2), 1, n(1100), n(1100)),
+        why="a group has more channels than a program adds at once",
+    )
     yield Sample("many_rows", (n(33, 8, 9), 4, n(8), n(8)), why="more groups than programs")
     yield Sample("plain", (n(3, 6, 20), 2), why="neither weight nor bias")
     yield Sample("no_bias", (n(3, 6, 20), 2, n(6)), why="weight without bias")
@@ -60,8 +83,14 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("frozen_input", (n(3, 6, 20), 2, n(6), n(6)), frozen=("x",), why="only the affine gradients")
     yield Sample("large_mean", (n(3, 6, 20) + 50, 2, n(6), n(6)), why="the variance is taken about the mean")
     yield Sample("large_eps", (n(3, 6, 20, scale=0.01), 2, n(6), n(6), 0.1), why="eps dominates the variance")
-    yield Sample("channels_last", (n(3, 5, 5, 6).permute(0, 3, 1, 2), 2, n(6), n(6)), why="channels are adjacent in memory")
-    yield Sample("float32_weight", (n(2, 4, 9), 2, normal(device, wide, 4), normal(device, wide, 4)), why="weights of another dtype than x")
+    yield Sample(
+        "channels_last", (n(3, 5, 5, 6).permute(0, 3, 1, 2), 2, n(6), n(6)), why="channels are adjacent in memory"
+    )
+    yield Sample(
+        "float32_weight",
+        (n(2, 4, 9), 2, normal(device, wide, 4), normal(device, wide, 4)),
+        why="weights of another dtype than x",
+    )
     yield Sample("empty", (n(0, 4, 9), 2, n(4), n(4)), why="no samples: nothing is launched, gradients are zero")
 
 
@@ -102,21 +131,24 @@ def work(x: Tensor, *rest: object, **options: object) -> Work:
         {"x": f"samples{' (inner)' * (x.dim() - 1)}", "weight": "(inner)", "bias": "(inner)"}, ("x",)
     ),
 )  # fmt: skip
-def group_norm(x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def group_norm(
+    x: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
     """Center every group of neighboring channels, scale it to unit variance, then apply each channel's weight and bias.
 
-        y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias    (over the channels of a group and all dimensions after them)
+        y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias    (over the channels of a group and all dimensions after
+                                                                  them)
 
     x           (samples, channels, ...)   any floating dtype
     num_groups  a divisor of the number of channels
     weight      (channels,)                any floating dtype; without it the factor is 1
     bias        (channels,)                any floating dtype; without it nothing is added
     eps         added to the variance, in the units of x²; > 0
-    returns     (samples, channels, ...), dtype of x, dense; mean and variance are accumulated and kept in float32 (float64 for float64)
+    returns     (samples, channels, ...), dtype of x, dense; mean and variance are accumulated and kept in float32
+                (float64 for float64)
 
-    Raises ShapeError if x has fewer than two dimensions or weight or bias is not (channels,), DtypeError for integers, OptionError for
-    eps ≤ 0 and a num_groups that does not divide the channels.
-    Wu & He 2018, arXiv:1803.08494.
+    Raises ShapeError if x has fewer than two dimensions or weight or bias is not (channels,), DtypeError for integers,
+    OptionError for eps ≤ 0 and a num_groups that does not divide the channels. Wu & He 2018, arXiv:1803.08494.
     """
     wide = accumulator(x.dtype)
     if x.numel() == 0:

@@ -46,14 +46,22 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     def n(*shape: int) -> Tensor:
         return normal(device, dtype, *shape)
 
-    yield Sample("beta", (n(5, 101), n(5, 101)), {"beta": 0.1}, why="the student has most of the mixture", frozen=("teacher",))
+    yield Sample(
+        "beta", (n(5, 101), n(5, 101)), {"beta": 0.1}, why="the student has most of the mixture", frozen=("teacher",)
+    )
     options = {"beta": 0.9, "reduction": "none", "temperature": 0.5}
-    yield Sample("beta_none", (n(5, 101), n(5, 101)), options, why="the teacher has most of the mixture", frozen=("teacher",))
+    yield Sample(
+        "beta_none", (n(5, 101), n(5, 101)), options, why="the teacher has most of the mixture", frozen=("teacher",)
+    )
     far, tiny = (n(5, 4), 30.0 * n(5, 4)), {"beta": 0.999}
-    yield Sample("beta_far", far, tiny, why="classes that only the student has, by a share of nearly 0", frozen=("teacher",))
+    yield Sample(
+        "beta_far", far, tiny, why="classes that only the student has, by a share of nearly 0", frozen=("teacher",)
+    )
     student, teacher = n(4, 60), n(4, 60)
     student[:, 40:], teacher[:, :20] = -torch.inf, -torch.inf
-    yield Sample("impossible_classes", (student, teacher), why="a class that one side rules out is finite", frozen=("teacher",))
+    yield Sample(
+        "impossible_classes", (student, teacher), why="a class that one side rules out is finite", frozen=("teacher",)
+    )
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
@@ -64,7 +72,9 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 # No return annotation, so that its signature is that of the op.
-def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
+def implementation(  # type: ignore[no-untyped-def]
+    passes: DivergencePasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None
+):
     """jsd for a backend that brings the row passes; `supported(student, teacher)` may decline a call."""
     divergence = logit_divergences(passes, make_kernel)
 
@@ -77,24 +87,25 @@ def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel],
         reduction: Reduction = "mean",
         normalizer: Tensor | float | None = None,
     ) -> Tensor:
-        """Generalized Jensen-Shannon divergence between the softmax of two rows of logits, p of the teacher and q of the student.
+        """Generalized Jensen-Shannon divergence between the softmax of two rows of logits, p of the teacher and q of
+        the student.
 
             M   = beta · p + (1 - beta) · q
             jsd = beta · KL(p ‖ M) + (1 - beta) · KL(q ‖ M)
 
         student          (..., V)   any floating dtype; not overwritten, and not copied to float32 at once
         teacher          (..., V)   any floating dtype; gets no gradient
-        beta             the teacher's share, in (0, 1). As in TRL and GKD; there 0 and 1 name the forward and the reverse KL, which are not
-                         limits of the formula: call kl_div for these
+        beta             the teacher's share, in (0, 1). As in TRL and GKD; there 0 and 1 name the forward and the
+                         reverse KL, which are not limits of the formula: call kl_div for these
         temperature      divides the logits of both sides; the result is not multiplied by its square
         reduction        "mean" divides the sum by the number of rows (0 if there is none), or by normalizer
         normalizer       number or scalar tensor on the device, for instance the tokens of all accumulation steps
         returns          float32 (float64 for float64): a scalar, or (...) for "none"
 
         Log-probabilities are logits whose log-sum-exp is 0, so they can be passed as well.
-        Always finite. Classes at -inf on both sides count for nothing. Terms of rows that are nearly equal do not cancel.
-        Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
-        Agarwal et al. 2023, arXiv:2306.13649 (GKD), equation 1.
+        Always finite. Classes at -inf on both sides count for nothing. Terms of rows that are nearly equal do not
+        cancel. Raises ShapeError, DtypeError, OptionError for arguments that do not fit. Agarwal et al. 2023,
+        arXiv:2306.13649 (GKD), equation 1.
         """
         if supported is not None:
             supported(student, teacher)

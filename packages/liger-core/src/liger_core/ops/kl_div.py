@@ -52,7 +52,11 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
     for name, options, why in (
         ("reverse", {"reverse": True}, "the student comes first"),
-        ("reverse_none", {"reverse": True, "reduction": "none", "temperature": 0.5}, "the gradient needs the divergence of its row"),
+        (
+            "reverse_none",
+            {"reverse": True, "reduction": "none", "temperature": 0.5},
+            "the gradient needs the divergence of its row",
+        ),
         ("skewed", {"skew": 0.1}, "the second side is a mixture"),
         ("skewed_reverse", {"skew": 0.8, "reverse": True}, "the mixture of the reverse divergence"),
     ):
@@ -77,7 +81,9 @@ def _options(reverse: bool, skew: float, temperature: float) -> DivergenceOption
 
 
 # No return annotation, so that its signature is that of the op.
-def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
+def implementation(  # type: ignore[no-untyped-def]
+    passes: DivergencePasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None
+):
     """kl_div for a backend that brings the row passes; `supported(student, teacher)` may decline a call."""
     divergence = logit_divergences(passes, make_kernel)
 
@@ -98,17 +104,18 @@ def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel],
         student          (..., V)   any floating dtype; not overwritten, and not copied to float32 at once
         teacher          (..., V)   any floating dtype; gets no gradient
         reverse          KL(q ‖ p), by which the student seeks a mode of the teacher rather than covering all of it
-        skew             share of the first that is mixed into the second: KL(p ‖ skew · p + (1 - skew) · q), which is always finite
+        skew             share of the first that is mixed into the second: KL(p ‖ skew · p + (1 - skew) · q), which is
+                         always finite
         temperature      divides the logits of both sides; the result is not multiplied by its square
         reduction        "mean" divides the sum by the number of rows (0 if there is none), or by normalizer
         normalizer       number or scalar tensor on the device, for instance the tokens of all accumulation steps
         returns          float32 (float64 for float64): a scalar, or (...) for "none"
 
         Log-probabilities are logits whose log-sum-exp is 0, so they can be passed as well.
-        Infinite where the second of the two gives a class probability 0 (a logit of -inf) and the first does not. Classes at -inf on both
-        sides count for nothing. Terms of rows that are nearly equal do not cancel.
-        Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
-        Kullback & Leibler 1951; skew: Ko et al. 2024, arXiv:2402.03898 (DistiLLM).
+        Infinite where the second of the two gives a class probability 0 (a logit of -inf) and the first does not.
+        Classes at -inf on both sides count for nothing. Terms of rows that are nearly equal do not cancel. Raises
+        ShapeError, DtypeError, OptionError for arguments that do not fit. Kullback & Leibler 1951; skew: Ko et al.
+        2024, arXiv:2402.03898 (DistiLLM).
         """
         if supported is not None:
             supported(student, teacher)

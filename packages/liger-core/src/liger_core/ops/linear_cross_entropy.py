@@ -91,7 +91,12 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     constants = ("class_weight", "normalizer", "token_weight")
 
     def sample(
-        name: str, args: tuple[Tensor, ...], options: dict[str, Any] | None = None, *, why: str, frozen: tuple[str, ...] = ()
+        name: str,
+        args: tuple[Tensor, ...],
+        options: dict[str, Any] | None = None,
+        *,
+        why: str,
+        frozen: tuple[str, ...] = (),
     ) -> Sample:
         return Sample(name, args, options or {}, why=why, frozen=(*constants, *frozen))
 
@@ -99,41 +104,86 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield sample("odd_sizes", (*call((7,), 33, 101), integers(device, 101, 7)), why="nothing is a power of two")
     yield sample("leading_shape", (*call((2, 3), 16, 40), some(40, 2, 3)), why="any leading shape")
     yield sample(
-        "several_chunks", (*call((11,), 24, 50), some(50, 11)), {"chunk": 4}, why="dW is summed over chunks, the last one is short"
+        "several_chunks",
+        (*call((11,), 24, 50), some(50, 11)),
+        {"chunk": 4},
+        why="dW is summed over chunks, the last one is short",
     )
     options = {"chunk": 4, "accumulate_dtype": torch.float64 if dtype == torch.float64 else torch.float32}
-    yield sample("accumulate_float32", (*call((11,), 24, 50), some(50, 11)), options, why="the accumulator's dtype is named")
-    yield sample("report_chunk", (*call((40,), 16, 128), some(128, 40)), {"chunk": "report"}, why="the chunk formula of the report")
-    yield sample("several_blocks", (*call((3,), 16, 9000), integers(device, 9000, 3)), why="a row of logits is longer than one block")
+    yield sample(
+        "accumulate_float32", (*call((11,), 24, 50), some(50, 11)), options, why="the accumulator's dtype is named"
+    )
+    yield sample(
+        "report_chunk",
+        (*call((40,), 16, 128), some(128, 40)),
+        {"chunk": "report"},
+        why="the chunk formula of the report",
+    )
+    yield sample(
+        "several_blocks",
+        (*call((3,), 16, 9000), integers(device, 9000, 3)),
+        why="a row of logits is longer than one block",
+    )
     bias = normal(device, dtype, 50)
-    yield sample("bias", (*call((7,), 24, 50), some(50, 7)), {"bias": bias, "chunk": 3}, why="the head has a bias, with a gradient")
-    yield sample("logit_scale", (*call((7,), 24, 50), some(50, 7)), {"logit_scale": 0.25}, why="scaled logits (Granite, Cohere)")
+    yield sample(
+        "bias",
+        (*call((7,), 24, 50), some(50, 7)),
+        {"bias": bias, "chunk": 3},
+        why="the head has a bias, with a gradient",
+    )
+    yield sample(
+        "logit_scale", (*call((7,), 24, 50), some(50, 7)), {"logit_scale": 0.25}, why="scaled logits (Granite, Cohere)"
+    )
     # As many classes as no block has: masked lanes must not count.
     for name, scale in (("negative_scale", -0.5), ("zero_scale", 0.0)):
-        yield sample(name, (*call((7,), 24, 50), some(50, 7)), {"logit_scale": scale}, why="the lowest logits become the highest")
+        yield sample(
+            name, (*call((7,), 24, 50), some(50, 7)), {"logit_scale": scale}, why="the lowest logits become the highest"
+        )
     yield sample(
-        "scale_softcap", (*call((7,), 24, 50), some(50, 7)), {"logit_scale": 2.0, "softcap": 5.0}, why="the scale comes before the cap"
+        "scale_softcap",
+        (*call((7,), 24, 50), some(50, 7)),
+        {"logit_scale": 2.0, "softcap": 5.0},
+        why="the scale comes before the cap",
     )
     token_weight = torch.rand(7, device=device)
     yield sample(
-        "token_weight", (*call((7,), 24, 50), some(50, 7)), {"token_weight": token_weight, "chunk": 3}, why="each token has its weight"
+        "token_weight",
+        (*call((7,), 24, 50), some(50, 7)),
+        {"token_weight": token_weight, "chunk": 3},
+        why="each token has its weight",
     )
     for low in (torch.float16, torch.bfloat16):
         options = {"token_weight": torch.rand(7, device=device).to(low), "normalizer": 1e8}
         why = "token weights are divided by the normalizer in float32"
-        yield sample(f"token_weight_{str(low).removeprefix('torch.')}", (*call((7,), 24, 50), some(50, 7)), options, why=why)
+        yield sample(
+            f"token_weight_{str(low).removeprefix('torch.')}", (*call((7,), 24, 50), some(50, 7)), options, why=why
+        )
     options = {"token_weight": token_weight, "reduction": "none"}
-    yield sample("token_weight_none", (*call((7,), 24, 50), some(50, 7)), options, why="token weights without reduction")
+    yield sample(
+        "token_weight_none", (*call((7,), 24, 50), some(50, 7)), options, why="token weights without reduction"
+    )
     ignored = {"ignore_index": 3, "chunk": 4}
     target = targets_with_ignored(device, 50, 7, ignore_index=3)
     yield sample("ignore_index", (*call((7,), 24, 50), target), ignored, why="a class can be the ignored one")
     for name, options, why in loss_option_samples(device, 70):
         yield sample(name, (*call((9,), 20, 70), some(70, 9)), options, why=why)
     chunked_rows = {"reduction": "none", "chunk": 4}
-    yield sample("none_chunks", (*call((9,), 20, 70), some(70, 9)), chunked_rows, why="logits are recomputed by chunks in the backward")
+    yield sample(
+        "none_chunks",
+        (*call((9,), 20, 70), some(70, 9)),
+        chunked_rows,
+        why="logits are recomputed by chunks in the backward",
+    )
     row = 70 * dtype.itemsize
-    yield sample("budget", (*call((9,), 20, 70), some(70, 9)), {"budget": 2 * row + 20 * 70 * 4}, why="chunks of 2 rows")
-    yield sample("no_packing", (*call((9,), 20, 70), some(70, 9)), {"pack": False, "chunk": 4}, why="ignored rows stay in the products")
+    yield sample(
+        "budget", (*call((9,), 20, 70), some(70, 9)), {"budget": 2 * row + 20 * 70 * 4}, why="chunks of 2 rows"
+    )
+    yield sample(
+        "no_packing",
+        (*call((9,), 20, 70), some(70, 9)),
+        {"pack": False, "chunk": 4},
+        why="ignored rows stay in the products",
+    )
     for frozen in ("hidden", "weight"):
         why = f"no work and no memory for the gradient of {frozen}"
         yield sample(f"frozen_{frozen}", (*call((9,), 20, 70), some(70, 9)), {"chunk": 4}, why=why, frozen=(frozen,))
@@ -152,19 +202,33 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     hidden, target = weight[nearest] / 6 + normal(device, dtype, 48, 24, scale=0.05), nearest.clone()
     target[1::5], target[2::7] = (nearest[1::5] + 1) % 20, -100
     metrics = {"return_metrics": True, "z_loss": 1e-3, "chunk": 4}
-    yield sample("metrics", (hidden, weight, target), metrics, why="z-loss, accuracy, arg-max and entropy of the tokens")
-    yield sample("metrics_none", (hidden, weight, target), {**metrics, "reduction": "none"}, why="the metrics of each token")
+    yield sample(
+        "metrics", (hidden, weight, target), metrics, why="z-loss, accuracy, arg-max and entropy of the tokens"
+    )
+    yield sample(
+        "metrics_none", (hidden, weight, target), {**metrics, "reduction": "none"}, why="the metrics of each token"
+    )
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
     name = "linear_cross_entropy"
     yield from head_misuses(name, device)
     misuse = misuses_of(name)
-    call = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    call = (
+        torch.zeros(3, 8, device=device),
+        torch.zeros(10, 8, device=device),
+        torch.zeros(3, dtype=torch.int64, device=device),
+    )
     message = "token_weight must have shape (3,) to match hidden (3, 8), got (2,)"
     yield misuse("token_weight_shape", call, ShapeError, message, token_weight=torch.ones(2, device=device))
     message = "token_weight must not require a gradient, since the op does not define one; pass token_weight.detach()"
-    yield misuse("trainable_token_weight", call, OptionError, message, token_weight=torch.ones(3, device=device, requires_grad=True))
+    yield misuse(
+        "trainable_token_weight",
+        call,
+        OptionError,
+        message,
+        token_weight=torch.ones(3, device=device, requires_grad=True),
+    )
     yield misuse("normalizer", call, OptionError, "normalizer must be a finite number > 0, got 0.0", normalizer=0.0)
     yield misuse("z_loss", call, OptionError, "z_loss must be a finite number ≥ 0, got -1.0", z_loss=-1.0)
 
@@ -182,20 +246,27 @@ def workloads() -> Iterator[Workload]:
 
 
 def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[..., Any]:
-    """Return the differentiable function (head, token_weight, divide, options, chunk options, what is asked for) → summed loss, and the results
-    of rows. The gradients are computed in the forward pass, without the upstream gradient.
+    """Return the differentiable function (head, token_weight, divide, options, chunk options, what is asked for) →
+    summed loss, and the results of rows. The gradients are computed in the forward pass, without the upstream gradient.
     """
 
     def allocate(
-        head: Head, token_weight: Tensor | None, divide: Tensor | None, options: RowOptions, chunks: ChunkOptions, asked: ResultOptions,
+        head: Head, token_weight: Tensor | None, divide: Tensor | None, options: RowOptions, chunks: ChunkOptions,
+        asked: ResultOptions,
         needs: list[bool],
     ) -> Outputs:  # fmt: skip
         results, cut = row_results(head.hidden, asked), chunks.chunks(head.hidden, head.weight.shape[0])
         scalar = results.loss.new_empty
-        return (scalar(()), *results[1:], scalar(()) if divides_late(head, divide) else None, *new_sums(head, cut.dtype, needs))
+        return (
+            scalar(()),
+            *results[1:],
+            scalar(()) if divides_late(head, divide) else None,
+            *new_sums(head, cut.dtype, needs),
+        )
 
     def launch(
-        results: RowResults, scale: Tensor | None, sums: Sums, /, head: Head, token_weight: Tensor | None, divide: Tensor | None,
+        results: RowResults, scale: Tensor | None, sums: Sums, /, head: Head, token_weight: Tensor | None,
+        divide: Tensor | None,
         options: RowOptions, chunks: ChunkOptions, asked: ResultOptions, needs: list[bool],
     ) -> None:  # fmt: skip
         rows = CountedRows(head.hidden, head.target, options.ignore_index, head.weight.shape[0], chunks.pack)
@@ -235,7 +306,9 @@ def _loss_of_rows(results: TokenResults, target: Tensor, options: RowOptions) ->
 
 
 # Without an annotation of what it returns, so that its signature is that of the op.
-def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
+def implementation(  # type: ignore[no-untyped-def]
+    passes: RowPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None
+):
     """linear_cross_entropy for a backend that brings the row passes; `supported(hidden, weight)` may decline a call."""
     reduced, tokens = _reduced(passes, make_kernel), token_loop(passes, make_kernel).tokens
 
@@ -266,7 +339,8 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
 
             x    = logit_scale · (hidden @ weightᵀ + bias), then softcap · tanh(x / softcap)
             lse  = log Σ exp(x)
-            loss = token_weight · [(1 - label_smoothing) · w_t · (lse - x_t) + label_smoothing/V · Σ_c w_c (lse - x_c) + z_loss · lse²]
+            loss = token_weight · [(1 - label_smoothing) · w_t · (lse - x_t) + label_smoothing/V · Σ_c w_c (lse - x_c) +
+            z_loss · lse²]
 
         hidden            (..., H)   any floating dtype
         weight            (V, H)     dtype of hidden (under autocast both are cast to its dtype)
@@ -275,29 +349,31 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         class_weight      (V,)       class weights w; 1 by default
         logit_scale       factor of the logits, before the softcap
         token_weight      (...)      a constant factor for each token's loss
-        reduction         "mean" divides the sum by the summed class weights of the counted targets (0 if none is counted), or by normalizer
+        reduction         "mean" divides the sum by the summed class weights of the counted targets (0 if none is
+                          counted), or by normalizer
         normalizer        number or scalar tensor on the device, for instance the tokens of all accumulation steps
-        accumulate_dtype  of the gradient of weight while chunks are summed; float32 by default (float64 for float64). A single chunk
-                          writes it directly, rounded once
+        accumulate_dtype  of the gradient of weight while chunks are summed; float32 by default (float64 for float64). A
+                          single chunk writes it directly, rounded once
         chunk             rows of logits held at a time; None fits the budget, "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉
-        budget            bytes that may be held beyond inputs and gradients; by default what is fastest, about 2 GiB. A small one sums the
-                          gradient of weight in its own dtype, with one more rounding a chunk
-        pack              leave rows of ignored targets out of the matmuls. On a GPU this waits once for their number where the matmuls
-                          are large enough to pay for it, never while a CUDA graph is captured
-        main_grad         (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad stays as it is
+        budget            bytes that may be held beyond inputs and gradients; by default what is fastest, about 2 GiB. A
+                          small one sums the gradient of weight in its own dtype, with one more rounding a chunk
+        pack              leave rows of ignored targets out of the matmuls. On a GPU this waits once for their number
+                          where the matmuls are large enough to pay for it, never while a CUDA graph is captured
+        main_grad         (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad
+                          stays as it is
         return_metrics    also return `LossMetrics`
-        vocab             `VocabShard(group, start, classes)`: weight and bias have only these classes of a vocabulary that the ranks of
-                          group share. Every rank gives the same rows and targets and gets the same results; gradients of weight and bias
-                          are of its classes, that of hidden is whole
+        vocab             `VocabShard(group, start, classes)`: weight and bias have only these classes of a vocabulary
+                          that the ranks of group share. Every rank gives the same rows and targets and gets the same
+                          results; gradients of weight and bias are of its classes, that of hidden is whole
         returns           float32 (float64 for float64): a scalar, or (...) for "none"
 
-        With "mean" and "sum" the gradients are computed during the forward pass, and only those asked for. "none" keeps the logits
-        until the backward pass if they fit the budget, and else recomputes them. Without gradients only the matmul with weight is computed.
-        In float16, gradients are summed before they meet the upstream gradient and the normalizer, so that small probabilities do not
-        underflow; these sums must be in the range of float16 themselves (weights up to 3e4).
-        A target outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue, its loss is NaN.
-        Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
-        Hsu et al. 2024, arXiv:2410.10989, with float32 accumulation and chunks by memory budget.
+        With "mean" and "sum" the gradients are computed during the forward pass, and only those asked for. "none" keeps
+        the logits until the backward pass if they fit the budget, and else recomputes them. Without gradients only the
+        matmul with weight is computed. In float16, gradients are summed before they meet the upstream gradient and the
+        normalizer, so that small probabilities do not underflow; these sums must be in the range of float16 themselves
+        (weights up to 3e4). A target outside [0, V) raises TargetError on the CPU; on other devices, where looking
+        would stall the queue, its loss is NaN. Raises ShapeError, DtypeError, OptionError for arguments that do not
+        fit. Hsu et al. 2024, arXiv:2410.10989, with float32 accumulation and chunks by memory budget.
         """
         if supported is not None:
             supported(hidden, weight)
@@ -320,13 +396,21 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
             rows = [results.moments, results.prediction, results.entropy]
             loss = _loss_of_rows(results, head.target, options)
             loss = loss if factor is None else loss * factor
-            loss = loss.reshape(target.shape) if reduction == "none" else loss.sum() if divide is None else loss.sum() / divide
+            loss = (
+                loss.reshape(target.shape)
+                if reduction == "none"
+                else loss.sum()
+                if divide is None
+                else loss.sum() / divide
+            )
         else:
             asked = ResultOptions(with_entropy=return_metrics, with_prediction=return_metrics)
             loss, *rows = reduced(head, factor, divide, options, chunks, asked)
         if not return_metrics:
             return loss
-        return loss, metrics_of(target, options, rows, reduction, None if divide is None else divide.reciprocal(), factor)
+        return loss, metrics_of(
+            target, options, rows, reduction, None if divide is None else divide.reciprocal(), factor
+        )
 
     return takes_dtensors(linear_cross_entropy)
 

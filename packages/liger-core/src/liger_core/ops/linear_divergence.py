@@ -15,7 +15,14 @@ from liger_core.dtypes import autocast_dtype
 from liger_core.errors import DtypeError, OptionError, ShapeError, TargetError
 from liger_core.kernels import Kernel, reference_kernel
 from liger_core.op import Misuse, Product, Sample, Work, Workload, op
-from liger_core.ops._divergence import KINDS, MIXED, TORCH_DIVERGENCES, DivergenceOptions, DivergencePasses, check_mixture
+from liger_core.ops._divergence import (
+    KINDS,
+    MIXED,
+    TORCH_DIVERGENCES,
+    DivergenceOptions,
+    DivergencePasses,
+    check_mixture,
+)
 from liger_core.ops._inputs import CLASSES, ROWS, accumulator, misuses_of, normal, workload
 from liger_core.ops._softmax_loss import Reduction, check_reduction, check_target, denominator, targets_with_ignored
 from liger_core.ops.head.divergences import Teacher, divergence_loop
@@ -58,7 +65,9 @@ def check(
     if (budget := options.get("budget")) is not None:
         row = held_classes(weight, vocab) * (hidden.element_size() + teacher_hidden.element_size())
         if budget < row:
-            checks.fail(OptionError, name, f"budget must hold one row of logits of both sides, {row} bytes, got {budget!r}")
+            checks.fail(
+                OptionError, name, f"budget must hold one row of logits of both sides, {row} bytes, got {budget!r}"
+            )
     checks.choice(name, "kind", kind, KINDS)
     if kind in MIXED:
         check_mixture(name, "beta", beta)
@@ -69,7 +78,11 @@ def check(
             checks.positive(name, f"{label}softcap", cap)
     checks.fraction(name, "hard_weight", hard_weight)
     if target is None and hard_weight:
-        checks.fail(OptionError, name, f"hard_weight needs target, whose cross entropy it weighs, got hard_weight={hard_weight!r} alone")
+        checks.fail(
+            OptionError,
+            name,
+            f"hard_weight needs target, whose cross entropy it weighs, got hard_weight={hard_weight!r} alone",
+        )
     check_reduction(name, hidden, reduction, normalizer)
     if target is not None:
         check_target(name, target, classes, ignore_index)
@@ -86,14 +99,18 @@ def _check_teacher(name: str, head: Head, teacher: Head) -> None:
         checks.fail(
             ShapeError,
             name,
-            f"teacher_hidden must have shape ({wanted}) to match hidden {checks.shape(head.hidden)}, got {checks.shape(hidden)}",
+            (
+                f"teacher_hidden must have shape ({wanted}) to match hidden {checks.shape(head.hidden)}, got "
+                f"{checks.shape(hidden)}"
+            ),
         )
     shape = (head.weight.shape[0], hidden.shape[-1])
     if weight.shape != shape:
         checks.fail(
             ShapeError,
             name,
-            f"teacher_weight must have shape {shape}: the classes of weight {checks.shape(head.weight)} and the width of teacher_hidden "
+            f"teacher_weight must have shape {shape}: the classes of weight {checks.shape(head.weight)} "
+            "and the width of teacher_hidden "
             f"{checks.shape(hidden)}, got {checks.shape(weight)}",
         )
     checks.vector(name, "teacher_bias", bias, weight.shape[0], "teacher_weight", weight)
@@ -109,82 +126,166 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
             *(normal(device, dtype, *rows, teacher), normal(device, dtype, classes, teacher, scale=scale)),
         )
 
-    def sample(name: str, args: tuple[Tensor, ...], *, why: str, frozen: tuple[str, ...] = (), **options: Any) -> Sample:
-        return Sample(name, args, options, why, ("teacher_hidden", "teacher_weight", "teacher_bias", "normalizer", *frozen))
+    def sample(
+        name: str, args: tuple[Tensor, ...], *, why: str, frozen: tuple[str, ...] = (), **options: Any
+    ) -> Sample:
+        return Sample(
+            name, args, options, why, ("teacher_hidden", "teacher_weight", "teacher_bias", "normalizer", *frozen)
+        )
 
     yield sample("one_chunk", call((6,), 32, 64, 16), why="one chunk: dW is written directly")
     yield sample("odd_sizes", call((7,), 33, 101, 21), why="nothing is a power of two")
     yield sample("leading_shape", call((2, 3), 16, 40, 8), reduction="none", why="any leading shape")
-    yield sample("several_chunks", call((11,), 24, 50, 16), chunk=4, why="dW is summed over chunks, the last one is short")
-    options: dict[str, Any] = {"chunk": 4, "accumulate_dtype": torch.float64 if dtype == torch.float64 else torch.float32}
+    yield sample(
+        "several_chunks", call((11,), 24, 50, 16), chunk=4, why="dW is summed over chunks, the last one is short"
+    )
+    options: dict[str, Any] = {
+        "chunk": 4,
+        "accumulate_dtype": torch.float64 if dtype == torch.float64 else torch.float32,
+    }
     yield sample("accumulate_float32", call((11,), 24, 50, 16), why="the accumulator's dtype is named", **options)
     yield sample("several_blocks", call((3,), 16, 9000, 8), kind="jsd", why="a row of logits is longer than one block")
     for kind in KINDS:
-        yield sample(kind, call((7,), 24, 50, 16), kind=kind, chunk=3, why="each formula in chunks, with gradients in the forward pass")
-        yield sample(f"{kind}_none", call((7,), 24, 50, 16), kind=kind, reduction="none", why="each formula with the kept gradient")
+        yield sample(
+            kind,
+            call((7,), 24, 50, 16),
+            kind=kind,
+            chunk=3,
+            why="each formula in chunks, with gradients in the forward pass",
+        )
+        yield sample(
+            f"{kind}_none",
+            call((7,), 24, 50, 16),
+            kind=kind,
+            reduction="none",
+            why="each formula with the kept gradient",
+        )
         options = {"kind": kind, "reduction": "none", "chunk": 3, "beta": 0.2}
-        yield sample(f"{kind}_recomputed", call((7,), 24, 50, 16), why="each formula with logits that are recomputed", **options)
+        yield sample(
+            f"{kind}_recomputed", call((7,), 24, 50, 16), why="each formula with logits that are recomputed", **options
+        )
     options = {"kind": "skewed_kl", "beta": 0.9999}
     yield sample("beta_near_one", call((7,), 24, 50, 16), why="1 - beta of a rounded beta would be far off", **options)
     biases: dict[str, Any] = {"bias": normal(device, dtype, 50), "teacher_bias": normal(device, dtype, 50)}
     yield sample("bias", call((7,), 24, 50, 16), chunk=3, why="both heads have a bias", **biases)
-    yield sample("bias_none", call((7,), 24, 50, 16), reduction="none", why="the gradient of the bias is weighed by row", **biases)
+    yield sample(
+        "bias_none",
+        call((7,), 24, 50, 16),
+        reduction="none",
+        why="the gradient of the bias is weighed by row",
+        **biases,
+    )
     padding = torch.zeros(50, device=device, dtype=dtype)
     padding[48:] = -torch.inf
     biases = {"bias": padding, "teacher_bias": padding.clone()}
     why = "classes that are impossible on both sides count for nothing"
     yield sample("impossible_classes", call((7,), 24, 50, 16), chunk=3, why=why, frozen=("bias",), **biases)
-    caps: dict[str, Any] = {"logit_scale": 0.5, "softcap": 3.0, "teacher_logit_scale": -2.0, "teacher_softcap": 2.0, "temperature": 0.7}
-    yield sample("scale_softcap", call((7,), 24, 50, 16), why="scales, then caps, then the temperature, each side its own", **caps)
+    caps: dict[str, Any] = {
+        "logit_scale": 0.5,
+        "softcap": 3.0,
+        "teacher_logit_scale": -2.0,
+        "teacher_softcap": 2.0,
+        "temperature": 0.7,
+    }
+    yield sample(
+        "scale_softcap",
+        call((7,), 24, 50, 16),
+        why="scales, then caps, then the temperature, each side its own",
+        **caps,
+    )
     target = targets_with_ignored(device, 50, 7)
     yield sample("masked", call((7,), 24, 50, 16), target=target, why="rows of ignored targets count for nothing")
-    yield sample("masked_none", call((7,), 24, 50, 16), target=target, reduction="none", why="they have 0, whatever arrives")
+    yield sample(
+        "masked_none", call((7,), 24, 50, 16), target=target, reduction="none", why="they have 0, whatever arrives"
+    )
     options = {"target": targets_with_ignored(device, 50, 7, ignore_index=3), "ignore_index": 3, "pack": False}
     yield sample("no_packing", call((7,), 24, 50, 16), why="ignored rows stay in the products", **options)
     hard: dict[str, Any] = {"target": target, "hard_weight": 0.3, "temperature": 2.0}
     yield sample("hard", call((7,), 24, 50, 16), why="the cross entropy is that without temperature", **hard)
-    yield sample("hard_reverse", call((7,), 24, 50, 16), kind="reverse_kl", reduction="none", why="it is part of every gradient", **hard)
+    yield sample(
+        "hard_reverse",
+        call((7,), 24, 50, 16),
+        kind="reverse_kl",
+        reduction="none",
+        why="it is part of every gradient",
+        **hard,
+    )
     yield sample("hard_caps", call((7,), 24, 50, 16), kind="jsd", why="all options together", **{**caps, **hard})
     options = {**caps, **hard, "reduction": "none", "chunk": 3}
-    yield sample("hard_caps_recomputed", call((7,), 24, 50, 16), kind="jsd", why="all options, with logits that are recomputed", **options)
+    yield sample(
+        "hard_caps_recomputed",
+        call((7,), 24, 50, 16),
+        kind="jsd",
+        why="all options, with logits that are recomputed",
+        **options,
+    )
     yield sample("sum", call((7,), 24, 50, 16), reduction="sum", why="no normalizer")
-    yield sample("normalizer", call((7,), 24, 50, 16), normalizer=torch.tensor(37.0, device=device), why="an external count on the device")
+    yield sample(
+        "normalizer",
+        call((7,), 24, 50, 16),
+        normalizer=torch.tensor(37.0, device=device),
+        why="an external count on the device",
+    )
     row = 50 * dtype.itemsize
     yield sample("budget", call((9,), 20, 50, 16), budget=3 * row + 20 * 50 * 4, why="chunks of a few rows")
-    yield sample("budget_none", call((9,), 20, 50, 16), budget=4 * row, reduction="none", why="too little to keep the gradient")
+    yield sample(
+        "budget_none", call((9,), 20, 50, 16), budget=4 * row, reduction="none", why="too little to keep the gradient"
+    )
     for frozen in ("hidden", "weight"):
         why = f"no work and no memory for the gradient of {frozen}"
         yield sample(f"frozen_{frozen}", call((9,), 20, 70, 16), chunk=4, why=why, frozen=(frozen,))
         yield sample(f"frozen_{frozen}_none", call((9,), 20, 70, 16), reduction="none", why=why, frozen=(frozen,))
     all_ignored = torch.full((5,), -100, device=device)
-    yield sample("all_ignored", call((5,), 16, 30, 8), target=all_ignored, why="the mean of nothing is 0, its gradients zero")
+    yield sample(
+        "all_ignored", call((5,), 16, 30, 8), target=all_ignored, why="the mean of nothing is 0, its gradients zero"
+    )
     yield sample("empty", call((0,), 16, 30, 8), why="no rows: the loss is 0")
     yield sample("one_row", call((1,), 16, 30, 8), why="a single row")
     yield sample("peaked", call((6,), 32, 60, 16, scale=2.0), kind="reverse_kl", why="softmax close to one class")
     hidden, weight, _, _ = call((6,), 32, 60, 16)
-    yield sample("same", (hidden, weight, hidden.clone(), weight.clone()), why="a student that equals its teacher: 0, with zero gradients")
+    yield sample(
+        "same",
+        (hidden, weight, hidden.clone(), weight.clone()),
+        why="a student that equals its teacher: 0, with zero gradients",
+    )
     _, weight, theirs, their_weight = call((6,), 16, 30, 8)
-    yield sample("transposed", (normal(device, dtype, 16, 6).t(), weight, theirs, their_weight), why="hidden is a transposed view")
+    yield sample(
+        "transposed",
+        (normal(device, dtype, 16, 6).t(), weight, theirs, their_weight),
+        why="hidden is a transposed view",
+    )
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
     misuse = misuses_of("linear_divergence")
-    x, w, t = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    x, w, t = (
+        torch.zeros(3, 8, device=device),
+        torch.zeros(10, 8, device=device),
+        torch.zeros(3, dtype=torch.int64, device=device),
+    )
     theirs, head = torch.zeros(3, 4, device=device), torch.zeros(10, 4, device=device)
     call = (x, w, theirs, head)
     message = "weight must have shape (classes, 8) to match hidden (3, 8), got (10, 7)"
     yield misuse("weight_shape", (x, w[:, :7], theirs, head), ShapeError, message)
     message = "teacher_hidden must have shape (3, width) to match hidden (3, 8), got (2, 4)"
     yield misuse("teacher_rows", (x, w, theirs[:2], head), ShapeError, message)
-    message = "teacher_weight must have shape (10, 4): the classes of weight (10, 8) and the width of teacher_hidden (3, 4), got (9, 4)"
+    message = (
+        "teacher_weight must have shape (10, 4): the classes of weight (10, 8) and the width of teacher_hidden (3, 4), "
+        "got (9, 4)"
+    )
     yield misuse("teacher_classes", (x, w, theirs, head[:9]), ShapeError, message)
     message = "teacher_weight must have dtype torch.float32 like teacher_hidden, got torch.bfloat16; cast one of them"
     yield misuse("teacher_dtypes", (x, w, theirs, head.bfloat16()), DtypeError, message)
     message = "teacher_bias must have shape (10,) to match teacher_weight (10, 4), got (8,)"
     yield misuse("teacher_bias", call, ShapeError, message, teacher_bias=x[0])
-    message = "teacher_weight must not require a gradient, since the op does not define one; pass teacher_weight.detach()"
+    message = (
+        "teacher_weight must not require a gradient, since the op does not define one; pass teacher_weight.detach()"
+    )
     yield misuse("trainable_teacher", (x, w, theirs, head.clone().requires_grad_()), OptionError, message)
-    message = "kind must be one of 'forward_kl', 'reverse_kl', 'jsd', 'total_variation', 'skewed_kl', 'skewed_reverse_kl', got 'kl'"
+    message = (
+        "kind must be one of 'forward_kl', 'reverse_kl', 'jsd', 'total_variation', 'skewed_kl', 'skewed_reverse_kl', "
+        "got 'kl'"
+    )
     yield misuse("kind", call, OptionError, message, kind="kl")
     yield misuse("beta", call, OptionError, "beta must be a number in (0, 1), got 0.0", kind="jsd", beta=0.0)
     message = "hard_weight needs target, whose cross entropy it weighs, got hard_weight=0.5 alone"
@@ -193,10 +294,14 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     yield misuse("hard_weight_large", call, OptionError, message, hard_weight=1.5, target=t)
     message = "temperature must be a finite number > 0, since the logits are divided by it, got 0.0"
     yield misuse("temperature", call, OptionError, message, temperature=0.0)
-    yield misuse("softcap", call, OptionError, "teacher_softcap must be a finite number > 0, got -1.0", teacher_softcap=-1.0)
+    yield misuse(
+        "softcap", call, OptionError, "teacher_softcap must be a finite number > 0, got -1.0", teacher_softcap=-1.0
+    )
     message = "budget must hold one row of logits of both sides, 80 bytes, got 79"
     yield misuse("budget", call, OptionError, message, budget=79)
-    yield misuse("target_shape", call, ShapeError, "target must have shape (3,) to match hidden (3, 8), got (2,)", target=t[:2])
+    yield misuse(
+        "target_shape", call, ShapeError, "target must have shape (3,) to match hidden (3, 8), got (2,)", target=t[:2]
+    )
     message = "normalizer needs reduction='mean', which it divides by, got reduction='none'"
     yield misuse("normalizer", call, OptionError, message, reduction="none", normalizer=2.0)
     if device.type == "cpu":
@@ -205,10 +310,13 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def of_size(rows: int, width: int, teacher: int, classes: int, axis: str = "", quick: bool = False, **options: Any) -> Workload:
+    def of_size(
+        rows: int, width: int, teacher: int, classes: int, axis: str = "", quick: bool = False, **options: Any
+    ) -> Workload:
         def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
             heads = [
-                (normal(device, dtype, rows, size), normal(device, dtype, classes, size, scale=size**-0.5)) for size in (width, teacher)
+                (normal(device, dtype, rows, size), normal(device, dtype, classes, size, scale=size**-0.5))
+                for size in (width, teacher)
             ]
             return (*heads[0], *heads[1]), dict(options)
 
@@ -238,12 +346,19 @@ def work(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight:
     products = (*logits, Product(rows, classes, width, "", "hidden"), Product(classes, rows, width, "left", "weight"))
     operations, their_operations = 2 * rows * width * classes, 2 * rows * teacher_weight.shape[1] * classes
     return Work(
-        size + their_size, 2 * size + their_size, operations + their_operations, 3 * operations + their_operations, logits, products
+        size + their_size,
+        2 * size + their_size,
+        operations + their_operations,
+        3 * operations + their_operations,
+        logits,
+        products,
     )
 
 
 # Without an annotation of what it returns, so that its signature is that of the op.
-def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
+def implementation(  # type: ignore[no-untyped-def]
+    passes: DivergencePasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None
+):
     """linear_divergence for a backend that brings the row passes; `supported(…)` may decline a call by its tensors."""
     loop = divergence_loop(passes, make_kernel)
 
@@ -255,7 +370,9 @@ def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel],
         *,
         bias: Tensor | None = None,
         teacher_bias: Tensor | None = None,
-        kind: Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "skewed_kl", "skewed_reverse_kl"] = "forward_kl",
+        kind: Literal[
+            "forward_kl", "reverse_kl", "jsd", "total_variation", "skewed_kl", "skewed_reverse_kl"
+        ] = "forward_kl",
         beta: float = 0.5,
         temperature: float = 1.0,
         target: Tensor | None = None,
@@ -274,9 +391,11 @@ def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel],
         main_grad: Tensor | None = None,
         vocab: VocabShard | None = None,
     ) -> Tensor:
-        """Divergence between the softmax of two heads, p of the teacher and q of the student, a chunk of rows at a time.
+        """Divergence between the softmax of two heads, p of the teacher and q of the student, a chunk of rows at a
+        time.
 
-            x    = logit_scale · (hidden @ weightᵀ + bias), then softcap · tanh(x / softcap), then x / temperature;   q = softmax(x)
+            x    = logit_scale · (hidden @ weightᵀ + bias), then softcap · tanh(x / softcap), then x / temperature;   q
+                 = softmax(x)
             p    = the same of the teacher's;   M = beta · p + (1 - beta) · q
             loss = (1 - hard_weight) · divergence(p, q) + hard_weight · cross_entropy(temperature · x, target)
 
@@ -285,12 +404,14 @@ def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel],
         teacher_hidden       (..., T)   the same rows, of any width; any floating dtype; gets no gradient
         teacher_weight       (V, T)     dtype of teacher_hidden; the same classes as weight; gets no gradient
         bias, teacher_bias   (V,)       dtype of hidden, of teacher_hidden
-        kind                 "forward_kl" KL(p ‖ q), "reverse_kl" KL(q ‖ p), "jsd" beta · KL(p ‖ M) + (1 - beta) · KL(q ‖ M),
-                             "total_variation" ½ Σ |p - q|, "skewed_kl" KL(p ‖ M), "skewed_reverse_kl" KL(q ‖ M)
-        beta                 the teacher's share of M, in (0, 1). As in TRL and GKD; there 0 and 1 name the forward and the reverse KL,
-                             which are kinds here. DistiLLM's skew α is beta for "skewed_kl" and 1 - beta for "skewed_reverse_kl"
+        kind                 "forward_kl" KL(p ‖ q), "reverse_kl" KL(q ‖ p), "jsd" beta · KL(p ‖ M) + (1 - beta) · KL(q
+                             ‖ M), "total_variation" ½ Σ |p - q|, "skewed_kl" KL(p ‖ M), "skewed_reverse_kl" KL(q ‖ M)
+        beta                 the teacher's share of M, in (0, 1). As in TRL and GKD; there 0 and 1 name the forward and
+                             the reverse KL, which are kinds here. DistiLLM's skew α is beta for "skewed_kl" and 1 -
+                             beta for "skewed_reverse_kl"
         temperature          divides the logits of both sides; the result is not multiplied by its square
-        target               (...)      int64 class indices, or ignore_index: the row does not count, and no matmul contains it
+        target               (...)      int64 class indices, or ignore_index: the row does not count, and no matmul
+                             contains it
         hard_weight          share of the cross entropy with target, without temperature
         teacher_logit_scale, teacher_softcap   those of the teacher
         reduction            "mean" divides the sum by the number of counted rows (0 if there is none), or by normalizer
@@ -298,25 +419,27 @@ def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel],
         accumulate_dtype     of the gradient of weight while chunks are summed; float32 by default (float64 for float64)
         chunk                rows of logits held at a time; None fits the budget, "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉
         budget               bytes that may be held beyond inputs and gradients; by default about 2 GiB on a GPU
-        pack                 leave rows of ignored targets out of the matmuls. On a GPU this waits once for their number where the matmuls
-                             are large enough to pay for it, never while a CUDA graph is captured
-        main_grad            (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad stays as it is
-        vocab                `VocabShard(group, start, classes)`: weights and biases have only these classes of a vocabulary that the ranks
-                             of group share. Every rank gives the same rows and targets and gets the same results; gradients of weight and
-                             bias are of its classes, that of hidden is whole
+        pack                 leave rows of ignored targets out of the matmuls. On a GPU this waits once for their number
+                             where the matmuls are large enough to pay for it, never while a CUDA graph is captured
+        main_grad            (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad
+                             stays as it is
+        vocab                `VocabShard(group, start, classes)`: weights and biases have only these classes of a
+                             vocabulary that the ranks of group share. Every rank gives the same rows and targets and
+                             gets the same results; gradients of weight and bias are of its classes, that of hidden is
+                             whole
         returns              float32 (float64 for float64): a scalar, or (...) for "none"
 
-        With "mean" and "sum" the gradients are computed during the forward pass (four matmuls). With "none" the gradient of the logits,
-        but for the upstream gradient, is kept until the backward pass if it fits the budget, and hidden is multiplied by the upstream
-        gradient instead of it (four matmuls); otherwise the logits of both sides are recomputed (six). Only a few hundred rows of the
-        teacher's logits are held at a time, beside those of the student.
-        In float16, gradients are summed before they meet the scale of the upstream gradient and the normalizer, so that small probabilities
-        do not underflow; these sums must be in the range of float16 themselves.
-        A class at -inf on both sides counts for nothing; for the student alone it makes the forward KL infinite, for the teacher alone the
-        reverse KL. A target outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue, the loss
-        is NaN if it has a hard part.
-        Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
-        Hinton et al. 2015, arXiv:1503.02531; Agarwal et al. 2023, arXiv:2306.13649 (GKD); Ko et al. 2024, arXiv:2402.03898 (DistiLLM).
+        With "mean" and "sum" the gradients are computed during the forward pass (four matmuls). With "none" the
+        gradient of the logits, but for the upstream gradient, is kept until the backward pass if it fits the budget,
+        and hidden is multiplied by the upstream gradient instead of it (four matmuls); otherwise the logits of both
+        sides are recomputed (six). Only a few hundred rows of the teacher's logits are held at a time, beside those of
+        the student. In float16, gradients are summed before they meet the scale of the upstream gradient and the
+        normalizer, so that small probabilities do not underflow; these sums must be in the range of float16 themselves.
+        A class at -inf on both sides counts for nothing; for the student alone it makes the forward KL infinite, for
+        the teacher alone the reverse KL. A target outside [0, V) raises TargetError on the CPU; on other devices, where
+        looking would stall the queue, the loss is NaN if it has a hard part. Raises ShapeError, DtypeError, OptionError
+        for arguments that do not fit. Hinton et al. 2015, arXiv:1503.02531; Agarwal et al. 2023, arXiv:2306.13649
+        (GKD); Ko et al. 2024, arXiv:2402.03898 (DistiLLM).
         """
         if supported is not None:
             supported(hidden, weight, teacher_hidden, teacher_weight)
@@ -329,16 +452,19 @@ def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel],
         theirs = teacher_hidden.reshape(-1, teacher_hidden.shape[-1])
         head, teacher = Head(rows, weight, target.reshape(-1), bias), Teacher(theirs, teacher_weight, teacher_bias)
         options = DivergenceOptions.given(
-            kind, beta, temperature, hard_weight=hard_weight, ignore_index=ignore_index, logit_scale=logit_scale, softcap=softcap,
+            kind, beta, temperature, hard_weight=hard_weight, ignore_index=ignore_index, logit_scale=logit_scale,
+            softcap=softcap,
             teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap,
         )  # fmt: skip
         chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
         if reduction == "none":
-            return loop.rows(head, teacher, options, chunks, vocabulary(weight, vocab)).reshape(shape)  # type: ignore[no-any-return]
+            values: Tensor = loop.rows(head, teacher, options, chunks, vocabulary(weight, vocab))
+            return values.reshape(shape)
         divide: Tensor | None = None
         if reduction == "mean":
             divide = denominator(head.target, None, ignore_index, normalizer, accumulator(hidden.dtype))
-        return loop.reduced(head, teacher, divide, options, chunks, vocabulary(weight, vocab))  # type: ignore[no-any-return]
+        loss: Tensor = loop.reduced(head, teacher, divide, options, chunks, vocabulary(weight, vocab))
+        return loss
 
     return takes_dtensors(linear_divergence)
 

@@ -14,7 +14,14 @@ from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.kernels import Kernel, reference_kernel
 from liger_core.op import Misuse, Sample, Workload, op
 from liger_core.ops._inputs import accumulator, integers, misuses_of, normal
-from liger_core.ops._softmax_loss import TORCH_PASSES, RowOptions, RowPasses, check_row_options, check_target, targets_with_ignored
+from liger_core.ops._softmax_loss import (
+    TORCH_PASSES,
+    RowOptions,
+    RowPasses,
+    check_row_options,
+    check_target,
+    targets_with_ignored,
+)
 from liger_core.ops._token_passes import LogitOptions, ResultOptions
 from liger_core.ops.head.head import (
     Chunk,
@@ -52,7 +59,8 @@ class TokenStatistics(NamedTuple):
 
 def check(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, temperature: Tensor | float = 1.0,
-    allowed: Tensor | None = None, logits_dtype: torch.dtype | None = None, return_entropy: bool = False, return_statistics: bool = False,
+    allowed: Tensor | None = None, logits_dtype: torch.dtype | None = None, return_entropy: bool = False,
+    return_statistics: bool = False,
     vocab: VocabShard | None = None, **options: Any,
 ) -> None:  # fmt: skip
     name = "linear_log_prob"
@@ -65,7 +73,11 @@ def check(
     check_row_options(name, row, classes)
     check_target(name, target, classes, row.ignore_index)
     if return_entropy and return_statistics:
-        checks.fail(OptionError, name, "return_statistics includes the entropy; give one of return_entropy and return_statistics, got both")
+        checks.fail(
+            OptionError,
+            name,
+            "return_statistics includes the entropy; give one of return_entropy and return_statistics, got both",
+        )
     wide = accumulator(hidden.dtype)
     if logits_dtype not in (None, hidden.dtype, wide):
         checks.fail(DtypeError, name, f"logits_dtype must be {wide} or None, got {logits_dtype}")
@@ -88,7 +100,9 @@ def _check_temperature(name: str, temperature: Tensor | float, hidden: Tensor) -
 
 def _check_allowed(name: str, allowed: Tensor, hidden: Tensor, target: Tensor, return_statistics: bool) -> None:
     if return_statistics:
-        checks.fail(OptionError, name, "return_statistics is about all classes, got it with allowed; take return_entropy")
+        checks.fail(
+            OptionError, name, "return_statistics is about all classes, got it with allowed; take return_entropy"
+        )
     if target.dim() == hidden.dim():
         checks.fail(ShapeError, name, f"allowed needs one target a row, got {checks.shape(target)}")
     checks.tensor(name, "allowed", allowed)
@@ -97,7 +111,9 @@ def _check_allowed(name: str, allowed: Tensor, hidden: Tensor, target: Tensor, r
         checks.fail(DtypeError, name, f"allowed must have dtype torch.int64, got {allowed.dtype}")
     if allowed.dim() != hidden.dim() or allowed.shape[:-1] != target.shape:
         wanted = ", ".join(map(str, (*target.shape, "M")))
-        checks.fail(ShapeError, name, f"allowed must have shape ({wanted}) to match target, got {checks.shape(allowed)}")
+        checks.fail(
+            ShapeError, name, f"allowed must have shape ({wanted}) to match target, got {checks.shape(allowed)}"
+        )
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -111,34 +127,71 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("one_chunk", call((6,), 32, 64), why="one chunk: dW is written directly")
     yield Sample("odd_sizes", call((7,), 33, 101), why="nothing is a power of two")
     yield Sample("leading_shape", call((2, 3), 16, 40), why="any leading shape")
-    yield Sample("one_token", (*call((), 16, 40)[:2], integers(device, 40)), {"return_entropy": True}, why="no leading shape")
-    yield Sample("several_chunks", call((11,), 24, 50), {"chunk": 4}, why="dW is summed over chunks, the last one is short")
+    yield Sample(
+        "one_token", (*call((), 16, 40)[:2], integers(device, 40)), {"return_entropy": True}, why="no leading shape"
+    )
+    yield Sample(
+        "several_chunks", call((11,), 24, 50), {"chunk": 4}, why="dW is summed over chunks, the last one is short"
+    )
     options = {"chunk": 4, "accumulate_dtype": torch.float64 if dtype == torch.float64 else torch.float32}
     yield Sample("accumulate_float32", call((11,), 24, 50), options, why="the accumulator's dtype is named")
     yield Sample("report_chunk", call((40,), 16, 128), {"chunk": "report"}, why="the chunk formula of the report")
-    yield Sample("several_blocks", call((3,), 16, 9000), {"return_entropy": True}, why="a row of logits is longer than one block")
+    yield Sample(
+        "several_blocks", call((3,), 16, 9000), {"return_entropy": True}, why="a row of logits is longer than one block"
+    )
     yield Sample("bias", call((7,), 24, 50), biased(50), why="the head has a bias, with a gradient")
     yield Sample("logit_scale", call((7,), 24, 50), {"logit_scale": 0.25}, why="scaled logits (Granite, Cohere)")
-    yield Sample("negative_scale", call((7,), 24, 50), {"logit_scale": -0.5}, why="the lowest logits become the highest")
-    yield Sample("temperature", call((7,), 24, 50), {"temperature": 0.7}, why="logits divided by a temperature, as they were sampled")
+    yield Sample(
+        "negative_scale", call((7,), 24, 50), {"logit_scale": -0.5}, why="the lowest logits become the highest"
+    )
+    yield Sample(
+        "temperature",
+        call((7,), 24, 50),
+        {"temperature": 0.7},
+        why="logits divided by a temperature, as they were sampled",
+    )
     order = {"logit_scale": 2.0, "softcap": 5.0, "temperature": 0.7}
-    yield Sample("scale_softcap_temperature", call((7,), 24, 50), order, why="first the scale, then the cap, last the temperature")
+    yield Sample(
+        "scale_softcap_temperature",
+        call((7,), 24, 50),
+        order,
+        why="first the scale, then the cap, last the temperature",
+    )
     temperature = torch.linspace(0.4, 2.0, 9, device=device)
     options = {"temperature": temperature, "softcap": 5.0, "return_entropy": True, "chunk": 4}
-    yield Sample("temperatures", call((9,), 24, 50), options, why="each token has a temperature of its own", frozen=("temperature",))
+    yield Sample(
+        "temperatures",
+        call((9,), 24, 50),
+        options,
+        why="each token has a temperature of its own",
+        frozen=("temperature",),
+    )
     hidden, weight, target = call((7,), 24, 50)
     several = torch.stack((target, integers(device, 50, 7), integers(device, 50, 7)), -1)
     several[2, 1:] = several[2, :1]
     several[0, 2] = -100
     yield Sample(
-        "several_targets", (hidden, weight, several), {"return_entropy": True}, why="three classes a row, some twice, some ignored"
+        "several_targets",
+        (hidden, weight, several),
+        {"return_entropy": True},
+        why="three classes a row, some twice, some ignored",
     )
     options = {"softcap": 5.0, "budget": 7 * 13 * dtype.itemsize}
-    yield Sample("several_targets_softcap", (hidden, weight, several), options, why="what is scattered passes through the cap")
-    yield Sample("statistics", (hidden, weight, several), {"return_statistics": True, **order}, why="every statistic has a gradient")
+    yield Sample(
+        "several_targets_softcap", (hidden, weight, several), options, why="what is scattered passes through the cap"
+    )
+    yield Sample(
+        "statistics",
+        (hidden, weight, several),
+        {"return_statistics": True, **order},
+        why="every statistic has a gradient",
+    )
     options = {"return_statistics": True, "budget": 9 * (20 * 4 + 23 * dtype.itemsize)}
     yield Sample(
-        "statistics_blocks", call((9,), 20, 70), options, why="blocks of classes, of which the first is kept and the last one is short"
+        "statistics_blocks",
+        call((9,), 20, 70),
+        options,
+        why="blocks of classes, of which the first is kept and the last one is short",
     )
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     for name, more in (("kept", {}), ("recomputed", {"budget": 9 * (20 * 4 + 23 * 6)})):
@@ -147,10 +200,19 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     allowed = torch.stack([torch.randperm(50, device=device)[:6] for _ in range(7)])
     allowed[:, 4:] = -100
     allowed[3], allowed[4, 0] = -100, target[4].clamp(min=0)
-    yield Sample("allowed", (hidden, weight, target), {"allowed": allowed, "return_entropy": True}, why="truncated sampling is replayed")
+    yield Sample(
+        "allowed",
+        (hidden, weight, target),
+        {"allowed": allowed, "return_entropy": True},
+        why="truncated sampling is replayed",
+    )
     target = targets_with_ignored(device, 50, 7, ignore_index=3)
-    yield Sample("ignore_index", (*call((7,), 24, 50)[:2], target), {"ignore_index": 3}, why="a class can be the ignored one")
-    yield Sample("entropy", call((7,), 24, 50), {"return_entropy": True}, why="entropy and log-probability have a gradient each")
+    yield Sample(
+        "ignore_index", (*call((7,), 24, 50)[:2], target), {"ignore_index": 3}, why="a class can be the ignored one"
+    )
+    yield Sample(
+        "entropy", call((7,), 24, 50), {"return_entropy": True}, why="entropy and log-probability have a gradient each"
+    )
     everything = biased(50, return_entropy=True, **order)
     yield Sample("entropy_everything", call((9,), 24, 50), everything, why="all options together, with entropy")
     # Two classes more than the tokeniser knows, switched off in the bias.
@@ -166,19 +228,31 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("no_packing", call((9,), 20, 70), options, why="ignored rows stay in the products")
     for frozen in ("hidden", "weight"):
         why = f"no work and no memory for the gradient of {frozen}"
-        yield Sample(f"frozen_{frozen}", call((9,), 20, 70), {"chunk": 4, "return_entropy": True}, why=why, frozen=(frozen,))
+        yield Sample(
+            f"frozen_{frozen}", call((9,), 20, 70), {"chunk": 4, "return_entropy": True}, why=why, frozen=(frozen,)
+        )
     all_ignored = torch.full((5,), -100, device=device)
-    yield Sample("all_ignored", (*call((5,), 16, 30)[:2], all_ignored), {"return_entropy": True}, why="zeros, with zero gradients")
+    yield Sample(
+        "all_ignored",
+        (*call((5,), 16, 30)[:2], all_ignored),
+        {"return_entropy": True},
+        why="zeros, with zero gradients",
+    )
     yield Sample("empty", call((0,), 16, 30), {"return_entropy": True}, why="no rows: nothing is launched")
     yield Sample("one_row", (*call((1,), 16, 30)[:2], integers(device, 30, 1)), why="a single row")
-    yield Sample("one_class", call((4,), 16, 1), {"return_entropy": True}, why="a single class: probability 1, entropy 0")
-    # Eighths, whose products are exact in any order of summation: what is compared is the softmax, not the luck of a matmul.
+    yield Sample(
+        "one_class", call((4,), 16, 1), {"return_entropy": True}, why="a single class: probability 1, entropy 0"
+    )
+    # Eighths, whose products are exact in any order of summation: what is compared is the softmax, not the luck of a
+    # matmul.
     hidden, weight, target = call((6,), 32, 60, scale=2.0)
     coarse = ((hidden * 8).round() / 8, (weight * 8).round() / 8, target)
     yield Sample("peaked", coarse, {"return_entropy": True}, why="softmax close to one class")
     hidden, weight, target = call((3,), 4, 700)
     weight = torch.cat((weight[:1] * 4096, weight[1:]))
-    yield Sample("first_far", (hidden, weight, target), {"return_statistics": True}, why="the first logit is far from all others")
+    yield Sample(
+        "first_far", (hidden, weight, target), {"return_statistics": True}, why="the first logit is far from all others"
+    )
     hidden, (_, weight, target) = normal(device, dtype, 16, 6).t(), call((6,), 16, 30)
     yield Sample("transposed", (hidden, weight, target), why="hidden is a transposed view")
     options = {"bias": normal(device, dtype, 300), "budget": 9 * (20 * 4 + 60 * dtype.itemsize)}
@@ -195,7 +269,11 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     name = "linear_log_prob"
     misuse = misuses_of(name)
     yield from head_misuses(name, device, several=True)
-    call = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    call = (
+        torch.zeros(3, 8, device=device),
+        torch.zeros(10, 8, device=device),
+        torch.zeros(3, dtype=torch.int64, device=device),
+    )
     for value in (0.0, float("nan")):
         message = f"temperature must be a finite number > 0, since the logits are divided by it, got {value}"
         yield misuse(f"temperature_{value}", call, OptionError, message, temperature=value)
@@ -235,7 +313,8 @@ def workloads() -> Iterator[Workload]:
 
 
 def _among(log_prob: Tensor, entropy: Tensor | None, index: Tensor, ignore_index: int) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of the first class of each row among all of them, and the entropy of their softmax; a row of one class has all."""
+    """Log-probability of the first class of each row among all of them, and the entropy of their softmax; a row of one
+    class has all."""
     named = index != ignore_index
     named[:, 1:] &= index[:, 1:] != index[:, :1]
     among = torch.where(named, log_prob, -torch.inf)
@@ -250,7 +329,9 @@ def _among(log_prob: Tensor, entropy: Tensor | None, index: Tensor, ignore_index
 
 
 # Without an annotation of what it returns, so that its signature is that of the op.
-def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
+def implementation(  # type: ignore[no-untyped-def]
+    passes: RowPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None
+):
     """linear_log_prob for a backend that brings the row passes; `supported(hidden, weight)` may decline a call."""
     tokens = token_loop(passes, make_kernel).tokens
 
@@ -275,7 +356,8 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         main_grad: Tensor | None = None,
         vocab: VocabShard | None = None,
     ) -> Any:
-        """Log-probability of targets under the softmax of a head's logits, and statistics of that softmax, without all the logits.
+        """Log-probability of targets under the softmax of a head's logits, and statistics of that softmax, without all
+        the logits.
 
             x        = logit_scale · (hidden @ weightᵀ + bias), then softcap · tanh(x / softcap), then x / temperature
             log_prob = x_t - log Σ exp(x)
@@ -283,44 +365,54 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
 
         hidden             (..., H)   any floating dtype
         weight             (V, H)     dtype of hidden (under autocast both are cast to its dtype)
-        target             (...) or (..., K)   int64 class indices, one or several a row, also equal ones; or ignore_index: log_prob 0, no
-                           gradient. A row without any other target counts for nothing, and its statistics are 0
+        target             (...) or (..., K)   int64 class indices, one or several a row, also equal ones; or
+                           ignore_index: log_prob 0, no gradient. A row without any other target counts for nothing, and
+                           its statistics are 0
         bias               (V,)       dtype of hidden
-        temperature        a number, or (...) with one for each row: that of the sampling; applied after scale and softcap
-        allowed            (..., M) distinct class indices, filled up with ignore_index: the classes that the token was sampled from (top-k,
-                           top-p). log_prob and entropy are then of the softmax over these and the target; without any, a row has all
-        logits_dtype       torch.float32: logits are not rounded to the dtype of hidden, though their gradient is. They take three times the memory
+        temperature        a number, or (...) with one for each row: that of the sampling; applied after scale and
+                           softcap
+        allowed            (..., M) distinct class indices, filled up with ignore_index: the classes that the token was
+                           sampled from (top-k, top-p). log_prob and entropy are then of the softmax over these and the
+                           target; without any, a row has all
+        logits_dtype       torch.float32: logits are not rounded to the dtype of hidden, though their gradient is. They
+                           take three times the memory
         return_entropy     also return the entropy, in nats
         return_statistics  also return `TokenStatistics`
-        accumulate_dtype   of the gradient of weight while chunks of rows are summed; float32 by default (float64 for float64)
-        chunk              rows of logits held at a time, with all classes; "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉. None fits the budget
+        accumulate_dtype   of the gradient of weight while chunks of rows are summed; float32 by default (float64 for
+                           float64)
+        chunk              rows of logits held at a time, with all classes; "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉. None fits the
+                           budget
         budget             bytes that may be held beyond inputs and gradients; by default 2150 MiB on a GPU
-        pack               leave rows of ignored targets out of the matmuls. On a GPU this waits once a pass for their number where the
-                           matmuls are large enough to pay for it, never while a CUDA graph is captured
-        main_grad          (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad stays as it is
-        vocab              `VocabShard(group, start, classes)`: weight and bias have only these classes of a vocabulary that the ranks of
-                           group share. Every rank gives the same rows and targets and gets the same results; gradients of weight and bias
-                           are of its classes, that of hidden is whole
-        returns            log_prob like target, float32 (float64 for float64), or (log_prob, entropy), or (log_prob, TokenStatistics)
+        pack               leave rows of ignored targets out of the matmuls. On a GPU this waits once a pass for their
+                           number where the matmuls are large enough to pay for it, never while a CUDA graph is captured
+        main_grad          (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad
+                           stays as it is
+        vocab              `VocabShard(group, start, classes)`: weight and bias have only these classes of a vocabulary
+                           that the ranks of group share. Every rank gives the same rows and targets and gets the same
+                           results; gradients of weight and bias are of its classes, that of hidden is whole
+        returns            log_prob like target, float32 (float64 for float64), or (log_prob, entropy), or (log_prob,
+                           TokenStatistics)
 
-        All results have a gradient, whatever arrives from upstream, alone or together. If the logits fit the budget they are kept until the
-        backward pass, which overwrites them (three matmuls); otherwise they are recomputed in blocks of classes (four matmuls), with the
-        gradient of hidden summed in float32. Only required gradients are computed; without any, only the matmul with weight.
-        Where weight and bias are frozen, no statistic is asked for and the logits do not fit, the forward pass sums the derivative of the
-        log-probabilities by hidden (two matmuls), and the backward pass scales it. A checkpoint around the op would compute it twice.
+        All results have a gradient, whatever arrives from upstream, alone or together. If the logits fit the budget
+        they are kept until the backward pass, which overwrites them (three matmuls); otherwise they are recomputed in
+        blocks of classes (four matmuls), with the gradient of hidden summed in float32. Only required gradients are
+        computed; without any, only the matmul with weight. Where weight and bias are frozen, no statistic is asked for
+        and the logits do not fit, the forward pass sums the derivative of the log-probabilities by hidden (two
+        matmuls), and the backward pass scales it. A checkpoint around the op would compute it twice.
 
-        So preference and policy losses (DPO, ORPO, SimPO, KTO, GRPO, PPO) are plain arithmetic on log_prob. DPO, chosen answers first:
+        So preference and policy losses (DPO, ORPO, SimPO, KTO, GRPO, PPO) are plain arithmetic on log_prob. DPO, chosen
+        answers first:
 
             policy = linear_log_prob(hidden, weight, target).sum(-1)
             chosen, rejected = (policy - reference).chunk(2)
             loss = -logsigmoid(beta * (chosen - rejected)).mean()
 
-        In float16, gradients are summed before they meet the scale of the upstream gradient, so that small probabilities do not
-        underflow; these sums must be in the range of float16 themselves (weights up to 3e4).
-        The target of a row is the token after it: shift first, and give prompt and padding the ignore_index.
-        A target outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue, its log_prob is NaN.
-        Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
-        Rafailov et al. 2023, arXiv:2305.18290 (DPO); Shao et al. 2024, arXiv:2402.03300 (GRPO).
+        In float16, gradients are summed before they meet the scale of the upstream gradient, so that small
+        probabilities do not underflow; these sums must be in the range of float16 themselves (weights up to 3e4). The
+        target of a row is the token after it: shift first, and give prompt and padding the ignore_index. A target
+        outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue, its
+        log_prob is NaN. Raises ShapeError, DtypeError, OptionError for arguments that do not fit. Rafailov et al. 2023,
+        arXiv:2305.18290 (DPO); Shao et al. 2024, arXiv:2402.03300 (GRPO).
         """
         if supported is not None:
             supported(hidden, weight)
@@ -330,20 +422,27 @@ def implementation(passes: RowPasses, make_kernel: Callable[..., Kernel], suppor
         if allowed is not None:
             # The classes of an ignored row count for nothing.
             index = torch.cat(
-                (index, torch.where(index == ignore_index, ignore_index, allowed.reshape(rows.shape[0], allowed.shape[-1]))), -1
+                (
+                    index,
+                    torch.where(index == ignore_index, ignore_index, allowed.reshape(rows.shape[0], allowed.shape[-1])),
+                ),
+                -1,
             )
         inverse = None
         if isinstance(temperature, Tensor):
             inverse = temperature.reshape(-1).to(accumulator(hidden.dtype)).reciprocal()
         else:
-            # softcap · tanh(s·a / softcap) / T = (softcap/T) · tanh((s/T)·a / (softcap/T)): the row passes need no temperature.
+            # softcap · tanh(s·a / softcap) / T = (softcap/T) · tanh((s/T)·a / (softcap/T)): the row passes need no
+            # temperature.
             logit_scale, softcap = logit_scale / temperature, None if softcap is None else softcap / temperature
         wide = logits_dtype is not None and logits_dtype != hidden.dtype
         options = LogitOptions(logit_scale, softcap, inverse)
         chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
         every = return_statistics
         asked = ResultOptions(every or return_entropy, every, False, every, every, every)
-        found = tokens(Head(rows, weight, index, bias), options, ignore_index, wide, chunks, vocabulary(weight, vocab), asked)
+        found = tokens(
+            Head(rows, weight, index, bias), options, ignore_index, wide, chunks, vocabulary(weight, vocab), asked
+        )
         log_prob, entropy = found.log_prob, found.entropy
         if allowed is not None:
             log_prob, entropy = _among(log_prob, entropy, index, ignore_index)

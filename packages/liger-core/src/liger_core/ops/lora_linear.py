@@ -45,33 +45,52 @@ def check(
     check_dtypes(NAME, x, weight, a, b, bias, base)
     low = autocast_dtype(x.device.type)
     if column_scale is not None and column_scale.dtype not in (x.dtype, accumulator(x.dtype)) and low is None:
-        sentence = f"column_scale must have dtype {x.dtype} like x, or {accumulator(x.dtype)}, got {column_scale.dtype}; cast it"
+        sentence = (
+            f"column_scale must have dtype {x.dtype} like x, or {accumulator(x.dtype)}, got {column_scale.dtype}; cast "
+            "it"
+        )
         checks.fail(DtypeError, NAME, sentence)
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     wide = accumulator(dtype)
 
-    def call(rows: tuple[int, ...], inner: int, outer: int, rank: int, own: torch.dtype = wide) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def call(
+        rows: tuple[int, ...], inner: int, outer: int, rank: int, own: torch.dtype = wide
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x, weight = normal(device, dtype, *rows, inner), normal(device, dtype, outer, inner, scale=inner**-0.5)
-        return x, weight, normal(device, own, rank, inner, scale=inner**-0.5), normal(device, own, outer, rank, scale=0.3)
+        return (
+            x,
+            weight,
+            normal(device, own, rank, inner, scale=inner**-0.5),
+            normal(device, own, outer, rank, scale=0.3),
+        )
 
     yield Sample("float32_adapter", (*call((6,), 32, 64, 16), 0.5), why="the adapter is in float32, as PEFT keeps it")
     yield Sample("low_adapter", (*call((6,), 32, 64, 16, dtype), 2.0), why="the adapter has the dtype of x")
     yield Sample("odd_sizes", (*call((7,), 33, 101, 3), 0.5), why="nothing is a power of two")
     yield Sample("leading_shape", (*call((2, 3), 16, 40, 4), 2.0), why="any leading shape")
-    yield Sample("several_tiles", (*call((300,), 160, 200, 20), 0.5), why="rows and columns take several tiles of a kernel")
+    yield Sample(
+        "several_tiles", (*call((300,), 160, 200, 20), 0.5), why="rows and columns take several tiles of a kernel"
+    )
     yield Sample("no_leading_shape", (*call((), 16, 40, 4),), why="a single row without a leading dimension")
     bias = normal(device, dtype, 40)
     yield Sample("bias", (*call((5,), 16, 40, 4),), {"bias": bias}, why="the layer has a bias, with a gradient")
     x, _, a, b = call((2, 5), 16, 40, 4)
     base = normal(device, dtype, 2, 5, 40)
-    yield Sample("base", (x, None, a, b, 0.5), {"base": base}, why="the layer's own output is given: its weight is quantized")
+    yield Sample(
+        "base", (x, None, a, b, 0.5), {"base": base}, why="the layer's own output is given: its weight is quantized"
+    )
     x, _, a, b = call((5,), 16, 40, 4, dtype)
-    yield Sample("base_low_adapter", (x, None, a, b), {"base": normal(device, dtype, 5, 40)}, why="as base, all in one dtype")
+    yield Sample(
+        "base_low_adapter", (x, None, a, b), {"base": normal(device, dtype, 5, 40)}, why="as base, all in one dtype"
+    )
     x, _, a, b = call((5,), 16, 40, 4)
     yield Sample(
-        "float32_base", (x, None, a, b), {"base": normal(device, wide, 5, 40)}, why="the layer's own output has more precision than x"
+        "float32_base",
+        (x, None, a, b),
+        {"base": normal(device, wide, 5, 40)},
+        why="the layer's own output has more precision than x",
     )
     columns = normal(device, wide, 40) + 2.0
     yield Sample(
@@ -81,33 +100,59 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         why="one factor per output column, for DoRA",
     )
     low = {"column_scale": columns.to(dtype)}
-    yield Sample("low_column_scale", (*call((2, 3), 16, 40, 4, dtype),), low, why="everything in one dtype, and no bias")
+    yield Sample(
+        "low_column_scale", (*call((2, 3), 16, 40, 4, dtype),), low, why="everything in one dtype, and no bias"
+    )
     x, _, a, b = call((2, 5), 16, 40, 4)
     given = {"base": normal(device, dtype, 2, 5, 40), "bias": bias, "column_scale": columns}
     yield Sample(
-        "column_scale_base", (x, None, a, b, 0.5), given, why="the layer's own output is given without its bias, which is not scaled"
+        "column_scale_base",
+        (x, None, a, b, 0.5),
+        given,
+        why="the layer's own output is given without its bias, which is not scaled",
     )
     given = {"base": normal(device, wide, 2, 5, 40), "column_scale": columns}
-    yield Sample("column_scale_float32_base", (x, None, a, b), given, why="as column_scale_base, with more precision than x")
+    yield Sample(
+        "column_scale_float32_base", (x, None, a, b), given, why="as column_scale_base, with more precision than x"
+    )
     tall = (*call((300,), 16, 200, 4), 0.5)
     yield Sample(
-        "column_scale_tiles", tall, {"column_scale": normal(device, wide, 200)}, why="sums over rows and columns take several tiles"
+        "column_scale_tiles",
+        tall,
+        {"column_scale": normal(device, wide, 200)},
+        why="sums over rows and columns take several tiles",
     )
     fixed = {"column_scale": columns.clone(), "bias": bias}
     yield Sample(
-        "fixed_column_scale", (*call((5,), 16, 40, 4),), fixed, why="no work for the gradient of column_scale", frozen=("column_scale",)
+        "fixed_column_scale",
+        (*call((5,), 16, 40, 4),),
+        fixed,
+        why="no work for the gradient of column_scale",
+        frozen=("column_scale",),
     )
     for name, scale in (("negative_scale", -0.5), ("zero_scale", 0.0)):
         yield Sample(name, (*call((5,), 16, 40, 4), scale), why="any scale: with 0 the adapter gets zero gradients")
     x, weight, a, b = call((5,), 16, 40, 4)
-    yield Sample("new_adapter", (x, weight, a, torch.zeros_like(b)), why="b is zero before the first step: y is the layer's own")
-    yield Sample("dominant_adapter", (*call((6,), 32, 64, 16), 64.0), why="the layer's own part is small beside the adapter's")
+    yield Sample(
+        "new_adapter", (x, weight, a, torch.zeros_like(b)), why="b is zero before the first step: y is the layer's own"
+    )
+    yield Sample(
+        "dominant_adapter", (*call((6,), 32, 64, 16), 64.0), why="the layer's own part is small beside the adapter's"
+    )
     yield Sample("wide_rank", (*call((5,), 8, 12, 24),), why="the rank is larger than both sides of the weight")
     for name in ("weight", "x"):
-        yield Sample(f"frozen_{name}", (*call((9,), 20, 70, 8), 0.5), why=f"no work for the gradient of {name}", frozen=(name,))
+        yield Sample(
+            f"frozen_{name}", (*call((9,), 20, 70, 8), 0.5), why=f"no work for the gradient of {name}", frozen=(name,)
+        )
     x, weight, a, b = call((16,), 16, 40, 4)
-    yield Sample("transposed", (x.t().contiguous().t()[:, :16], weight.t().contiguous().t(), a, b), why="x and weight are transposed views")
-    yield Sample("strided_rows", (normal(device, dtype, 5, 48)[:, 7:23], weight, a, b), why="rows are read through their stride")
+    yield Sample(
+        "transposed",
+        (x.t().contiguous().t()[:, :16], weight.t().contiguous().t(), a, b),
+        why="x and weight are transposed views",
+    )
+    yield Sample(
+        "strided_rows", (normal(device, dtype, 5, 48)[:, 7:23], weight, a, b), why="rows are read through their stride"
+    )
     yield Sample("one_row", (*call((1,), 16, 30, 4),), why="a single row")
     yield Sample("empty", (*call((0,), 16, 30, 4),), why="no rows: the gradients of the adapter are zero")
 
@@ -116,20 +161,44 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     misuse = misuses_of(NAME)
     x, w = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device)
     a, b = torch.zeros(4, 8, device=device), torch.zeros(10, 4, device=device)
-    yield misuse("a_shape", (x, w, a[:, :7], b), ShapeError, "a must have shape (rank, 8) to match x (3, 8), got (4, 7)")
-    yield misuse("b_shape", (x, w, a, b[:, :3]), ShapeError, "b must have shape (outputs, 4) to match a (4, 8), got (10, 3)")
-    yield misuse("weight_shape", (x, w[:9], a, b), ShapeError, "weight must have shape (10, 8) to match b and x, got (9, 8)")
-    yield misuse("bias_shape", (x, w, a, b), ShapeError, "bias must have shape (10,) to match b (10, 4), got (8,)", bias=x[0])
-    yield misuse("base_shape", (x, None, a, b), ShapeError, "base must have shape (3, 10) to match x and b, got (3, 8)", base=x)
-    yield misuse("neither", (x, None, a, b), OptionError, "either weight or base must be given, got neither")
-    yield misuse("both", (x, w, a, b), OptionError, "either weight or base must be given, got both", base=torch.zeros(3, 10, device=device))
-    message = "bias must be None where base is given, which has it already"
-    yield misuse("base_and_bias", (x, None, a, b), OptionError, message, base=torch.zeros(3, 10, device=device), bias=w[:, 0])
     yield misuse(
-        "column_scale_shape", (x, w, a, b), ShapeError, "column_scale must have shape (10,) to match b (10, 4), got (8,)", column_scale=x[0]
+        "a_shape", (x, w, a[:, :7], b), ShapeError, "a must have shape (rank, 8) to match x (3, 8), got (4, 7)"
+    )
+    yield misuse(
+        "b_shape", (x, w, a, b[:, :3]), ShapeError, "b must have shape (outputs, 4) to match a (4, 8), got (10, 3)"
+    )
+    yield misuse(
+        "weight_shape", (x, w[:9], a, b), ShapeError, "weight must have shape (10, 8) to match b and x, got (9, 8)"
+    )
+    yield misuse(
+        "bias_shape", (x, w, a, b), ShapeError, "bias must have shape (10,) to match b (10, 4), got (8,)", bias=x[0]
+    )
+    yield misuse(
+        "base_shape", (x, None, a, b), ShapeError, "base must have shape (3, 10) to match x and b, got (3, 8)", base=x
+    )
+    yield misuse("neither", (x, None, a, b), OptionError, "either weight or base must be given, got neither")
+    yield misuse(
+        "both",
+        (x, w, a, b),
+        OptionError,
+        "either weight or base must be given, got both",
+        base=torch.zeros(3, 10, device=device),
+    )
+    message = "bias must be None where base is given, which has it already"
+    yield misuse(
+        "base_and_bias", (x, None, a, b), OptionError, message, base=torch.zeros(3, 10, device=device), bias=w[:, 0]
+    )
+    yield misuse(
+        "column_scale_shape",
+        (x, w, a, b),
+        ShapeError,
+        "column_scale must have shape (10,) to match b (10, 4), got (8,)",
+        column_scale=x[0],
     )
     message = "column_scale must have dtype torch.float32 like x, or torch.float32, got torch.bfloat16; cast it"
-    yield misuse("column_scale_dtype", (x, w, a, b), DtypeError, message, column_scale=torch.ones(10, device=device).bfloat16())
+    yield misuse(
+        "column_scale_dtype", (x, w, a, b), DtypeError, message, column_scale=torch.ones(10, device=device).bfloat16()
+    )
     message = "weight must have dtype torch.float32 like x, got torch.bfloat16; cast one of them"
     yield misuse("weight_dtype", (x, w.bfloat16(), a, b), DtypeError, message)
     message = "b must have dtype torch.float32 like a, got torch.float64; cast one of them"
@@ -158,7 +227,9 @@ def workloads() -> Iterator[Workload]:
 
         return draw
 
-    def of_size(rows: int, inner: int, outer: int, rank: int = 16, axis: str = "", quick: bool = False, dora: bool = False) -> Workload:
+    def of_size(
+        rows: int, inner: int, outer: int, rank: int = 16, axis: str = "", quick: bool = False, dora: bool = False
+    ) -> Workload:
         made = workload(make(rows, inner, outer, rank, dora), axis, quick, N=rows, K=inner, M=outer, R=rank)
         return Workload(made.name + "-dora" * dora, made.make, made.quick, ("weight",), made.axis)
 
@@ -171,7 +242,8 @@ def workloads() -> Iterator[Workload]:
 
 
 def work(
-    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, *, bias: Tensor | None = None, base: Tensor | None = None,
+    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, *, bias: Tensor | None = None,
+    base: Tensor | None = None,
     column_scale: Tensor | None = None,
 ) -> Work:  # fmt: skip
     """The matmuls of the layer itself; what the adapter adds is small, and could be done in the same passes."""
@@ -193,7 +265,8 @@ def work(
 
 LAYOUT = Layout(
     {
-        "x": "… (inner)", "weight": "(outer) (inner)", "a": "(rank) (inner)", "b": "(outer) (rank)", "bias": "(outer)", "base": "… (outer)",
+        "x": "… (inner)", "weight": "(outer) (inner)", "a": "(rank) (inner)", "b": "(outer) (rank)", "bias": "(outer)",
+        "base": "… (outer)",
         "column_scale": "(outer)",
     },
     ("x",),
@@ -201,8 +274,11 @@ LAYOUT = Layout(
 
 
 # Without an annotation of what it returns, so that its signature is that of the op.
-def implementation(passes: RankPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
-    """lora_linear for a backend that brings the passes over x and the upstream gradient; `supported(x, a)` may decline a call."""
+def implementation(  # type: ignore[no-untyped-def]
+    passes: RankPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None
+):
+    """lora_linear for a backend that brings the passes over x and the upstream gradient; `supported(x, a)` may decline
+    a call."""
     loop = low_rank(passes, make_kernel)
 
     def lora_linear(
@@ -222,22 +298,26 @@ def implementation(passes: RankPasses, make_kernel: Callable[..., Kernel], suppo
 
         With column_scale, for DoRA magnitude / ‖weight + scale · b a‖ (the norm of each row):
 
-            y = column_scale · (x weightᵀ + scale · (x aᵀ) bᵀ) + bias        or        y = column_scale · (base + scale · (x aᵀ) bᵀ) + bias
+            y = column_scale · (x weightᵀ + scale · (x aᵀ) bᵀ) + bias        or        y = column_scale · (base + scale
+            · (x aᵀ) bᵀ) + bias
 
         x       (..., inner)   any floating dtype
-        weight  (outer, inner) dtype of x (under autocast both are cast to its dtype); its gradient is computed only where it is required
+        weight  (outer, inner) dtype of x (under autocast both are cast to its dtype); its gradient is computed only
+                where it is required
         a       (rank, inner)  dtype of x, or float32
         b       (outer, rank)  dtype of a
         scale   alpha / rank for LoRA, alpha / √rank for rank-stabilized LoRA
         bias    (outer,)       dtype of x
-        base    (..., outer)   dtype of x, or float32: what the layer computes by itself, instead of weight and bias, for weights that
+        base    (..., outer)   dtype of x, or float32: what the layer computes by itself, instead of weight and bias,
+                for weights that
                                are quantized or sharded
         column_scale (outer,)  dtype of x, or float32; with it, base does not include the bias
         returns (..., outer), dtype of x, or of base
 
-        x is never cast to the dtype of the adapter. A float32 adapter beside a bfloat16 x is the sum of three bfloat16 matrices, which
-        tensor cores multiply in one pass over x: gradients of a and b are as accurate as in float32. Kept for the backward pass are x and
-        the rows of x aᵀ; with a column_scale, what the layer computes by itself, too.
+        x is never cast to the dtype of the adapter. A float32 adapter beside a bfloat16 x is the sum of three bfloat16
+        matrices, which tensor cores multiply in one pass over x: gradients of a and b are as accurate as in float32.
+        Kept for the backward pass are x and the rows of x aᵀ; with a column_scale, what the layer computes by itself,
+        too.
 
         Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
         Hu et al. 2021, arXiv:2106.09685; scale by √rank: Kalajdzievski 2023, arXiv:2312.03732; DoRA: Liu et al. 2024,
@@ -260,5 +340,11 @@ def implementation(passes: RankPasses, make_kernel: Callable[..., Kernel], suppo
 
 
 lora_linear = op(
-    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work, layout=LAYOUT, dtypes=Dtypes((("a", "b"),))
+    check=check,
+    samples=samples,
+    misuses=misuses,
+    workloads=workloads,
+    work=work,
+    layout=LAYOUT,
+    dtypes=Dtypes((("a", "b"),)),
 )(implementation(TORCH_PASSES, reference_kernel))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lora_linears: two or three linear layers with low-rank adapters (LoRA) that read one input, such as gate and up, or q, k and v."""
+"""lora_linears: two or three linear layers with low-rank adapters (LoRA) that read one input, such as gate and up, or
+q, k and v."""
 
 from __future__ import annotations
 
@@ -71,26 +72,48 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     def n(*shape: int, own: torch.dtype = dtype) -> Tensor:
         return normal(device, own, *shape)
 
-    yield Sample("float32_adapters", two((6,), 32, 64, 16), {"scale": 0.5}, why="adapters are in float32, as PEFT keeps them")
+    yield Sample(
+        "float32_adapters", two((6,), 32, 64, 16), {"scale": 0.5}, why="adapters are in float32, as PEFT keeps them"
+    )
     yield Sample("low_adapters", two((6,), 32, 64, 16, dtype), {"scale": 2.0}, why="adapters have the dtype of x")
     sizes = (64, 16), (16, 16), (16, 16)
     yield Sample("three", three((2, 3), 32, *sizes), {"scale": 2.0}, why="q, k and v, with a leading shape")
     ranks = (41, 3), (30, 8), (17, 5)
-    yield Sample("ranks", three((7,), 33, *ranks), {"scale": 0.5}, why="each layer has a rank of its own; nothing is a power of two")
-    yield Sample("several_tiles", two((300,), 160, 200, 20), {"scale": 0.5}, why="rows and columns take several tiles of a kernel")
+    yield Sample(
+        "ranks",
+        three((7,), 33, *ranks),
+        {"scale": 0.5},
+        why="each layer has a rank of its own; nothing is a power of two",
+    )
+    yield Sample(
+        "several_tiles",
+        two((300,), 160, 200, 20),
+        {"scale": 0.5},
+        why="rows and columns take several tiles of a kernel",
+    )
     wide_ranks = (24, 32), (16, 30), (40, 20)
-    yield Sample("wide_ranks", three((9,), 40, *wide_ranks), why="all ranks together are more than a kernel multiplies at once")
+    yield Sample(
+        "wide_ranks", three((9,), 40, *wide_ranks), why="all ranks together are more than a kernel multiplies at once"
+    )
     sizes = (40, 4), (20, 4), (12, 4)
-    yield Sample("bias", three((5,), 16, *sizes), {"bias": n(40), "bias_2": n(20), "bias_3": n(12)}, why="biases, with gradients")
+    yield Sample(
+        "bias", three((5,), 16, *sizes), {"bias": n(40), "bias_2": n(20), "bias_3": n(12)}, why="biases, with gradients"
+    )
     yield Sample("one_bias", three((5,), 16, *sizes), {"bias_2": n(20)}, why="only one layer has a bias")
     bases = {"base": n(2, 5, 40), "base_2": n(2, 5, 20), "base_3": n(2, 5, 12)}
     given = without(three((2, 5), 16, *sizes))
     yield Sample("bases", given, bases, why="the layers' own outputs are given: they are quantized")
     bases = {"base": n(5, 40, own=wide), "base_2": n(5, 40, own=wide)}
-    yield Sample("float32_bases", without(two((5,), 16, 40, 4)), bases, why="the layers' own outputs have more precision than x")
+    yield Sample(
+        "float32_bases", without(two((5,), 16, 40, 4)), bases, why="the layers' own outputs have more precision than x"
+    )
     frozen = ("weight", "weight_2", "weight_3")
-    yield Sample("frozen_weights", three((9,), 20, *sizes), {"scale": 0.5}, why="no work for gradients of weights", frozen=frozen)
-    yield Sample("frozen_x", two((9,), 20, 70, 8), why="no work for the gradient of x", frozen=("x", "weight", "weight_2"))
+    yield Sample(
+        "frozen_weights", three((9,), 20, *sizes), {"scale": 0.5}, why="no work for gradients of weights", frozen=frozen
+    )
+    yield Sample(
+        "frozen_x", two((9,), 20, 70, 8), why="no work for the gradient of x", frozen=("x", "weight", "weight_2")
+    )
     strided = (n(5, 48)[:, 7:23], *layer(16, 40, 4), *layer(16, 24, 4))
     yield Sample("strided_rows", strided, why="rows are read through their stride")
     yield Sample("one_row", two((1,), 16, 30, 4), why="a single row")
@@ -107,11 +130,17 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     yield misuse("a_shape", (*good[:5], a[:, :7], b), ShapeError, message)
     message = "b_2 must have shape (outputs, 4) to match a_2 (4, 8), got (10, 3)"
     yield misuse("b_shape", (*good[:6], b[:, :3]), ShapeError, message)
-    yield misuse("weight_shape", (x, w[:9], *good[2:]), ShapeError, "weight must have shape (10, 8) to match b and x, got (9, 8)")
-    yield misuse("bias_shape", good, ShapeError, "bias_2 must have shape (10,) to match b_2 (10, 4), got (8,)", bias_2=x[0])
+    yield misuse(
+        "weight_shape", (x, w[:9], *good[2:]), ShapeError, "weight must have shape (10, 8) to match b and x, got (9, 8)"
+    )
+    yield misuse(
+        "bias_shape", good, ShapeError, "bias_2 must have shape (10,) to match b_2 (10, 4), got (8,)", bias_2=x[0]
+    )
     message = "base_2 must have shape (3, 10) to match x and b_2, got (3, 8)"
     yield misuse("base_shape", (*good[:4], None, a, b), ShapeError, message, base_2=x)
-    yield misuse("neither", (*good[:4], None, a, b), OptionError, "either weight_2 or base_2 must be given, got neither")
+    yield misuse(
+        "neither", (*good[:4], None, a, b), OptionError, "either weight_2 or base_2 must be given, got neither"
+    )
     yield misuse("both", good, OptionError, "either weight or base must be given, got both", base=base)
     message = "bias_2 must be None where base_2 is given, which has it already"
     yield misuse("base_and_bias", (*good[:4], None, a, b), OptionError, message, base_2=base, bias_2=w[:, 0])
@@ -140,7 +169,9 @@ def workloads() -> Iterator[Workload]:
                 )
                 for columns in outer
             ]
-            return (normal(device, dtype, rows, inner), *(tensor for layer in layers for tensor in layer)), {"scale": 2.0}
+            return (normal(device, dtype, rows, inner), *(tensor for layer in layers for tensor in layer)), {
+                "scale": 2.0
+            }
 
         return draw
 
@@ -159,7 +190,8 @@ def work(
     bias: Tensor | None = None, bias_2: Tensor | None = None, bias_3: Tensor | None = None,
     base: Tensor | None = None, base_2: Tensor | None = None, base_3: Tensor | None = None,
 ) -> Work:  # fmt: skip
-    """The matmuls of the layers themselves, and one read of x; what the adapters add is small, and could be done in the same passes."""
+    """The matmuls of the layers themselves, and one read of x; what the adapters add is small, and could be done in the
+    same passes."""
     inner, rows, size = x.shape[-1], x.numel() // x.shape[-1], x.element_size()
     factors = [(weight, a, b), (weight_2, a_2, b_2)]
     factors += [(weight_3, a_3, b_3)] if a_3 is not None and b_3 is not None else []
@@ -184,15 +216,19 @@ LAYOUT = Layout(
     | {
         f"{name}{suffix}": shape.replace("outer", f"outer{suffix}").replace("rank", f"rank{suffix}")
         for suffix in ("", "_2", "_3")
-        for name, shape in (("weight", "(outer) (inner)"), ("a", "(rank) (inner)"), ("b", "(outer) (rank)"), ("bias", "(outer)"), ("base", "… (outer)"))
+        for name, shape in (("weight", "(outer) (inner)"), ("a", "(rank) (inner)"), ("b", "(outer) (rank)"),
+            ("bias", "(outer)"), ("base", "… (outer)"))
     },
     ("x", "x", "x"),
 )  # fmt: skip
 
 
 # Without an annotation of what it returns, so that its signature is that of the op.
-def implementation(passes: RankPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
-    """lora_linears for a backend that brings the passes over x and the upstream gradients; `supported(x, a)` may decline a call."""
+def implementation(  # type: ignore[no-untyped-def]
+    passes: RankPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None
+):
+    """lora_linears for a backend that brings the passes over x and the upstream gradients; `supported(x, a)` may
+    decline a call."""
     loop = low_rank_layers(passes, make_kernel)
 
     def lora_linears(
@@ -206,12 +242,14 @@ def implementation(passes: RankPasses, make_kernel: Callable[..., Kernel], suppo
             y_i = x weight_iᵀ + bias_i + scale · (x a_iᵀ) b_iᵀ        or        y_i = base_i + scale · (x a_iᵀ) b_iᵀ
 
         x        (..., inner)     any floating dtype
-        weight   (outer, inner)   dtype of x (under autocast all are cast to its dtype); gradients are computed only where they are required
+        weight   (outer, inner)   dtype of x (under autocast all are cast to its dtype); gradients are computed only
+                 where they are required
         a        (rank, inner)    dtype of x, or float32, the same for all layers
         b        (outer, rank)    dtype of a
         scale    alpha / rank, the same for all layers
         bias     (outer,)         dtype of x
-        base     (..., outer)     dtype of x, or float32, the same for all layers: what each computes by itself, instead of weights and biases,
+        base     (..., outer)     dtype of x, or float32, the same for all layers: what each computes by itself, instead
+                 of weights and biases,
                                   for weights that are quantized or sharded
         weight_2, weight_3 (outer, inner), with the sizes of their layer; the third is optional
         a_2, a_3           (rank, inner)
@@ -220,8 +258,9 @@ def implementation(passes: RankPasses, make_kernel: Callable[..., Kernel], suppo
         base_2, base_3     (..., outer)
         returns            (..., outer) for each layer, dtype of x, or of the bases
 
-        All adapters meet x in one pass over it, and so do their gradients. The gradients that x gets through the layers are added up
-        inside the matmuls, instead of one after another. Kept for the backward pass are x and the rows of every x aᵀ.
+        All adapters meet x in one pass over it, and so do their gradients. The gradients that x gets through the layers
+        are added up inside the matmuls, instead of one after another. Kept for the backward pass are x and the rows of
+        every x aᵀ.
 
         Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
         Hu et al. 2021, arXiv:2106.09685.
@@ -236,13 +275,15 @@ def implementation(passes: RankPasses, make_kernel: Callable[..., Kernel], suppo
             own = Own._make(t if t is None or place % 2 else t.to(low) for place, t in enumerate(own))
         if a.dtype not in (x.dtype, accumulator(x.dtype)):
             first, second = ([None if t is None else t.to(x.dtype) for t in factors] for factors in (first, second))
-        given = Own._make(t if t is None or not place % 2 else t.reshape(-1, t.shape[-1]) for place, t in enumerate(own))
+        given = Own._make(
+            t if t is None or not place % 2 else t.reshape(-1, t.shape[-1]) for place, t in enumerate(own)
+        )
         made = loop(x.reshape(-1, x.shape[-1]), weights, first, second, float(scale), given)
         return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in made)
 
     return lora_linears
 
 
-lora_linears = op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work, layout=LAYOUT, dtypes=DTYPES)(
-    implementation(TORCH_PASSES, reference_kernel)
-)
+lora_linears = op(
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work, layout=LAYOUT, dtypes=DTYPES
+)(implementation(TORCH_PASSES, reference_kernel))

@@ -34,7 +34,9 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     coefficients = normal(device, wide, 5, 24)
-    yield Sample("one_block", (n(2, 3, 4, 64), n(2, 3, 64), n(2, 3, 4), n(2, 3, 4, 4)), why="streams and width are powers of two")
+    yield Sample(
+        "one_block", (n(2, 3, 4, 64), n(2, 3, 64), n(2, 3, 4), n(2, 3, 4, 4)), why="streams and width are powers of two"
+    )
     yield Sample("odd_width", given(5, 3, 100), why="masks on streams and columns")
     yield Sample("wide", given(2, 4, 2100), why="several tiles of columns, which a coefficient's gradient sums")
     yield Sample("one_stream", given(4, 1, 40), why="an ordinary residual with two factors")
@@ -42,7 +44,8 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("unmixed", given(5, 4, 72)[:3], why="the streams are kept as they are")
     yield Sample("unmixed_wide", given(2, 3, 2100)[:3], why="the streams are kept, in several tiles")
     yield Sample(
-        "float32_coefficients", (n(5, 4, 72), n(5, 72), coefficients[:, 4:8], coefficients[:, 8:].unflatten(-1, (4, 4))),
+        "float32_coefficients", (n(5, 4, 72), n(5, 72), coefficients[:, 4:8],
+            coefficients[:, 8:].unflatten(-1, (4, 4))),
         why="parts of one float32 projection, read through their strides",
     )  # fmt: skip
     yield Sample("transposed_res", (*given(5, 4, 72)[:3], n(5, 4, 4).mT), why="the matrix is read through its strides")
@@ -51,9 +54,19 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("frozen_x", given(5, 4, 72), frozen=("x",), why="no gradient of the streams")
     yield Sample("frozen_y", given(5, 4, 72), frozen=("y",), why="no gradient of the layer's output")
     yield Sample("only_post", given(5, 4, 72), frozen=("x", "y", "res"), why="only the sum over columns of y")
-    yield Sample("wide_output", (n(5, 4, 72), normal(device, wide, 5, 72), n(5, 4), n(5, 4, 4)), why="a float32 layer over narrow streams")
-    yield Sample("strided_rows", (n(5, 4, 160)[..., :72], n(5, 160)[:, :72], *given(5, 4, 1)[2:]), why="slices are read in place")
-    yield Sample("transposed", (n(5, 72, 4).mT, n(72, 5).t(), *given(5, 4, 72)[2:]), why="the last dimension of x is not contiguous")
+    yield Sample(
+        "wide_output",
+        (n(5, 4, 72), normal(device, wide, 5, 72), n(5, 4), n(5, 4, 4)),
+        why="a float32 layer over narrow streams",
+    )
+    yield Sample(
+        "strided_rows", (n(5, 4, 160)[..., :72], n(5, 160)[:, :72], *given(5, 4, 1)[2:]), why="slices are read in place"
+    )
+    yield Sample(
+        "transposed",
+        (n(5, 72, 4).mT, n(72, 5).t(), *given(5, 4, 72)[2:]),
+        why="the last dimension of x is not contiguous",
+    )
     yield Sample("one_position", (n(4, 40), n(40), n(4), n(4, 4)), why="no leading dimension")
     yield Sample("empty", given(0, 4, 64), why="no positions: nothing is launched")
 
@@ -64,15 +77,32 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     res = torch.zeros(2, 4, 4, device=device)
     yield misuse("integers", (x, y.int(), post), DtypeError, "y must have a floating dtype, got torch.int32")
     yield misuse("vector", (y[0], y, post), ShapeError, "x must have the dimensions (..., streams, width), got (8,)")
-    yield misuse("y_shape", (x, y[:, 1:], post), ShapeError, "y must have shape (2, 8) to match x (2, 4, 8), got (2, 7)")
-    yield misuse("post_shape", (x, y, post[:, 1:]), ShapeError, "post must have shape (2, 4) to match x (2, 4, 8), got (2, 3)")
-    yield misuse("res_shape", (x, y, post, res[:1]), ShapeError, "res must have shape (2, 4, 4) to match x (2, 4, 8), got (1, 4, 4)")
+    yield misuse(
+        "y_shape", (x, y[:, 1:], post), ShapeError, "y must have shape (2, 8) to match x (2, 4, 8), got (2, 7)"
+    )
+    yield misuse(
+        "post_shape", (x, y, post[:, 1:]), ShapeError, "post must have shape (2, 4) to match x (2, 4, 8), got (2, 3)"
+    )
+    yield misuse(
+        "res_shape",
+        (x, y, post, res[:1]),
+        ShapeError,
+        "res must have shape (2, 4, 4) to match x (2, 4, 8), got (1, 4, 4)",
+    )
 
 
 def workloads() -> Iterator[Workload]:
     def draw(device: torch.device, dtype: torch.dtype, tokens: int, streams: int, width: int) -> tuple[Tensor, ...]:
-        post, res = normal(device, torch.float32, tokens, streams), normal(device, torch.float32, tokens, streams, streams)
-        return normal(device, dtype, tokens, streams, width), normal(device, dtype, tokens, width), 2 * post.sigmoid(), res.softmax(-1)
+        post, res = (
+            normal(device, torch.float32, tokens, streams),
+            normal(device, torch.float32, tokens, streams, streams),
+        )
+        return (
+            normal(device, dtype, tokens, streams, width),
+            normal(device, dtype, tokens, width),
+            2 * post.sigmoid(),
+            res.softmax(-1),
+        )
 
     return _streams.workloads(draw)
 
@@ -96,12 +126,13 @@ def merge_streams(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None = None)
     x       (..., streams, width)     any floating dtype
     y       (..., width)              any floating dtype; the output of the layer
     post    (..., streams)            any floating dtype
-    res     (..., streams, streams)   any floating dtype; without it every stream keeps itself, res_ij = 1 for i = j, else 0
+    res     (..., streams, streams)   any floating dtype; without it every stream keeps itself, res_ij = 1 for i = j,
+            else 0
     returns (..., streams, width), dtype of x; computed in float32 (float64 for float64) and rounded once
 
-    Raises ShapeError unless each position has one row of y, one coefficient of post for each stream, and one of res for each pair of streams;
-    DtypeError for integers.
-    Zhu et al. 2024, arXiv:2409.19606; Xie et al. 2025, arXiv:2512.24880, where res is doubly stochastic, as `sinkhorn` makes it.
+    Raises ShapeError unless each position has one row of y, one coefficient of post for each stream, and one of res for
+    each pair of streams; DtypeError for integers. Zhu et al. 2024, arXiv:2409.19606; Xie et al. 2025, arXiv:2512.24880,
+    where res is doubly stochastic, as `sinkhorn` makes it.
     """
     wide = accumulator(x.dtype)
     streams = x.to(wide)

@@ -31,7 +31,9 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("wide", (n(2, 4, 2100), n(2, 4)), why="several tiles of columns, which a coefficient's gradient sums")
     yield Sample("one_stream", (n(4, 1, 40), n(4, 1)), why="a single stream is scaled")
     yield Sample("eight_streams", (n(3, 8, 40), n(3, 8)), why="the most streams in registers")
-    yield Sample("float32_coefficients", (n(5, 4, 72), normal(device, wide, 5, 4)), why="coefficients of a float32 projection")
+    yield Sample(
+        "float32_coefficients", (n(5, 4, 72), normal(device, wide, 5, 4)), why="coefficients of a float32 projection"
+    )
     yield Sample("frozen_pre", (n(5, 4, 72), n(5, 4)), frozen=("pre",), why="x is not read again")
     yield Sample("frozen_x", (n(5, 4, 72), n(5, 4)), frozen=("x",), why="no gradient of the streams")
     yield Sample("strided_rows", (n(5, 4, 160)[..., :72], n(5, 24)[:, :4]), why="slices are read through their strides")
@@ -45,7 +47,9 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     x, pre = torch.zeros(2, 4, 8, device=device), torch.zeros(2, 4, device=device)
     yield misuse("integers", (x.int(), pre), DtypeError, "x must have a floating dtype, got torch.int32")
     yield misuse("vector", (x[0, 0], pre), ShapeError, "x must have the dimensions (..., streams, width), got (8,)")
-    yield misuse("pre_shape", (x, pre[:, 1:]), ShapeError, "pre must have shape (2, 4) to match x (2, 4, 8), got (2, 3)")
+    yield misuse(
+        "pre_shape", (x, pre[:, 1:]), ShapeError, "pre must have shape (2, 4) to match x (2, 4, 8), got (2, 3)"
+    )
 
 
 def workloads() -> Iterator[Workload]:

@@ -14,7 +14,9 @@ from liger_core.ops import _modulated
 from liger_core.ops._inputs import accumulator, normal
 
 
-def check(x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6) -> None:
+def check(
+    x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6
+) -> None:
     _modulated.check("modulated_rms_norm", x, scale, shift, weight, eps)
 
 
@@ -25,15 +27,21 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield from _modulated.samples(device, dtype)
     yield Sample("weight", (n(2, 6, 96), n(2, 96), n(2, 96), n(96)), why="the norm has a weight of its own")
     yield Sample("weight_no_shift", (n(3, 6, 40), n(3, 40), None, n(40)), {"eps": 0.1}, why="a weight without a shift")
-    yield Sample("frozen_weight", (n(2, 6, 96), n(2, 96), n(2, 96), n(96)), frozen=("weight",), why="no sum over samples")
-    yield Sample("only_weight", (n(3, 6, 40), n(3, 40), None, n(40)), frozen=("x", "scale"), why="only the sum over samples")
+    yield Sample(
+        "frozen_weight", (n(2, 6, 96), n(2, 96), n(2, 96), n(96)), frozen=("weight",), why="no sum over samples"
+    )
+    yield Sample(
+        "only_weight", (n(3, 6, 40), n(3, 40), None, n(40)), frozen=("x", "scale"), why="only the sum over samples"
+    )
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
     return _modulated.misuses("modulated_rms_norm", device)
 
 
-def work(x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6) -> Work:
+def work(
+    x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6
+) -> Work:
     return _modulated.work(x)
 
 
@@ -41,7 +49,9 @@ def work(x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor |
     check=check, samples=samples, misuses=misuses, workloads=_modulated.workloads, work=work,
     layout=Layout({"x": "… tokens (width)", "scale": "… (width)", "shift": "… (width)", "weight": "(width)"}, ("x",)),
 )  # fmt: skip
-def modulated_rms_norm(x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+def modulated_rms_norm(
+    x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6
+) -> Tensor:
     """RMSNorm whose rows are scaled and shifted by values that a network computes for each sample.
 
         y = norm(x) · weight · (1 + scale) + shift
@@ -54,8 +64,8 @@ def modulated_rms_norm(x: Tensor, scale: Tensor, shift: Tensor | None = None, we
     eps     added to the mean square, in the units of x²; > 0
     returns (..., tokens, width), dtype of x; computed in float32 (float64 for float64) and rounded once
 
-    Raises ShapeError if scale or shift is not one row a sample or weight is not (width,), DtypeError for integers, OptionError for eps ≤ 0.
-    Peebles & Xie 2023, arXiv:2212.09748; Zhang & Sennrich 2019, arXiv:1910.07467.
+    Raises ShapeError if scale or shift is not one row a sample or weight is not (width,), DtypeError for integers,
+    OptionError for eps ≤ 0. Peebles & Xie 2023, arXiv:2212.09748; Zhang & Sennrich 2019, arXiv:1910.07467.
     """
     wide = accumulator(x.dtype)
     row = x.to(wide)

@@ -19,7 +19,9 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e
     checks.floating("poly_norm", 2, x=x, weight=weight, bias=bias)
     checks.at_least_one_dimension("poly_norm", "x", x)
     if weight.shape != (3,):
-        checks.fail(ShapeError, "poly_norm", f"weight must have shape (3,), one factor a power, got {checks.shape(weight)}")
+        checks.fail(
+            ShapeError, "poly_norm", f"weight must have shape (3,), one factor a power, got {checks.shape(weight)}"
+        )
     if bias is not None and bias.shape not in ((), (1,)):
         checks.fail(ShapeError, "poly_norm", f"bias must have one element, shape () or (1,), got {checks.shape(bias)}")
     checks.positive("poly_norm", "eps", eps)
@@ -42,7 +44,11 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("frozen_factors", (n(6, 96), n(3), n(1)), frozen=("weight",), why="only the bias of the two")
     yield Sample("large_eps", (n(4, 48, scale=0.1), n(3), None, 0.1), why="eps dominates the mean square of the cube")
     yield Sample("strided_rows", (n(5, 160)[:, :80], n(3), n(1)), why="rows are read through their stride")
-    yield Sample("float32_weight", (n(5, 72), normal(device, wide, 3), normal(device, wide, 1)), why="weights of another dtype than x")
+    yield Sample(
+        "float32_weight",
+        (n(5, 72), normal(device, wide, 3), normal(device, wide, 1)),
+        why="weights of another dtype than x",
+    )
     yield Sample("vector", (n(33), n(3), n(1)), why="no leading dimension")
     yield Sample("empty", (n(0, 64), n(3), n(1)), why="no rows: nothing is launched, gradients are zero")
 
@@ -52,7 +58,9 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     x, weight = torch.zeros(2, 8, device=device), torch.zeros(3, device=device)
     yield misuse("integers", (x.int(), weight), DtypeError, "x must have a floating dtype, got torch.int32")
     yield misuse("weight_shape", (x, x[0]), ShapeError, "weight must have shape (3,), one factor a power, got (8,)")
-    yield misuse("bias_shape", (x, weight, weight), ShapeError, "bias must have one element, shape () or (1,), got (3,)")
+    yield misuse(
+        "bias_shape", (x, weight, weight), ShapeError, "bias must have one element, shape () or (1,), got (3,)"
+    )
     yield misuse("eps_zero", (x, weight, None, 0.0), OptionError, "eps must be a finite number > 0, got 0.0")
 
 
@@ -82,11 +90,12 @@ def poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float 
     weight  (3,)           any floating dtype; the factor of the cube comes first
     bias    () or (1,)     any floating dtype; without it nothing is added
     eps     added to the mean square of each power; > 0
-    returns (..., width), dtype of x; powers and means are computed in float32 (float64 for float64), in which the sum of x⁶
+    returns (..., width), dtype of x; powers and means are computed in float32 (float64 for float64), in which the sum
+    of x⁶
             over a row overflows above 3.4·10³⁸: 4096 columns of 6.6·10⁵; the cube then counts as 0
 
-    Raises ShapeError if weight is not (3,) or bias has more than one element, DtypeError for integers, OptionError for eps ≤ 0.
-    Zhuo et al. 2024, arXiv:2411.03884.
+    Raises ShapeError if weight is not (3,) or bias has more than one element, DtypeError for integers, OptionError for
+    eps ≤ 0. Zhuo et al. 2024, arXiv:2411.03884.
     """
     wide = accumulator(x.dtype)
     row, factors = x.to(wide), weight.to(wide)

@@ -22,7 +22,11 @@ def check(x: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
     _streams.check(name, x)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-2] * x.shape[-1]:
         wanted = f"(count, {x.shape[-2] * x.shape[-1]})"
-        checks.fail(ShapeError, name, f"weight must have shape {wanted} to match x {checks.shape(x)}, got {checks.shape(weight)}")
+        checks.fail(
+            ShapeError,
+            name,
+            f"weight must have shape {wanted} to match x {checks.shape(x)}, got {checks.shape(weight)}",
+        )
     checks.positive(name, "eps", eps)
 
 
@@ -33,19 +37,27 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     yield Sample("one_block", (n(2, 3, 4, 64), n(24, 256, scale=0.1)), why="columns are a power of two")
     yield Sample("odd_width", (n(5, 3, 33), n(15, 99, scale=0.1)), why="masks on rows, columns and coefficients")
-    yield Sample("many_rows", (n(150, 2, 24), n(8, 48, scale=0.2)), why="several blocks of rows, which the weight gradient sums")
+    yield Sample(
+        "many_rows", (n(150, 2, 24), n(8, 48, scale=0.2)), why="several blocks of rows, which the weight gradient sums"
+    )
     yield Sample("wide", (n(3, 4, 300), n(24, 1200, scale=0.03)), why="columns are shared among programs")
     yield Sample("one_coefficient", (n(4, 1, 40), n(1, 40, scale=0.2)), why="a single logit of a single stream")
     yield Sample(
-        "float32_weight", (n(5, 4, 24), normal(device, wide, 24, 96, scale=0.1)), why="float32 parameters, split into three numbers"
+        "float32_weight",
+        (n(5, 4, 24), normal(device, wide, 24, 96, scale=0.1)),
+        why="float32 parameters, split into three numbers",
     )
     yield Sample("large_eps", (n(4, 2, 24, scale=0.01), n(8, 48), 0.1), why="eps dominates the mean square")
     yield Sample("frozen_weight", (n(5, 4, 24), n(24, 96, scale=0.1)), frozen=("weight",), why="no sums over rows")
     yield Sample("frozen_x", (n(5, 4, 24), n(24, 96, scale=0.1)), frozen=("x",), why="only sums over rows")
-    yield Sample("strided_rows", (n(5, 192)[:, :96].unflatten(-1, (4, 24)), n(24, 160)[:, 64:]), why="slices are read in place")
+    yield Sample(
+        "strided_rows", (n(5, 192)[:, :96].unflatten(-1, (4, 24)), n(24, 160)[:, 64:]), why="slices are read in place"
+    )
     yield Sample("transposed", (n(5, 24, 4).mT, n(96, 24, scale=0.1).t()), why="columns are not adjacent")
     yield Sample("one_position", (n(4, 24), n(24, 96, scale=0.1)), why="no leading dimension")
-    yield Sample("empty", (n(0, 4, 24), n(24, 96)), why="no positions: nothing is launched, the weight gradient is zero")
+    yield Sample(
+        "empty", (n(0, 4, 24), n(24, 96)), why="no positions: nothing is launched, the weight gradient is zero"
+    )
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
@@ -54,7 +66,8 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     yield misuse("integers", (x.int(), weight), DtypeError, "x must have a floating dtype, got torch.int32")
     yield misuse("vector", (x[0, 0], weight), ShapeError, "x must have the dimensions (..., streams, width), got (8,)")
     yield misuse(
-        "weight_shape", (x, weight[:, 1:]), ShapeError, "weight must have shape (count, 32) to match x (2, 4, 8), got (24, 31)"
+        "weight_shape", (x, weight[:, 1:]), ShapeError,
+        "weight must have shape (count, 32) to match x (2, 4, 8), got (24, 31)"
     )  # fmt: skip
     yield misuse("eps", (x, weight, 0.0), OptionError, "eps must be a finite number > 0, got 0.0")
 
@@ -62,7 +75,9 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 def workloads() -> Iterator[Workload]:
     def draw(device: torch.device, dtype: torch.dtype, tokens: int, streams: int, width: int) -> tuple[Tensor, ...]:
         count, columns = (2 + streams) * streams, streams * width
-        return normal(device, dtype, tokens, streams, width), normal(device, torch.float32, count, columns, scale=columns**-0.5)
+        return normal(device, dtype, tokens, streams, width), normal(
+            device, torch.float32, count, columns, scale=columns**-0.5
+        )
 
     return _streams.workloads(draw)
 

@@ -38,7 +38,14 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         return normal(device, dtype, *shape, scale=scale)
 
     def sample(
-        name: str, q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor], *, why: str, frozen: tuple[str, ...] = (), **options: Any
+        name: str,
+        q: Tensor,
+        k: Tensor,
+        tables: tuple[Tensor, Tensor],
+        *,
+        why: str,
+        frozen: tuple[str, ...] = (),
+        **options: Any,
     ) -> Sample:
         width = q.shape[-1]
         weights = options.pop("weights", None) or (n(width), n(width))
@@ -51,45 +58,111 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     q, k = n(2, 5, 6, 16).transpose(1, 2), n(2, 5, 2, 16).transpose(1, 2)
     yield sample("view", q, k, usual, why="(B, heads, T, D) views of (B, T, heads, D) are read through strides")
     packed = n(2, 5, (6 + 2 + 2) * 16)
-    q, k = packed[..., :96].unflatten(-1, (6, 16)).transpose(1, 2), packed[..., 96:128].unflatten(-1, (2, 16)).transpose(1, 2)
+    q, k = (
+        packed[..., :96].unflatten(-1, (6, 16)).transpose(1, 2),
+        packed[..., 96:128].unflatten(-1, (2, 16)).transpose(1, 2),
+    )
     yield sample("packed_projection", q, k, usual, why="slices of one query-key-value projection")
     columns = n(2, 4, 16, 5).transpose(2, 3)
-    yield sample("column_strides", columns, n(2, 2, 5, 16), usual, why="neighboring columns of q are not neighbors in memory")
-    yield sample("partial", n(1, 2, 5, 40), n(1, 1, 5, 40), usual, why="columns past the rotary width are normalized, not rotated")
+    yield sample(
+        "column_strides", columns, n(2, 2, 5, 16), usual, why="neighboring columns of q are not neighbors in memory"
+    )
+    yield sample(
+        "partial",
+        n(1, 2, 5, 40),
+        n(1, 1, 5, 40),
+        usual,
+        why="columns past the rotary width are normalized, not rotated",
+    )
     gemma: dict[str, Any] = {"weight_offset": 1.0, "cast": "float32"}
     yield sample("gemma", n(2, 4, 5, 16), n(2, 1, 5, 16), usual, **gemma, why="1 + weight, multiplied in float32")
-    yield sample("partial_gemma", n(1, 2, 5, 24), n(1, 1, 5, 24), usual, **gemma, why="1 + weight on columns that are not rotated")
-    yield sample("cast_input", n(2, 4, 5, 16, scale=30), n(2, 2, 5, 16), usual, cast="input", why="rounds before the weight")
+    yield sample(
+        "partial_gemma",
+        n(1, 2, 5, 24),
+        n(1, 1, 5, 24),
+        usual,
+        **gemma,
+        why="1 + weight on columns that are not rotated",
+    )
+    yield sample(
+        "cast_input", n(2, 4, 5, 16, scale=30), n(2, 2, 5, 16), usual, cast="input", why="rounds before the weight"
+    )
     inter = angles(device, dtype, 5, 24, interleaved=True)
-    yield sample("interleaved", n(2, 4, 5, 24), n(2, 2, 5, 24), inter, interleaved=True, why="neighboring columns are a pair")
+    yield sample(
+        "interleaved", n(2, 4, 5, 24), n(2, 2, 5, 24), inter, interleaved=True, why="neighboring columns are a pair"
+    )
     part = angles(device, dtype, 5, 8, interleaved=True)
-    yield sample("interleaved_partial", n(1, 3, 5, 20), n(1, 1, 5, 20), part, interleaved=True, why="interleaved, partial, odd pairs")
+    yield sample(
+        "interleaved_partial",
+        n(1, 3, 5, 20),
+        n(1, 1, 5, 20),
+        part,
+        interleaved=True,
+        why="interleaved, partial, odd pairs",
+    )
     per_batch = torch.stack([usual[0], usual[1]]), torch.stack([usual[1], usual[0]])
     yield sample("per_batch", n(2, 3, 5, 16), n(2, 3, 5, 16), per_batch, why="cos and sin differ by batch row")
     shared = usual[0][None], usual[1][None]
     yield sample("shared_batch", n(3, 2, 5, 16), n(3, 1, 5, 16), shared, why="cos and sin have a batch of one")
-    yield sample("unequal_halves", n(1, 2, 5, 16), n(1, 2, 5, 16), (n(5, 16), n(5, 16)), why="the halves of cos and sin need not be equal")
+    yield sample(
+        "unequal_halves",
+        n(1, 2, 5, 16),
+        n(1, 2, 5, 16),
+        (n(5, 16), n(5, 16)),
+        why="the halves of cos and sin need not be equal",
+    )
     wide = angles(device, torch.float32, 5, 16)
     yield sample("float32_table", n(1, 2, 5, 16), n(1, 2, 5, 16), wide, why="cos and sin in another dtype than q")
     weights = normal(device, torch.float32, 16), n(16)
-    yield sample("float32_weight", n(1, 2, 5, 16), n(1, 2, 5, 16), usual, weights=weights, why="q_weight has another dtype than q")
-    yield sample("frozen_weights", n(1, 2, 5, 16), n(1, 2, 5, 16), usual, frozen=("q_weight", "k_weight"), why="no weight gradients")
-    yield sample("frozen_key", n(1, 2, 5, 16), n(1, 2, 5, 16), usual, frozen=("k", "k_weight"), why="only gradients of the query")
-    yield sample("only_weights", n(1, 2, 5, 16), n(1, 2, 5, 16), usual, frozen=("q", "k"), why="only the weights' gradients")
-    yield sample("large_eps", n(1, 2, 5, 16, scale=0.01), n(1, 2, 5, 16), usual, eps=0.1, why="eps dominates the mean square")
+    yield sample(
+        "float32_weight",
+        n(1, 2, 5, 16),
+        n(1, 2, 5, 16),
+        usual,
+        weights=weights,
+        why="q_weight has another dtype than q",
+    )
+    yield sample(
+        "frozen_weights",
+        n(1, 2, 5, 16),
+        n(1, 2, 5, 16),
+        usual,
+        frozen=("q_weight", "k_weight"),
+        why="no weight gradients",
+    )
+    yield sample(
+        "frozen_key", n(1, 2, 5, 16), n(1, 2, 5, 16), usual, frozen=("k", "k_weight"), why="only gradients of the query"
+    )
+    yield sample(
+        "only_weights", n(1, 2, 5, 16), n(1, 2, 5, 16), usual, frozen=("q", "k"), why="only the weights' gradients"
+    )
+    yield sample(
+        "large_eps", n(1, 2, 5, 16, scale=0.01), n(1, 2, 5, 16), usual, eps=0.1, why="eps dominates the mean square"
+    )
     long = angles(device, dtype, 3169, 4)
     yield sample("many_tokens", n(1, 4, 3169, 4), n(1, 2, 3169, 4), long, why="several tokens a tile, on a GPU too")
     cos, sin = angles(device, dtype, 131, 8, interleaved=True)
     tables = torch.stack([cos, sin]), torch.stack([sin, cos])
     yield sample(
-        "many_partial", n(2, 3, 131, 20), n(2, 1, 131, 20), tables, interleaved=True, why="several tokens a tile, which differ by batch row"
+        "many_partial", n(2, 3, 131, 20), n(2, 1, 131, 20), tables, interleaved=True,
+        why="several tokens a tile, which differ by batch row"
     )  # fmt: skip
     heads = angles(device, dtype, 2, 128)
     yield sample("many_heads", n(1, 40, 2, 128), n(1, 8, 2, 128), heads, why="the heads of q take several programs")
-    yield sample("widest", n(1, 2, 2, 1024), n(1, 1, 2, 1024), angles(device, dtype, 2, 1024), why="the widest heads that Triton takes")
-    yield sample("no_query_heads", n(2, 0, 5, 16), n(2, 3, 5, 16), usual, why="no queries: their weight gradient is zero")
+    yield sample(
+        "widest",
+        n(1, 2, 2, 1024),
+        n(1, 1, 2, 1024),
+        angles(device, dtype, 2, 1024),
+        why="the widest heads that Triton takes",
+    )
+    yield sample(
+        "no_query_heads", n(2, 0, 5, 16), n(2, 3, 5, 16), usual, why="no queries: their weight gradient is zero"
+    )
     yield sample("no_key_heads", n(2, 3, 5, 16), n(2, 0, 5, 16), usual, why="no keys: their weight gradient is zero")
-    yield sample("empty", n(0, 2, 5, 16), n(0, 2, 5, 16), usual, why="no batch: nothing is launched, gradients are zero")
+    yield sample(
+        "empty", n(0, 2, 5, 16), n(0, 2, 5, 16), usual, why="no batch: nothing is launched, gradients are zero"
+    )
     zeros = torch.zeros(1, 2, 5, 16, device=device, dtype=dtype)
     yield sample("zeros", zeros, n(1, 2, 5, 16), usual, why="the mean square is zero: eps alone")
 
@@ -123,7 +196,9 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def shape(batch: int, tokens: int, heads: int, key_heads: int, width: int, axis: str = "", quick: bool = False) -> Workload:
+    def shape(
+        batch: int, tokens: int, heads: int, key_heads: int, width: int, axis: str = "", quick: bool = False
+    ) -> Workload:
         def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
             q = normal(device, dtype, batch, tokens, heads, width).transpose(1, 2)
             k = normal(device, dtype, batch, tokens, key_heads, width).transpose(1, 2)
@@ -165,17 +240,22 @@ def qk_norm_rope(
         y = rope(rms_norm(x, weight, eps), cos, sin)          for x = q and x = k, each with its weight
 
     q                         (batch, heads, tokens, width)       any floating dtype and strides
-    k                         (batch, key_heads, tokens, width)   dtype of q (under autocast both get the wider of theirs); any number of heads
+    k                         (batch, key_heads, tokens, width)   dtype of q (under autocast both get the wider of
+                              theirs); any number of heads
     q_weight, k_weight        (width,)                            any floating dtype
-    cos, sin                  (tokens, R), (1, tokens, R) or (batch, tokens, R); R even, at most width; any floating dtype. Columns past
-                              R are only normalized
+    cos, sin                  (tokens, R), (1, tokens, R) or (batch, tokens, R); R even, at most width; any floating
+                              dtype. Columns past R are only normalized
     eps, weight_offset, cast  as in rms_norm
     interleaved               as in rope
-    returns                   queries and keys, shapes, dtypes and (where dense) strides of the inputs; statistics are accumulated in
-                              float32 (float64 for float64)
+    returns                   queries and keys, shapes, dtypes and (where dense) strides of the inputs; statistics are
+                              accumulated in float32 (float64 for float64)
 
-    Raises ShapeError for shapes that do not match, DtypeError for integers or if q and k differ, OptionError for eps ≤ 0.
-    Dehghani et al. 2023, arXiv:2302.05442 (normalized queries and keys); Su et al. 2021, arXiv:2104.09864 (rotary embedding).
+    Raises ShapeError for shapes that do not match, DtypeError for integers or if q and k differ, OptionError for eps ≤
+    0. Dehghani et al. 2023, arXiv:2302.05442 (normalized queries and keys); Su et al. 2021, arXiv:2104.09864 (rotary
+    embedding).
     """
-    normed = [rms_norm.reference(x, weight, eps, weight_offset=weight_offset, cast=cast) for x, weight in ((q, q_weight), (k, k_weight))]
+    normed = [
+        rms_norm.reference(x, weight, eps, weight_offset=weight_offset, cast=cast)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    ]
     return rope.reference(normed[0], normed[1], cos, sin, interleaved=interleaved)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""relu_squared: the activation of feed-forward layers without a gate, as Nemotron and Arcee have it, or with one, as BitNet."""
+"""relu_squared: the activation of feed-forward layers without a gate, as Nemotron and Arcee have it, or with one, as
+BitNet."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def check(x: Tensor, up: Tensor | None = None) -> None:
     if up is None:
         return
     if x.shape != up.shape:
-        checks.fail(ShapeError, "relu_squared", f"up must have the shape of x {checks.shape(x)}, got {checks.shape(up)}")
+        checks.fail(
+            ShapeError, "relu_squared", f"up must have the shape of x {checks.shape(x)}, got {checks.shape(up)}"
+        )
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -44,7 +47,11 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("gated_strided", (n(40, 6).t(), n(6, 80)[:, ::2]), why="neither is contiguous in its last dimension")
     yield Sample("gated_large", (n(3, 64, scale=30), n(3, 64)), why="squares are much larger than the inputs")
     large = n(3, 64).abs().clamp(min=0.1) * 3000
-    yield Sample("gated_beyond_half", (large, n(3, 64, scale=1e-4)), why="the squares exceed float16, what up makes of them does not")
+    yield Sample(
+        "gated_beyond_half",
+        (large, n(3, 64, scale=1e-4)),
+        why="the squares exceed float16, what up makes of them does not",
+    )
     yield Sample("gated_frozen_up", (n(4, 40), n(4, 40)), frozen=("up",), why="only the gradient of x")
     yield Sample("gated_frozen_x", (n(4, 40), n(4, 40)), frozen=("x",), why="only up's gradient")
     yield Sample("gated_scalars", (n(), n()), why="no dimension at all")
@@ -53,7 +60,12 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
     misuse = misuses_of("relu_squared")
-    yield misuse("integers", (torch.zeros(2, 8, device=device).int(),), DtypeError, "x must have a floating dtype, got torch.int32")
+    yield misuse(
+        "integers",
+        (torch.zeros(2, 8, device=device).int(),),
+        DtypeError,
+        "x must have a floating dtype, got torch.int32",
+    )
     yield misuse("no_tensor", (None,), DtypeError, "x must be a tensor, got NoneType")
     x = torch.zeros(2, 8, device=device)
     yield misuse("up_shape", (x, x[:1]), ShapeError, "up must have the shape of x (2, 8), got (1, 8)")

@@ -15,7 +15,9 @@ from liger_core.ops._inputs import accumulator, misuses_of, normal, row_workload
 from liger_core.ops._norm import Cast, check_scaling, scaling_misuses
 
 
-def check(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input") -> None:
+def check(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input"
+) -> None:
     check_scaling("rms_norm", x, weight, eps, weight_offset, cast)
 
 
@@ -25,7 +27,9 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
     yield Sample("one_block", (n(2, 3, 64), n(64)), why="the width is a power of two: no mask")
     yield Sample("odd_width", (n(5, 100), n(100)), why="mask on the last block")
-    yield Sample("per_head", (n(2, 7, 3, 64), n(64)), why="small widths: many rows per program, rows not a multiple of them")
+    yield Sample(
+        "per_head", (n(2, 7, 3, 64), n(64)), why="small widths: many rows per program, rows not a multiple of them"
+    )
     yield Sample("many_rows", (n(600, 24), n(24)), why="every program of the backward walks several rows")
     yield Sample("many_long_rows", (n(530, 2100), n(2100)), why="one row a program, and every program walks several")
     yield Sample("whole_row", (n(3, 4096), n(4096)), why="one row a program, as wide as its block: no mask")
@@ -33,31 +37,47 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("whole_chunks", (n(2, 5120), n(5120)), why="chunks that fill a row: no mask")
     yield Sample("whole_tiles", (n(2, 9216), n(9216)), why="tiles that fill a row")
     yield Sample("longest_block", (n(2, 9000), n(9000)), why="one row takes most of the registers")
-    yield Sample("gemma", (n(6, 96), n(96)), {"weight_offset": 1.0, "cast": "float32"}, why="1 + weight, multiplied in float32")
-    yield Sample("cast_input", (n(6, 96, scale=30), n(96)), {"cast": "input"}, why="Llama casting rounds before the weight")
+    yield Sample(
+        "gemma", (n(6, 96), n(96)), {"weight_offset": 1.0, "cast": "float32"}, why="1 + weight, multiplied in float32"
+    )
+    yield Sample(
+        "cast_input", (n(6, 96, scale=30), n(96)), {"cast": "input"}, why="Llama casting rounds before the weight"
+    )
     yield Sample("weightless", (n(6, 96),), why="no weight and no weight gradient")
     yield Sample("frozen_weight", (n(6, 96), n(96)), frozen=("weight",), why="no work for the weight gradient")
     yield Sample("frozen_input", (n(6, 96), n(96)), frozen=("x",), why="only the weight gradient")
     yield Sample("large_eps", (n(4, 48, scale=0.01), n(48)), {"eps": 0.1}, why="eps dominates the mean square")
     yield Sample(
-        "huge_values", (n(4, 64, scale=3e4 if dtype == torch.float16 else 1e18), n(64)), why="the cube of their inverse underflows"
+        "huge_values",
+        (n(4, 64, scale=3e4 if dtype == torch.float16 else 1e18), n(64)),
+        why="the cube of their inverse underflows",
     )
     yield Sample("strided_rows", (n(5, 160)[:, :80], n(80)), why="rows are read through their stride")
     yield Sample("transposed", (n(40, 6).t(), n(40)), why="the last dimension is not contiguous")
-    yield Sample("float32_weight", (n(5, 72), normal(device, torch.float32, 72)), why="the weight has another dtype than x")
+    yield Sample(
+        "float32_weight", (n(5, 72), normal(device, torch.float32, 72)), why="the weight has another dtype than x"
+    )
     yield Sample("one_row", (n(1, 200), n(200)), why="a single row")
-    yield Sample("one_column", (n(9, 1), n(1), 0.5), why="a single column; with a small eps its gradient would be pure cancellation")
+    yield Sample(
+        "one_column",
+        (n(9, 1), n(1), 0.5),
+        why="a single column; with a small eps its gradient would be pure cancellation",
+    )
     yield Sample("vector", (n(33), n(33)), why="no leading dimension")
     yield Sample("wide", (n(3, 20000), n(20000)), why="the row is longer than one block")
     yield Sample("widest", (n(2, 65536), n(65536)), why="the widest documented row")
     yield Sample("empty", (n(0, 64), n(64)), why="no rows: nothing is launched, gradients are zero")
-    yield Sample("zeros", (torch.zeros(3, 64, device=device, dtype=dtype), n(64)), why="the mean square is zero: eps alone")
+    yield Sample(
+        "zeros", (torch.zeros(3, 64, device=device, dtype=dtype), n(64)), why="the mean square is zero: eps alone"
+    )
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
     yield from scaling_misuses("rms_norm", device, 1)
     x, elsewhere = torch.zeros(2, 4, device=device), torch.zeros(4, device="meta")
-    yield misuses_of("rms_norm")("device", (x, elsewhere), DeviceError, f"weight must be on {x.device} like x, got meta")
+    yield misuses_of("rms_norm")(
+        "device", (x, elsewhere), DeviceError, f"weight must be on {x.device} like x, got meta"
+    )
 
 
 def workloads() -> Iterator[Workload]:
@@ -65,10 +85,14 @@ def workloads() -> Iterator[Workload]:
         return normal(device, dtype, rows, width), normal(device, dtype, width)
 
     # On a GPU the first two are ruled by the host.
-    return row_workloads(draw, "NH", ((256, 1024), (2048, 4096), (32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384)))
+    return row_workloads(
+        draw, "NH", ((256, 1024), (2048, 4096), (32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384))
+    )
 
 
-def work(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input") -> Work:
+def work(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input"
+) -> Work:
     size = x.numel() * x.element_size()
     return Work(2 * size, 5 * size)
 
@@ -77,7 +101,9 @@ def work(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_o
     check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
     layout=Layout({"x": "… (width)", "weight": "(width)"}, ("x",)),
 )  # fmt: skip
-def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input") -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input"
+) -> Tensor:
     """Scale every row of x to unit root mean square, then by weight.
 
         y = x / sqrt(mean(x²) + eps) · (weight_offset + weight)          (mean over the last dimension)
@@ -95,7 +121,8 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weig
     """
     wide = accumulator(x.dtype)
     row = x.to(wide)
-    # Not · rsqrt(…), whose derivative cubes it: from |x| = 1e15 on that underflows in float32, and a term of the gradient is lost.
+    # Not · rsqrt(…), whose derivative cubes it: from |x| = 1e15 on that underflows in float32, and a term of the
+    # gradient is lost.
     normed = row / torch.sqrt(row.square().mean(-1, keepdim=True) + eps)
     if cast == "input":
         normed = normed.to(x.dtype)

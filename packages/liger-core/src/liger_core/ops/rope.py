@@ -26,7 +26,10 @@ def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool =
                 checks.fail(
                     OptionError,
                     "rope",
-                    f"inplace=True must not overwrite a leaf that requires a gradient, got such a {name}; pass inplace=False",
+                    (
+                        f"inplace=True must not overwrite a leaf that requires a gradient, got such a {name}; pass "
+                        "inplace=False"
+                    ),
                 )
 
 
@@ -37,7 +40,15 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     table = ("cos", "sin")
 
     def sample(
-        name: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, why: str, frozen: tuple[str, ...] = (), **options: Any
+        name: str,
+        q: Tensor,
+        k: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        why: str,
+        frozen: tuple[str, ...] = (),
+        **options: Any,
     ) -> Sample:
         return Sample(name, (q, k, cos, sin), options, why=why, frozen=(*table, *frozen))
 
@@ -47,30 +58,73 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     q, k = n(2, 5, 6, 16).transpose(1, 2), n(2, 5, 2, 16).transpose(1, 2)
     yield sample("view", q, k, cos, sin, why="(B, heads, T, D) views of (B, T, heads, D) are read through strides")
     packed = n(2, 5, (6 + 2 + 2) * 16)
-    q, k = packed[..., :96].unflatten(-1, (6, 16)).transpose(1, 2), packed[..., 96:128].unflatten(-1, (2, 16)).transpose(1, 2)
+    q, k = (
+        packed[..., :96].unflatten(-1, (6, 16)).transpose(1, 2),
+        packed[..., 96:128].unflatten(-1, (2, 16)).transpose(1, 2),
+    )
     yield sample("packed_projection", q, k, cos, sin, why="slices of one query-key-value projection")
-    yield sample("partial", n(1, 2, 5, 40), n(1, 1, 5, 40), cos, sin, why="the columns past the rotary width pass unchanged")
+    yield sample(
+        "partial", n(1, 2, 5, 40), n(1, 1, 5, 40), cos, sin, why="the columns past the rotary width pass unchanged"
+    )
     batch_cos, batch_sin = torch.stack([cos, sin]), torch.stack([sin, cos])
-    yield sample("per_batch", n(2, 3, 5, 16), n(2, 3, 5, 16), batch_cos, batch_sin, why="cos and sin differ by batch row")
-    yield sample("shared_batch", n(3, 2, 5, 16), n(3, 1, 5, 16), cos[None], sin[None], why="cos and sin have a batch of one")
+    yield sample(
+        "per_batch", n(2, 3, 5, 16), n(2, 3, 5, 16), batch_cos, batch_sin, why="cos and sin differ by batch row"
+    )
+    yield sample(
+        "shared_batch", n(3, 2, 5, 16), n(3, 1, 5, 16), cos[None], sin[None], why="cos and sin have a batch of one"
+    )
     expanded = [t[None].expand(3, 5, 16) for t in (cos, sin)]
-    yield sample("expanded_batch", n(3, 2, 5, 16), n(3, 1, 5, 16), *expanded, why="cos and sin are expanded: stride 0 over the batch")
+    yield sample(
+        "expanded_batch",
+        n(3, 2, 5, 16),
+        n(3, 1, 5, 16),
+        *expanded,
+        why="cos and sin are expanded: stride 0 over the batch",
+    )
     inter = angles(device, dtype, 5, 24, interleaved=True)
-    yield sample("interleaved", n(2, 4, 5, 24), n(2, 2, 5, 24), *inter, interleaved=True, why="neighboring columns are a pair")
+    yield sample(
+        "interleaved", n(2, 4, 5, 24), n(2, 2, 5, 24), *inter, interleaved=True, why="neighboring columns are a pair"
+    )
     part = angles(device, dtype, 5, 8, interleaved=True)
-    yield sample("interleaved_partial", n(1, 3, 5, 20), n(1, 1, 5, 20), *part, interleaved=True, why="interleaved, partial, odd pairs")
+    yield sample(
+        "interleaved_partial",
+        n(1, 3, 5, 20),
+        n(1, 1, 5, 20),
+        *part,
+        interleaved=True,
+        why="interleaved, partial, odd pairs",
+    )
     halves = [n(5, 16), n(5, 16)]
-    yield sample("unequal_halves", n(1, 2, 5, 16), n(1, 2, 5, 16), *halves, why="the two halves of cos and sin need not be equal")
+    yield sample(
+        "unequal_halves", n(1, 2, 5, 16), n(1, 2, 5, 16), *halves, why="the two halves of cos and sin need not be equal"
+    )
     full = angles(device, torch.float32, 5, 16)
     yield sample("float32_table", n(1, 2, 5, 16), n(1, 2, 5, 16), *full, why="cos and sin in another dtype than q")
     yield sample("frozen_key", n(1, 2, 5, 16), n(1, 2, 5, 16), cos, sin, frozen=("k",), why="only the query's gradient")
     one = angles(device, dtype, 1, 12)
     yield sample("one_token", n(2, 3, 1, 12), n(2, 1, 1, 12), *one, why="one token, rotary width not a power of two")
     long = angles(device, dtype, 37, 6)
-    yield sample("many_tokens", n(1, 2, 37, 6), n(1, 1, 37, 6), *long, why="several tokens per program, tokens not a multiple of them")
-    yield sample("unrelated_heads", n(2, 5, 5, 16), n(2, 3, 5, 16), cos, sin, why="the heads of q and k need not divide each other")
-    yield sample("no_query_heads", n(2, 0, 5, 16), n(2, 3, 5, 16), cos, sin, why="without queries the keys turn all the same")
-    yield sample("no_key_heads", n(2, 3, 5, 16), n(2, 0, 5, 16), cos, sin, why="without keys the queries turn all the same")
+    yield sample(
+        "many_tokens",
+        n(1, 2, 37, 6),
+        n(1, 1, 37, 6),
+        *long,
+        why="several tokens per program, tokens not a multiple of them",
+    )
+    yield sample(
+        "unrelated_heads",
+        n(2, 5, 5, 16),
+        n(2, 3, 5, 16),
+        cos,
+        sin,
+        why="the heads of q and k need not divide each other",
+    )
+    yield sample(
+        "no_query_heads", n(2, 0, 5, 16), n(2, 3, 5, 16), cos, sin, why="without queries the keys turn all the same"
+    )
+    yield sample(
+        "no_key_heads", n(2, 3, 5, 16), n(2, 0, 5, 16), cos, sin, why="without keys the queries turn all the same"
+    )
     yield sample("empty", n(0, 2, 5, 16), n(0, 2, 5, 16), cos, sin, why="no batch: nothing is launched")
 
 
@@ -80,7 +134,9 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
     misuse = misuses_of("rope")
     q, k, t = z(2, 4, 5, 16), z(2, 2, 5, 16), z(5, 16)
-    yield misuse("dimensions", (q[0], k, t, t), ShapeError, "q must have shape (batch, heads, tokens, width), got (4, 5, 16)")
+    yield misuse(
+        "dimensions", (q[0], k, t, t), ShapeError, "q must have shape (batch, heads, tokens, width), got (4, 5, 16)"
+    )
     message = "k must have shape (2, heads, 5, 16) to match q (2, 4, 5, 16), got (2, 2, 6, 16)"
     yield misuse("key_tokens", (q, z(2, 2, 6, 16), t, t), ShapeError, message)
     message = "cos must have shape (5, rotary), (1, 5, rotary) or (2, 5, rotary) to match q (2, 4, 5, 16), got (6, 16)"
@@ -101,7 +157,9 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def shape(batch: int, tokens: int, heads: int, key_heads: int, width: int, axis: str = "", quick: bool = False) -> Workload:
+    def shape(
+        batch: int, tokens: int, heads: int, key_heads: int, width: int, axis: str = "", quick: bool = False
+    ) -> Workload:
         def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
             q = normal(device, dtype, batch, tokens, heads, width).transpose(1, 2)
             k = normal(device, dtype, batch, tokens, key_heads, width).transpose(1, 2)
@@ -109,7 +167,9 @@ def workloads() -> Iterator[Workload]:
 
         name = f"{batch}x{tokens}x{heads}+{key_heads}x{width}"
         point = {"T": tokens, "heads": heads}
-        return Workload(f"{name}-{axis}", make, quick, axis=(axis, point[axis])) if axis else Workload(name, make, quick)
+        return (
+            Workload(f"{name}-{axis}", make, quick, axis=(axis, point[axis])) if axis else Workload(name, make, quick)
+        )
 
     yield shape(1, 256, 8, 2, 64, quick=True)
     # On a GPU, the first is bound by the host.
@@ -131,7 +191,9 @@ def work(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
     layout=Layout({"q": HEADS, "k": HEADS, "cos": TABLE, "sin": TABLE}, ("q", "k")),
     dtypes=DTYPES,
 )  # fmt: skip
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> tuple[Tensor, Tensor]:
+def rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False
+) -> tuple[Tensor, Tensor]:
     """Rotate pairs of columns of queries and keys by position-dependent angles.
 
         y = x · cos + rotate(x) · sin          on the first R columns; the others pass unchanged
@@ -139,15 +201,17 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = 
         rotate(x) = (-x[1], x[0], -x[3], x[2], …)                 interleaved=True
 
     q            (batch, heads, tokens, width)       any floating dtype and strides
-    k            (batch, key_heads, tokens, width)   dtype of q (under autocast both get the wider of theirs); any number of heads
+    k            (batch, key_heads, tokens, width)   dtype of q (under autocast both get the wider of theirs); any
+                 number of heads
     cos, sin     (tokens, R), (1, tokens, R) or (batch, tokens, R); R even, at most width; any floating dtype
     interleaved  pairs are neighboring columns (True), or a column of each half (False)
-    inplace      overwrite q and k and return them; the mutation is declared to autograd. Neither may be an expanded tensor
-    returns      q and k rotated, shapes, dtypes and (where dense) strides of the inputs; computed in float32 (float64 for float64)
+    inplace      overwrite q and k and return them; the mutation is declared to autograd. Neither may be an expanded
+                 tensor
+    returns      q and k rotated, shapes, dtypes and (where dense) strides of the inputs; computed in float32 (float64
+                 for float64)
 
-    Raises ShapeError for shapes that do not match, DtypeError if q and k differ, OptionError for inplace on a leaf that requires a
-    gradient or on an expanded tensor.
-    Su et al. 2021, arXiv:2104.09864.
+    Raises ShapeError for shapes that do not match, DtypeError if q and k differ, OptionError for inplace on a leaf that
+    requires a gradient or on an expanded tensor. Su et al. 2021, arXiv:2104.09864.
     """
     wide = accumulator(q.dtype)
     cos, sin = (t.to(wide).unsqueeze(-3) for t in (cos, sin))

@@ -30,7 +30,8 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     def n(*shape: int, scale: float = 1.0) -> Tensor:
         return normal(device, dtype, *shape, scale=scale)
 
-    # With a smaller eps columns sum to 1, so that of a constant upstream gradient, which is tried too, nothing but rounding is left.
+    # With a smaller eps columns sum to 1, so that of a constant upstream gradient, which is tried too, nothing but
+    # rounding is left.
     usual = (20, 0.01)
     yield Sample("one_block", (n(2, 3, 4, 4), *usual), why="n is a power of two")
     yield Sample("odd_size", (n(5, 3, 3), *usual), why="masks on rows and columns")
@@ -81,7 +82,8 @@ def work(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> Work:
     layout=Layout({"x": "… (rows) (columns)"}, ("x",)),
 )  # fmt: skip
 def sinkhorn(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:
-    """Make matrices of logits doubly stochastic by Sinkhorn-Knopp: rows and columns are divided by their sums, repeatedly.
+    """Make matrices of logits doubly stochastic by Sinkhorn-Knopp: rows and columns are divided by their sums,
+    repeatedly.
 
         P = softmax(x) + eps                                            (over each row)
         P ← P / (column sums + eps)
@@ -94,8 +96,8 @@ def sinkhorn(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:
     eps         added to the softmax and to the sums; > 0
     returns     (..., n, n), dtype of x; computed in float32 (float64 for float64) and rounded once
 
-    Raises ShapeError for matrices that are not square, DtypeError for integers, OptionError for iterations < 1 and eps ≤ 0.
-    Sinkhorn & Knopp 1967; in hyper-connections: Xie et al. 2025, arXiv:2512.24880.
+    Raises ShapeError for matrices that are not square, DtypeError for integers, OptionError for iterations < 1 and eps
+    ≤ 0. Sinkhorn & Knopp 1967; in hyper-connections: Xie et al. 2025, arXiv:2512.24880.
     """
     p = torch.softmax(x.to(accumulator(x.dtype)), -1) + eps
     p = p / (p.sum(-2, keepdim=True) + eps)

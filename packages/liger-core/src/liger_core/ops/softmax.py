@@ -28,7 +28,9 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("wide", (n(2, 40000),), why="the row is longer than one block: two passes over its tiles")
     yield Sample("wide_tiles", (n(2, 40960),), why="tiles that fill a row")
     yield Sample("large_values", (n(4, 96, scale=30),), why="one probability is almost 1, and the others underflow")
-    yield Sample("shifted", (n(4, 96) + 80,), why="the maximum is taken off before the exponential, which would overflow")
+    yield Sample(
+        "shifted", (n(4, 96) + 80,), why="the maximum is taken off before the exponential, which would overflow"
+    )
     yield Sample("no_columns", (n(3, 0),), why="rows without columns")
 
 
@@ -60,7 +62,8 @@ def softmax(x: Tensor) -> Tensor:
         y = exp(x - max(x)) / Σ exp(x - max(x))
 
     x       (..., width)   any floating dtype
-    returns (..., width), dtype of x; the sum is accumulated in float32 (float64 for float64), and only y is kept for the backward pass
+    returns (..., width), dtype of x; the sum is accumulated in float32 (float64 for float64), and only y is kept for
+    the backward pass
 
     Raises DtypeError for integers, ShapeError for a scalar.
     """

@@ -30,7 +30,9 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("dense", (n(4, 48, scale=1e-3),), why="every element is in the support")
     yield Sample("sparse", (n(4, 96, scale=30),), why="one element is the support")
     yield Sample("long", (n(3, 16400),), why="a program reads its next row while it computes one")
-    yield Sample("long_tiles", (n(2, 12288),), why="tiles that fill a row of 16-bit numbers, which is read again in every pass")
+    yield Sample(
+        "long_tiles", (n(2, 12288),), why="tiles that fill a row of 16-bit numbers, which is read again in every pass"
+    )
     yield Sample("shifted", (n(4, 96) + 50,), why="the threshold is relative to the maximum")
 
 
@@ -63,10 +65,11 @@ def sparsemax(x: Tensor) -> Tensor:
         y = max(x - t, 0), with the t for which Σ y = 1
 
     x       (..., width)   any floating dtype; at least one column
-    returns (..., width), dtype of x; t is computed in float32 (float64 for float64), and only y is kept for the backward pass
+    returns (..., width), dtype of x; t is computed in float32 (float64 for float64), and only y is kept for the
+    backward pass
 
-    Where x equals t, the gradient is that of y = 0. Raises DtypeError for integers, ShapeError for a scalar and rows without columns.
-    Martins & Astudillo 2016, arXiv:1602.02068.
+    Where x equals t, the gradient is that of y = 0. Raises DtypeError for integers, ShapeError for a scalar and rows
+    without columns. Martins & Astudillo 2016, arXiv:1602.02068.
     """
     row = x.to(accumulator(x.dtype))
     row = row - row.detach().amax(-1, keepdim=True)

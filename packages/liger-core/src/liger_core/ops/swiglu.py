@@ -17,7 +17,8 @@ from liger_core.ops._inputs import accumulator, misuses_of, normal
 
 
 def check(
-    gate: Tensor, up: Tensor | None = None, *, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0, gate_scale: float = 1.0,
+    gate: Tensor, up: Tensor | None = None, *, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0,
+    gate_scale: float = 1.0,
     scale: float = 1.0, overwrite: bool = False,
 ) -> None:  # fmt: skip
     _gated.check("swiglu", gate, up)
@@ -35,12 +36,27 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
     yield from _gated.samples(device, dtype)
     gpt_oss = {"limit": 1.0, "alpha": 1.702, "shift": 1.0}
-    yield Sample("limited", (n(5, 101), n(5, 101)), {"limit": 1.0}, why="the gate is clipped from above, up on both sides")
+    yield Sample(
+        "limited", (n(5, 101), n(5, 101)), {"limit": 1.0}, why="the gate is clipped from above, up on both sides"
+    )
     yield Sample("gpt_oss", (n(5, 101), n(5, 101)), gpt_oss, why="a steeper sigmoid, and up + 1")
     yield Sample("gpt_oss_packed", (n(4, 3, 2 * 77),), gpt_oss, why="the same of halves of one tensor")
-    yield Sample("limited_frozen_gate", (n(4, 40), n(4, 40)), gpt_oss, frozen=("gate",), why="up's gradient alone is cut at the limit")
-    yield Sample("multipliers", (n(5, 101), n(5, 101)), {"gate_scale": 0.37, "scale": -2.5}, why="Falcon-H1 scales the gate and the result")
-    yield Sample("scaled_limit", (n(5, 64), n(5, 64)), {"gate_scale": 3.0, "limit": 1.5}, why="the limit is of the scaled gate")
+    yield Sample(
+        "limited_frozen_gate",
+        (n(4, 40), n(4, 40)),
+        gpt_oss,
+        frozen=("gate",),
+        why="up's gradient alone is cut at the limit",
+    )
+    yield Sample(
+        "multipliers",
+        (n(5, 101), n(5, 101)),
+        {"gate_scale": 0.37, "scale": -2.5},
+        why="Falcon-H1 scales the gate and the result",
+    )
+    yield Sample(
+        "scaled_limit", (n(5, 64), n(5, 64)), {"gate_scale": 3.0, "limit": 1.5}, why="the limit is of the scaled gate"
+    )
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
@@ -55,9 +71,18 @@ def work(gate: Tensor, up: Tensor | None = None, **options: Any) -> Work:
     return _gated.work(gate, up)
 
 
-@op(check=check, samples=samples, misuses=misuses, workloads=_gated.workloads, work=work, layout=_gated.layout, dtypes=_gated.DTYPES)
+@op(
+    check=check,
+    samples=samples,
+    misuses=misuses,
+    workloads=_gated.workloads,
+    work=work,
+    layout=_gated.layout,
+    dtypes=_gated.DTYPES,
+)
 def swiglu(
-    gate: Tensor, up: Tensor | None = None, *, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0, gate_scale: float = 1.0,
+    gate: Tensor, up: Tensor | None = None, *, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0,
+    gate_scale: float = 1.0,
     scale: float = 1.0, overwrite: bool = False,
 ) -> Tensor:  # fmt: skip
     """Gate one linear map of the input by the SiLU of another.
@@ -69,16 +94,17 @@ def swiglu(
     up      (..., width)   shape and dtype of gate; under autocast both get the wider of their dtypes
     limit                  no limit by default; gpt-oss and MiniMax have limit=7.0, alpha=1.702, shift=1.0
     gate_scale, scale      Falcon-H1 calls them the gate and down multipliers
-    overwrite              set this if no other code needs gate and up: a backward pass that frees its graph may write their gradients over
-                           them, which saves their size (a kept graph leaves them as they are)
+    overwrite              set this if no other code needs gate and up: a backward pass that frees its graph may write
+                           their gradients over them, which saves their size (a kept graph leaves them as they are)
     returns (..., width), dtype of gate; a fused backend keeps only the inputs for the backward pass
 
-    Raises ShapeError if the shapes differ or a packed width is odd, DtypeError if the dtypes differ, OptionError for a limit ≤ 0 and numbers
-    that are not finite.
-    Shazeer 2020, arXiv:2002.05202.
+    Raises ShapeError if the shapes differ or a packed width is odd, DtypeError if the dtypes differ, OptionError for a
+    limit ≤ 0 and numbers that are not finite. Shazeer 2020, arXiv:2002.05202.
     """
     first, second = _gated.halves(gate, up)
     if (limit, alpha, shift, gate_scale, scale) == (None, 1.0, 0.0, 1.0, 1.0):
         return _gated.joined_gate(first, second)
     wide = accumulator(gate.dtype)
-    return (_gated.joined_gate(first.to(wide) * gate_scale, second.to(wide), "silu", limit, alpha, shift) * scale).to(gate.dtype)
+    return (_gated.joined_gate(first.to(wide) * gate_scale, second.to(wide), "silu", limit, alpha, shift) * scale).to(
+        gate.dtype
+    )

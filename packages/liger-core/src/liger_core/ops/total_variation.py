@@ -35,7 +35,9 @@ def check(
 
 
 # No return annotation, so that its signature is that of the op.
-def implementation(passes: DivergencePasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None):  # type: ignore[no-untyped-def]
+def implementation(  # type: ignore[no-untyped-def]
+    passes: DivergencePasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None
+):
     """total_variation for a backend that brings the row passes; `supported(student, teacher)` may decline a call."""
     divergence = logit_divergences(passes, make_kernel)
 

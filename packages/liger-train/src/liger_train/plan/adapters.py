@@ -23,8 +23,8 @@ NAME = "default"
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer plus B A x · α / rank, with the parts and in the order of peft, which determine what Liger replaces and the
-    lifetime of intermediate results.
+    """A frozen linear layer plus B A x · α / rank, with the parts and in the order of peft, which determine what Liger
+    replaces and the lifetime of intermediate results.
     """
 
     disable_adapters = merged = False

@@ -44,7 +44,8 @@ class Item:
     problem: str = ""
 
 
-# Cheapest first: the first two make a step faster, the last ones wait for the host or a disk. Offloading takes AdamW, which then runs on the CPU.
+# Cheapest first: the first two make a step faster, the last ones wait for the host or a disk. Offloading takes AdamW,
+# which then runs on the CPU.
 CHECKLIST: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Liger", {"liger": "all"}),
     ("mixed precision", {"precision": "bf16"}),
@@ -103,7 +104,8 @@ def _alternative(technique: Technique, changed: Setup, foresee: Predict) -> Alte
 def checklist(setup: Setup, limit: int, foresee: Predict = predict) -> Iterator[Item]:
     """Yield the setup without techniques, then with one more at a time until it fits.
 
-    Techniques that cannot be added are skipped, and so are those that save nothing, except for Liger, which costs nothing.
+    Techniques that cannot be added are skipped, and so are those that save nothing, except for Liger, which costs
+    nothing.
     """
     now = replace(setup, **(BARE if setup.adapter == "none" else BARE | {"precision": setup.precision}))
     prediction = foresee(now)
@@ -118,7 +120,9 @@ def checklist(setup: Setup, limit: int, foresee: Predict = predict) -> Iterator[
                 yield Item(title, changes, None, "there is only one GPU")
             continue
         # DeepSpeed offloads only with a ZeRO stage, also on one GPU.
-        more: dict[str, Any] = {"shard": "zero2"} if changes.get("offload") == "optimizer" and now.shard not in ZERO else {}
+        more: dict[str, Any] = (
+            {"shard": "zero2"} if changes.get("offload") == "optimizer" and now.shard not in ZERO else {}
+        )
         if changes.get("shard") == "zero3":
             more["mlp"] = "whole"
         changed = replace(now, **(changes | more))

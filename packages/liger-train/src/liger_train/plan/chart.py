@@ -40,7 +40,9 @@ def print_bars(console: Console, bars: Sequence[Bar], limit: int | None) -> None
     most = max([prediction.peak_bytes for _, prediction in bars] + ([limit] if limit else []))
     table = Table.grid(padding=(0, 1))
     for name, prediction in bars:
-        table.add_row(name, _line(prediction, most, limit), f"{size(prediction.peak_bytes)}{_verdict(prediction, limit)}")
+        table.add_row(
+            name, _line(prediction, most, limit), f"{size(prediction.peak_bytes)}{_verdict(prediction, limit)}"
+        )
     console.print(table)
     used = [category for category in CATEGORIES if any(prediction.held.get(category) for _, prediction in bars)]
     console.print(Text("  ").join([Text("█ ", COLORS[c]) + Text(c, "default") for c in used]))

@@ -22,20 +22,32 @@ from liger_train.techniques import chosen, values_of
 
 def plan(
     model: Annotated[
-        str | None, typer.Option(help=f"{', '.join(PRESETS)}, a folder with a config.json, or a name on the Hugging Face Hub.")
+        str | None,
+        typer.Option(help=f"{', '.join(PRESETS)}, a folder with a config.json, or a name on the Hugging Face Hub."),
     ] = None,
-    batch: Annotated[str, typer.Option(help="Sequences per micro-batch and rank, or group of --tp and --cp; auto: as many as fit.")] = "1",
+    batch: Annotated[
+        str, typer.Option(help="Sequences per micro-batch and rank, or group of --tp and --cp; auto: as many as fit.")
+    ] = "1",
     sequence: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 1024,
     accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Number of GPUs. Default: tp × cp.", show_default=False)] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Number of GPUs. Default: tp × cp.", show_default=False)
+    ] = None,
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism: GPUs that share each layer.")] = 1,
     cp: Annotated[int, typer.Option(min=1, help="Context parallelism: GPUs that share each sequence.")] = 1,
     liger: Annotated[str, typer.Option(help=f"{values_of('liger')}, or ops separated by commas.")] = "all",
-    precision: Annotated[str | None, typer.Option(help=f"{values_of('precision')}. Default: as for `liger train`.")] = None,
-    checkpoint: Annotated[
-        str | None, typer.Option(help=f"Activation checkpointing: {values_of('checkpoint')} of layers. Default: as for `liger train`.")
+    precision: Annotated[
+        str | None, typer.Option(help=f"{values_of('precision')}. Default: as for `liger train`.")
     ] = None,
-    compile: Annotated[str, typer.Option(help=f"{values_of('compile')}. The memory is that of the eager model.")] = "none",
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Activation checkpointing: {values_of('checkpoint')} of layers. Default: as for `liger train`."
+        ),
+    ] = None,
+    compile: Annotated[
+        str, typer.Option(help=f"{values_of('compile')}. The memory is that of the eager model.")
+    ] = "none",
     mlp: Annotated[str, typer.Option(help=f"{values_of('mlp')}.")] = Setup.mlp,
     optimizer: Annotated[str, typer.Option(help=f"{values_of('optimizer')}.")] = "adamw",
     shard: Annotated[str, typer.Option(help=f"{values_of('shard')}.")] = "none",
@@ -44,7 +56,11 @@ def plan(
     adapter_rank: Annotated[int, typer.Option(help="Rank of adapters.")] = Setup.adapter_rank,
     adapter_alpha: Annotated[int, typer.Option(help="Adapters are scaled by alpha / rank.")] = Setup.adapter_alpha,
     adapter_targets: Annotated[
-        str, typer.Option(help="Linear layers that get adapters: all-linear, or names separated by commas, for instance q_proj,v_proj.")
+        str,
+        typer.Option(
+            help="Linear layers that get adapters: all-linear, or names separated by commas, "
+            "for instance q_proj,v_proj."
+        ),
     ] = Setup.adapter_targets,
     device: Annotated[str, typer.Option(help="cuda or cpu; no GPU is needed.")] = "cuda",
     trust_remote_code: Annotated[
@@ -52,22 +68,31 @@ def plan(
     ] = False,
     memory_limit: Annotated[
         str | None,
-        typer.Option(help="Memory that the run must fit in, for instance 24GiB. Default: that of the GPU in this machine, if any."),
+        typer.Option(
+            help="Memory that the run must fit in, for instance 24GiB. "
+            "Default: that of the GPU in this machine, if any."
+        ),
     ] = None,
     techniques: Annotated[bool, typer.Option(help="Also predict what each other technique would save.")] = True,
     compare: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Compare predictions with the rows of a train.json (or its folder) or of a model.json of `liger bench model`; repeatable."
+            help=(
+                "Compare predictions with the rows of a train.json (or its folder) or of a model.json of `liger bench "
+                "model`; repeatable."
+            )
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for plan.json and plan.png, or plan-accuracy.md with --compare.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for plan.json and plan.png, or plan-accuracy.md with --compare.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Predict the peak memory of a training run before anything is allocated, and find a setup that fits.
 
-    A model of fake tensors takes one step; the options are those of `liger train`. Exit code 1 if the setup does not fit, even if one that
-    does was found, or if --compare finds a prediction that is more than 10 % off or wrong about whether a run fits.
+    A model of fake tensors takes one step; the options are those of `liger train`. Exit code 1 if the setup does not
+    fit, even if one that does was found, or if --compare finds a prediction that is more than 10 % off or wrong about
+    whether a run fits.
     """
     if (model is None) == (not compare):
         raise OptionError("plan: give either --model or --compare")
@@ -79,7 +104,9 @@ def plan(
     limit = _limit(memory_limit, device)
     if batch == AUTO and limit is None:
         none = "--device cpu has none" if device == "cpu" else "this machine has no GPU"
-        raise OptionError(f"plan: --batch auto needs a limit to stay within, and {none}; give, for instance, --memory-limit 24GiB")
+        raise OptionError(
+            f"plan: --batch auto needs a limit to stay within, and {none}; give, for instance, --memory-limit 24GiB"
+        )
     setup = Setup(
         model=preset_name(model or ""),
         batch=batch_of(batch, 1, "plan"),
@@ -155,10 +182,20 @@ def _compare(results: list[Path], out: Path | None, as_json: bool, trust_remote_
             found.append(one)
             bar.advance(task)
     if out is not None:
-        command = shlex.join(["liger", "plan", *(word for path in results for word in ("--compare", str(path))), "--out", str(out)])
+        command = shlex.join(
+            ["liger", "plan", *(word for path in results for word in ("--compare", str(path))), "--out", str(out)]
+        )
         (out / "plan-accuracy.md").write_text(compared_page(found, command))
     if as_json:
-        print(json.dumps({"rows": [one.columns() for one in found], "worst": worst(found), "right": sum(one.right for one in found)}))
+        print(
+            json.dumps(
+                {
+                    "rows": [one.columns() for one in found],
+                    "worst": worst(found),
+                    "right": sum(one.right for one in found),
+                }
+            )
+        )
     else:
         print_compared(found)
     if not all(one.good for one in found):

@@ -67,11 +67,15 @@ def rows_in(results: Path) -> list[dict[str, Any]]:
     rows = [row for row in read_json(path) if row.get("peak_bytes") or row.get("out_of_memory")]
     rows = [row for row in rows if row.get("checkpoint") != "auto" and row.get("implementation", "hf") in LIGER]
     if not rows:
-        raise OptionError(f"plan: --compare must name results of `liger train` or `liger bench model`, but {path} has no such rows")
+        raise OptionError(
+            f"plan: --compare must name results of `liger train` or `liger bench model`, but {path} has no such rows"
+        )
     return rows
 
 
-def compared(rows: Sequence[dict[str, Any]], foresee: Predict = predict, *, trust_remote_code: bool = False) -> Iterator[Compared]:
+def compared(
+    rows: Sequence[dict[str, Any]], foresee: Predict = predict, *, trust_remote_code: bool = False
+) -> Iterator[Compared]:
     """Each row with its prediction. A row alone cannot allow a model's own code to run."""
     for row in rows:
         setup = _benchmarked(row) if "implementation" in row else _trained(row)
@@ -89,7 +93,8 @@ def _trained(row: dict[str, Any]) -> Setup:
 
 
 def _benchmarked(row: dict[str, Any]) -> Setup:
-    """The setup of a row of `liger bench model`, which checkpoints every layer and keeps weights in the dtype of the matmuls."""
+    """The setup of a row of `liger bench model`, which checkpoints every layer and keeps weights in the dtype of the
+    matmuls."""
     precision = "fp32" if row["dtype"] == "float32" else "bf16-pure"
     return Setup(
         preset_name(row["model"]),

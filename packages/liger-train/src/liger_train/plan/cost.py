@@ -31,4 +31,7 @@ def sentence(setup: Setup, name: str, has: int) -> str | None:
         words += f", and about {seconds:,.0f} s per step ({tokens:,.0f} tokens/s)"
     if found.fits(limit):
         return words + "."
-    return f"{words}, which does not fit; `liger plan` with the same options and --memory-limit {size(limit).replace(' ', '')} looks for what does."
+    return (
+        f"{words}, which does not fit; `liger plan` with the same options and --memory-limit "
+        f"{size(limit).replace(' ', '')} looks for what does."
+    )

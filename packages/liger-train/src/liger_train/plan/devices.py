@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The differences in memory between a step on its device and on the fake CPU tensors of a plan.
 
-PyTorch without CUDA cannot run a backward pass over fake CUDA tensors, so plans use fake CPU tensors everywhere. This file has the
-differences: the implementations of Liger's ops, the workspaces of kernels, and the memory that libraries reserve.
+PyTorch without CUDA cannot run a backward pass over fake CUDA tensors, so plans use fake CPU tensors everywhere. This
+file has the differences: the implementations of Liger's ops, the workspaces of kernels, and the memory that libraries
+reserve.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from liger_core.ops._token_passes import REFERENCE_BLOCK
 from liger_core.ops.head.loop import Cut, chunking, summing, tiling
 from liger_core.ops.head.shards import Vocabulary
 from liger_core.plugins import registry
-from liger_core.private_torch import FakeTensor, argument_names, graph_task, storage_id, storage_uses, unset_fake_temporarily
+from liger_core.private_torch import (
+    FakeTensor,
+    argument_names,
+    graph_task,
+    storage_id,
+    storage_uses,
+    unset_fake_temporarily,
+)
 from liger_core.selection import Link, in_turn, ranked, settle
 from liger_hf.private_transformers import without_packing
 from liger_hf.rules.head import causal_loss, projection, weights
@@ -35,13 +43,15 @@ Arguments = dict[str, Any]
 
 
 NO_KERNELS = (
-    "No backend for GPUs could be loaded, so that Liger's ops are planned as their references, which keep more; pip install liger-triton."
+    "No backend for GPUs could be loaded, so that Liger's ops are planned as their references, which keep more; pip "
+    "install liger-triton."
 )
 
 
 @contextmanager
 def as_on(device: str, *, sharded: bool = False, written_out: bool = False) -> Iterator[list[str]]:
-    """Within this context, fake CPU tensors take the code paths of a device; yields notes on those that are unavailable.
+    """Within this context, fake CPU tensors take the code paths of a device; yields notes on those that are
+    unavailable.
 
     sharded      weights are sharded over ranks, or gathered when used
     written_out  no fused attention supports the tensors, so attention scores are materialized
@@ -63,12 +73,17 @@ def as_on(device: str, *, sharded: bool = False, written_out: bool = False) -> I
             for module in (causal_loss, projection):
                 stack.enter_context(mock.patch.object(module, "gathered", lambda head: weights.HELD.head is not head))
         else:
-            stack.enter_context(mock.patch.object(causal_loss, "PLAIN_WEIGHTS", (*causal_loss.PLAIN_WEIGHTS, FakeTensor)))
+            stack.enter_context(
+                mock.patch.object(causal_loss, "PLAIN_WEIGHTS", (*causal_loss.PLAIN_WEIGHTS, FakeTensor))
+            )
         yield notes
 
 
 def _drawn(rand: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.rand, but a single number is a constant, which a model may read: OPT, BART and others draw one to drop a layer."""
+    """torch.rand, but a single number is a constant, which a model may read:
+
+    OPT, BART and others draw one to drop a layer.
+    """
 
     def drawn(*size: Any, **options: Any) -> Tensor:
         return torch.tensor(1.0) if size in ((), ([],), ((),)) and not options else rand(*size, **options)
@@ -78,7 +93,8 @@ def _drawn(rand: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextmanager
 def standing_in(device: str, place: str) -> Iterator[list[str]]:
-    """Fake tensors on `place` get what the automatic choice would give tensors on `device`, whether or not that can run here.
+    """Fake tensors on `place` get what the automatic choice would give tensors on `device`, whether or not that can run
+    here.
 
     Gives the names of the backends that could be loaded and support fake tensors, the last one over the others.
     """
@@ -92,7 +108,9 @@ def standing_in(device: str, place: str) -> Iterator[list[str]]:
         if device in backend.device_types and backend.supports_fake_tensors:
             with suppress(Exception):
                 for name, implementation in backend.table(found.ops).items():
-                    links[found.ops[name]].insert(0, Link(backend.name, implementation.function, implementation.function))
+                    links[found.ops[name]].insert(
+                        0, Link(backend.name, implementation.function, implementation.function)
+                    )
                 loaded.append(backend.name)
     for op, tried in links.items():
         op.choice = in_turn(op, {**ranked(found, op), place: tried})
@@ -104,21 +122,29 @@ def standing_in(device: str, place: str) -> Iterator[list[str]]:
 
 
 def attention_is_written_out(device: str, dtype: torch.dtype, config: Any) -> bool:
-    """On a GPU only FlashAttention supports grouped queries, and it does not support float32 (scaled_dot_product_attention, enable_gqa)."""
+    """On a GPU only FlashAttention supports grouped queries, and it does not support float32
+    (scaled_dot_product_attention, enable_gqa)."""
     layers = config.per_layer_config if config.is_heterogeneous else [config]
-    shared = any(getattr(c, "num_key_value_heads", None) not in (None, getattr(c, "num_attention_heads", None)) for c in layers)
+    shared = any(
+        getattr(c, "num_key_value_heads", None) not in (None, getattr(c, "num_attention_heads", None)) for c in layers
+    )
     return device == "cuda" and dtype == torch.float32 and shared
 
 
 def replace(device: str, func: Any, args: tuple[Any, ...], kwargs: Arguments) -> Any:
-    """The results of Liger's kernels and of what fake tensors do differently from the device; NotImplemented for everything else."""
+    """The results of Liger's kernels and of what fake tensors do differently from the device; NotImplemented for
+    everything else."""
     kernel = KERNELS.get(func)
     if kernel is None:
         if func.name() == "aten::_grouped_mm":
             return _grouped_matmul(**_named(func, args, kwargs))
         return args[0] if func is torch.ops.aten.add.Tensor and _is_added_to(args[0]) else NotImplemented
     backward = graph_task() != -1
-    outputs = kernel.recycle(*kernel.grouped(args)) if kernel.recycle is not None and backward else _allocated(device, kernel, args)
+    outputs = (
+        kernel.recycle(*kernel.grouped(args))
+        if kernel.recycle is not None and backward
+        else _allocated(device, kernel, args)
+    )
     return outputs[0] if kernel.single else outputs
 
 
@@ -134,7 +160,8 @@ def _is_added_to(total: Tensor) -> bool:
 
 
 def _grouped_matmul(self: Tensor, mat2: Tensor, offs: Tensor | None = None, **rest: Any) -> Any:
-    """The result for dtypes other than bfloat16, which kernels support and the meta function (torch/_meta_registrations.py) rejects."""
+    """The result for dtypes other than bfloat16, which kernels support and the meta function
+    (torch/_meta_registrations.py) rejects."""
     if self.dtype == torch.bfloat16:
         return NotImplemented
     # Groups of rows of one matrix and matrices of the other, or groups of the dimension that is summed, or batches.
@@ -149,9 +176,13 @@ def _allocated(device: str, kernel: Kernel, args: tuple[Any, ...]) -> tuple[Tens
     if device == "cpu":
         return kernel.allocate(*kernel.grouped(args))
     with unset_fake_temporarily():
-        meta = tree_map_only(Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), args)
+        meta = tree_map_only(
+            Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), args
+        )
         outputs = kernel.allocate(*kernel.grouped(meta))
-    return tuple(None if o is None else torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device="cpu") for o in outputs)
+    return tuple(
+        None if o is None else torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device="cpu") for o in outputs
+    )
 
 
 def scratch(device: str, func: Any, args: tuple[Any, ...], kwargs: Arguments) -> int:
@@ -178,7 +209,8 @@ def _chunks(device: str, given: Arguments) -> int:
     logits = min(length, rows) * weight.shape[0]
     size = logits * hidden.itemsize + 8 * rows
     if device == "cpu":
-        # The row passes of the reference allocate two float32 blocks, and a copy of the logits of one if they have another dtype.
+        # The row passes of the reference allocate two float32 blocks, and a copy of the logits of one if they have
+        # another dtype.
         passes = 4 * min(logits, REFERENCE_BLOCK) * (2 if hidden.itemsize == 4 else 3)
         # A matmul that is summed in another dtype copies what it multiplies.
         copies = 4 * (logits + min(length, rows) * width) if needs[1] and dtype != hidden.dtype else 0
@@ -187,7 +219,8 @@ def _chunks(device: str, given: Arguments) -> int:
 
 
 def _tiles(device: str, given: Arguments) -> int:
-    """A tile of logits where not all are kept; in the backward pass also the sums of gradients that several tiles add to."""
+    """A tile of logits where not all are kept; in the backward pass also the sums of gradients that several tiles add
+    to."""
     hidden, weight, wide = given["hidden"], given["weight"], given["wide"]
     (rows, width), classes, backward = hidden.shape, weight.shape[0], "moments" in given
     if given.get("derivative") is not None:
@@ -211,7 +244,8 @@ def _tiles(device: str, given: Arguments) -> int:
             size += weight.numel() * tiles.dtype.itemsize
             copies = max(copies, 4 * length * (tiles.classes + width))
     if device == "cpu":
-        # The row passes of the reference allocate float32 blocks; a matmul that is summed in another dtype copies what it multiplies.
+        # The row passes of the reference allocate float32 blocks; a matmul that is summed in another dtype copies what
+        # it multiplies.
         passes = 4 * min(length * max(kept, tiles.classes), REFERENCE_BLOCK) * (7 if backward else 4)
         size += max(passes, copies)
     return int(size + 40 * rows)
@@ -224,11 +258,22 @@ def _summed(device: str, given: Arguments) -> Cut | None:
         return None
     (rows, width), several = given["hidden"].shape, given["target"].shape[1] > 1
     classes, shared = Vocabulary(given["group"], given["start"], given["classes"]).usual(), given["group"] is not None
-    return summing(rows, width, classes, given["hidden"].dtype, device, several, shared, chunk=given["chunk"], budget=given["budget"])
+    return summing(
+        rows,
+        width,
+        classes,
+        given["hidden"].dtype,
+        device,
+        several,
+        shared,
+        chunk=given["chunk"],
+        budget=given["budget"],
+    )
 
 
 def _experts(device: str, given: Arguments) -> int:
-    """The rows that experts take in and give, and what they activate; in the backward pass before gradients of matrices are allocated."""
+    """The rows that experts take in and give, and what they activate; in the backward pass before gradients of matrices
+    are allocated."""
     x, gate_up, down, chosen = given["x"], given["gate_up"], given["down"], given["chosen"]
     rows, (_, hidden, inner) = chosen.numel(), down.shape
     size = rows * (hidden + inner) * x.itemsize
@@ -240,7 +285,8 @@ def _experts(device: str, given: Arguments) -> int:
 
 
 def _fused_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
-    """A replacement for scaled_dot_product_attention that allocates what FlashAttention allocates, not what the CPU kernel does."""
+    """A replacement for scaled_dot_product_attention that allocates what FlashAttention allocates, not what the CPU
+    kernel does."""
     if torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(low), key.to(low), value.to(low)
@@ -260,7 +306,7 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradient of the queries is accumulated in float32, and keys and values are expanded to the query heads."""
+        """The queries' gradient is accumulated in float32, and keys and values are expanded to the query heads."""
         query, key, value, *_ = ctx.saved_tensors
         batch, heads, tokens, width = query.shape
         padded, wide = -(-tokens // 128) * 128, -(-width // 32) * 32

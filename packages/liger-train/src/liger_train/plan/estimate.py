@@ -25,10 +25,22 @@ from liger_train.plan.step import fake_model, ledger_of_a_step
 from liger_train.setup import Setup
 
 # Operations that compute nothing and move nothing.
-FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "_unsafe_view", "lift_fresh", "alias")
-# Multiplications of a matmul with the head in a kernel: logits, and both gradients; matmuls and passes over logits move these as well.
+FREE = (
+    "empty",
+    "new_empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty_strided",
+    "detach",
+    "_unsafe_view",
+    "lift_fresh",
+    "alias",
+)
+# Multiplications of a matmul with the head in a kernel: logits, and both gradients; matmuls and passes over logits move
+# these as well.
 HEAD_MATMULS = {"linear_cross_entropy": 3, "linear_tokens": 1, "linear_tokens_backward": 3}
-# Of AdamW, which reads four tensors and writes three, and of the clipping before it, which reads gradients twice and writes them once.
+# Of AdamW, which reads four tensors and writes three, and of the clipping before it, which reads gradients twice and
+# writes them once.
 UPDATES = 10
 BACKWARD_OF_ATTENTION = 2.5
 
@@ -82,9 +94,19 @@ def estimate(setup: Setup, rates: Rates, trainable: int) -> Estimate:
         return Estimate(*(share * a + (1 - share) * b for a, b in zip(full, none, strict=True)))
     one, two = (_clock(setup, layers, rates) for layers in (1, 2))
     micro = one + (two - one) * (layers - 1) + _attention(setup, text) / rates.attention
-    update = UPDATES * weights_dtype(setup).itemsize * trainable / setup.tp / (setup.sharing_ranks if setup.shard != "none" else 1)
+    update = (
+        UPDATES
+        * weights_dtype(setup).itemsize
+        * trainable
+        / setup.tp
+        / (setup.sharing_ranks if setup.shard != "none" else 1)
+    )
     operations = micro * setup.accumulation + update / rates.memory
-    return Estimate(operations, _tensor(setup, text, rates) * setup.accumulation, _sharding(setup, trainable, rates) * setup.accumulation)
+    return Estimate(
+        operations,
+        _tensor(setup, text, rates) * setup.accumulation,
+        _sharding(setup, trainable, rates) * setup.accumulation,
+    )
 
 
 class _Clock(Ledger):
@@ -93,7 +115,9 @@ class _Clock(Ledger):
     rates: Rates
     seconds = 0.0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         namespace, _, name = func.name().partition(".")[0].partition("::")
         if func.is_view or namespace == "prim" or name in FREE:
@@ -127,7 +151,9 @@ def _clock(setup: Setup, layers: int, rates: Rates) -> float:
     with _of_layers(setup, layers) as shallow, torch.random.fork_rng(devices=[]):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         model, _ = fake_model(shallow, mode)
-        clock: Any = ledger_of_a_step(replace(shallow, accumulation=1), model, sharding_of(shallow, model), mode, _Clock, rates=rates)
+        clock: Any = ledger_of_a_step(
+            replace(shallow, accumulation=1), model, sharding_of(shallow, model), mode, _Clock, rates=rates
+        )
     seconds: float = clock.seconds
     return seconds
 

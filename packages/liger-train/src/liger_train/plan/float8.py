@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Float8 linear layers with the memory of torchao's compiled ones, for planning: on fake tensors, and where torchao is not installed."""
+"""Float8 linear layers with the memory of torchao's compiled ones, for planning: on fake tensors, and where torchao is
+not installed."""
 
 from __future__ import annotations
 

@@ -17,11 +17,14 @@ from liger_train.plan.ledger import OTHER, WEIGHTS, Ledger, rounded
 class Gathering:
     """The gathering of ZeRO stage 3, by DeepSpeed's rules (deepspeed/runtime/zero/partitioned_param_coordinator.py).
 
-    The weights of a module are fetched before its forward and backward pass. Once the order of modules is known, as many of the next
-    weights as fit into the prefetch bucket are prefetched. Weights are released afterwards, unless reused within the reuse distance.
+    The weights of a module are fetched before its forward and backward pass. Once the order of modules is known, as
+    many of the next weights as fit into the prefetch bucket are prefetched. Weights are released afterwards, unless
+    reused within the reuse distance.
     """
 
-    def __init__(self, ledger: Ledger, persistent: int, live: int, prefetch: int, order: list[list[Tensor]] | None = None) -> None:
+    def __init__(
+        self, ledger: Ledger, persistent: int, live: int, prefetch: int, order: list[list[Tensor]] | None = None
+    ) -> None:
         self.ledger, self.persistent, self.live, self.prefetch = ledger, persistent, live, prefetch
         self.known = order
         self.order: list[list[Tensor]] = []
@@ -97,7 +100,8 @@ class Gathering:
 
 
 class Layerwise:
-    """The gathering of FSDP2: each layer is gathered before it runs, and the next one is prefetched; all other weights stay gathered."""
+    """The gathering of FSDP2: each layer is gathered before it runs, and the next one is prefetched; all other weights
+    stay gathered."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -109,7 +113,9 @@ class Layerwise:
     def watch(self, model: nn.Module) -> None:
         every = layers(model)
         inside = {id(w) for layer in every for w in layer.parameters()}
-        self.ledger.hold(sum(rounded(w.numel() * w.itemsize) for w in model.parameters() if id(w) not in inside), WEIGHTS)
+        self.ledger.hold(
+            sum(rounded(w.numel() * w.itemsize) for w in model.parameters() if id(w) not in inside), WEIGHTS
+        )
         for layer in every:
             size = sum(rounded(w.numel() * w.itemsize) for w in layer.parameters())
             held: list[int] = []

@@ -66,7 +66,9 @@ class Ledger(TorchDispatchMode):
         self._known: dict[int, tuple[int, Any]] = {}
         self._last = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         result = self.replace(func, args, kwargs)
         if result is NotImplemented:
@@ -124,7 +126,7 @@ class Ledger(TorchDispatchMode):
         self.events.append((number, -self.sizes[number], self.doing))
 
     def move(self, tensor: Tensor, size: int) -> None:
-        """Record that bytes of a storage are offloaded, or fetched if negative; the rest is released with the storage."""
+        """Record offloaded bytes of a storage, fetched bytes if negative; the rest is released with the storage."""
         number = self.note(tensor)
         self.events.append((number, -size, self.doing))
         self.sizes[number] -= size

@@ -10,7 +10,8 @@ from torch import nn
 
 from liger_train.plan.ledger import rounded
 
-# bitsandbytes keeps the moments of smaller weights in float32 and pages those of larger ones; the moments of a block share a scale.
+# bitsandbytes keeps the moments of smaller weights in float32 and pages those of larger ones; the moments of a block
+# share a scale.
 SMALLEST_IN_8_BITS, SMALLEST_PAGED, BITSANDBYTES_BLOCK = 4096, 100_000, 256
 RANK = 128
 
@@ -108,7 +109,8 @@ def _adafactor(weight: Weight) -> int:
 
 
 def _adafactor_step(weight: Weight) -> int:
-    """The update and its squares in float32, and float32 copies of the weight and its gradient if they have another dtype."""
+    """The update and its squares in float32, and float32 copies of the weight and its gradient if they have another
+    dtype."""
     return (2 if weight.itemsize == 4 else 4) * rounded(4 * weight.elements)
 
 
@@ -139,7 +141,10 @@ def _apollo_mini(weight: Weight) -> int:
 
 
 def _galore_step(weight: Weight) -> int:
-    """The singular value decomposition in float32: a copy, two factors and a workspace. The update itself needs less."""
+    """The singular value decomposition in float32: a copy, two factors and a workspace.
+
+    The update itself needs less.
+    """
     return 4 * rounded(4 * weight.elements) if weight.low_rank else 2 * rounded(weight.elements * weight.itemsize)
 
 

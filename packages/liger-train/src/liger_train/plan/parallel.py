@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of one rank under tensor and context parallelism: its shards of weights and sequences, and what it gathers."""
+"""The model of one rank under tensor and context parallelism: its shards, and what it gathers."""
 
 from __future__ import annotations
 
@@ -42,10 +42,15 @@ def shard(model: Any, setup: Setup) -> None:
     unknown = sorted(set(plan.values()) - STYLES.keys())
     if unknown or not plan:
         what = f"the styles {', '.join(unknown)}" if unknown else "none"
-        raise OptionError(f"plan: --tp needs a model whose tensor-parallel plan shards linear layers alone, got {what} for {setup.model}")
+        raise OptionError(
+            f"plan: --tp needs a model whose tensor-parallel plan shards linear layers alone, got {what} for "
+            f"{setup.model}"
+        )
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     for name, module in model.named_modules():
-        for style in (style for pattern, style in plan.items() if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name)):
+        for style in (
+            style for pattern, style in plan.items() if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name)
+        ):
             _shard(module, STYLES[style], setup.tp)
     if tied:
         model.get_input_embeddings().weight = model.get_output_embeddings().weight
@@ -54,7 +59,9 @@ def shard(model: Any, setup: Setup) -> None:
 
 def gather_logits(model: Any, setup: Setup, classes: int) -> None:
     """Let the head gather the logits of all ranks, which a fused loss does not need."""
-    model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: _Gathered.apply(output, -1, setup.tp))
+    model.get_output_embeddings().register_forward_hook(
+        lambda module, inputs, output: _Gathered.apply(output, -1, setup.tp)
+    )
     _set_classes(model, classes)
 
 
@@ -64,11 +71,15 @@ def in_parallel(setup: Setup, classes: int) -> Iterator[None]:
     with ExitStack() as stack:
         if setup.tp > 1:
             vocab = VocabShard("tp", 0, classes)
-            stack.enter_context(mock.patch.object(causal_loss, "linear_cross_entropy", partial(linear_cross_entropy, vocab=vocab)))
+            stack.enter_context(
+                mock.patch.object(causal_loss, "linear_cross_entropy", partial(linear_cross_entropy, vocab=vocab))
+            )
             stack.enter_context(mock.patch.object(shards, "_size", lambda group: setup.tp))
         if setup.cp > 1:
             attention = functional.scaled_dot_product_attention
-            stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _over_all_keys(attention, setup)))
+            stack.enter_context(
+                mock.patch.object(functional, "scaled_dot_product_attention", _over_all_keys(attention, setup))
+            )
         yield
 
 
@@ -92,7 +103,9 @@ def _shard(module: nn.Module, dimension: int | None, ranks: int) -> None:
 def _over_all_keys(attention: Callable[..., Tensor], setup: Setup) -> Callable[..., Tensor]:
     """Attention of a part of the queries to the keys and values of all parts, which accelerate gathers."""
 
-    def over_all_keys(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None = None, is_causal: bool, **options: Any) -> Tensor:
+    def over_all_keys(
+        query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None = None, is_causal: bool, **options: Any
+    ) -> Tensor:
         key, value = (_Gathered.apply(part, 2, setup.cp) for part in (key, value))
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool) if setup.device == "cpu" else None
         return attention(query, key, value, attn_mask=mask, is_causal=is_causal and mask is None, **options)

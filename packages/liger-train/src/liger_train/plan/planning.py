@@ -52,7 +52,11 @@ class Plan:
                 for a in self.alternatives
             ],
             "checklist": [
-                {"title": item.title, "peak_bytes": item.prediction.peak_bytes if item.prediction else None, "problem": item.problem}
+                {
+                    "title": item.title,
+                    "peak_bytes": item.prediction.peak_bytes if item.prediction else None,
+                    "problem": item.problem,
+                }
                 for item in self.checklist
             ],
             "command": self.command,
@@ -60,7 +64,11 @@ class Plan:
 
 
 def planned(
-    setup: Setup, limit: int | None, techniques: bool, fill: bool = False, show: Callable[[str], object] = lambda doing: None
+    setup: Setup,
+    limit: int | None,
+    techniques: bool,
+    fill: bool = False,
+    show: Callable[[str], object] = lambda doing: None,
 ) -> Plan:
     """Plan a setup; without a limit, there is no checklist and no largest batch.
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a rank for weights, gradients and optimizer state, with sharding and offloading by torch, DeepSpeed or nobody."""
+"""The memory of a rank for weights, gradients and optimizer state, with sharding and offloading by torch, DeepSpeed or
+nobody."""
 
 from __future__ import annotations
 
@@ -22,12 +23,16 @@ BITS_OF_NF4 = 4 + 8 / 64 + 32 / (64 * 256)
 
 
 class Sharding:
-    """No sharding. With several ranks, DistributedDataParallel has buckets for all gradients from the first step on; gradients are their views."""
+    """No sharding.
+
+    With several ranks, DistributedDataParallel has buckets for all gradients from the first step on; gradients are
+    their views.
+    """
 
     # Whether weights are gathered, and whether the second step differs from the first.
     gathers = learns = False
-    # Bytes of the first step's buckets. The second step replaces them, but NCCL releases them only when its watchdog thread next looks at
-    # finished work, which can be after the peak.
+    # Bytes of the first step's buckets. The second step replaces them, but NCCL releases them only when its watchdog
+    # thread next looks at finished work, which can be after the peak.
     first_buckets = 0
 
     def __init__(self, setup: Setup, model: Any) -> None:
@@ -58,7 +63,8 @@ class Sharding:
 
 
 class Zero(Sharding):
-    """ZeRO stages 1 and 2: 16-bit weights, and a 32-bit copy in the optimizer, sharded over ranks, on the device or the host."""
+    """ZeRO stages 1 and 2: 16-bit weights, and a 32-bit copy in the optimizer, sharded over ranks, on the device or the
+    host."""
 
     def __init__(self, setup: Setup, model: Any) -> None:
         super().__init__(setup, model)
@@ -96,7 +102,10 @@ class Zero(Sharding):
             self.ledger.hold(rounded(-(-elements // self.setup.sharing_ranks) * self.itemsize), GRADIENTS)
 
     def _reduce(self) -> None:
-        """Reduce the bucket. An offloaded gradient is converted to float64 for its norm; stage 3 first reads it back."""
+        """Reduce the bucket.
+
+        An offloaded gradient is converted to float64 for its norm; stage 3 first reads it back.
+        """
         if self.on_host and self.filled:
             part = -(-max(self.filled) // self.setup.sharing_ranks)
             copied = self.itemsize if self.stage == 3 else 0
@@ -130,7 +139,9 @@ class Zero3(Zero):
         if away or self.setup.sharing_ranks > 1:
             from liger_train.zero import live
 
-            self.gathering = Gathering(ledger, small, live(self.setup) if away else 10**9, int(0.9 * width * width), self.order)
+            self.gathering = Gathering(
+                ledger, small, live(self.setup) if away else 10**9, int(0.9 * width * width), self.order
+            )
             self.gathering.watch(model)
 
     def after_a_step(self) -> Sharding:
@@ -148,7 +159,8 @@ class Zero3(Zero):
 
 
 class Fsdp2(Sharding):
-    """FSDP2: weights, gradients and optimizer state are sharded in float32; layers are gathered in the dtype of the matmuls."""
+    """FSDP2: weights, gradients and optimizer state are sharded in float32; layers are gathered in the dtype of the
+    matmuls."""
 
     gathers = True
 
@@ -183,7 +195,10 @@ def optimizer_memory(setup: Setup, kind: Optimizer, weights: Sequence[Weight]) -
     parts = list(weights)
     if setup.shard in ZERO:
         # DeepSpeed's optimizer has one flat float32 weight; the shard of the gradients becomes one, too.
-        elements, itemsize = -(-sum(w.elements for w in weights) // setup.sharing_ranks), max((w.itemsize for w in weights), default=2)
+        elements, itemsize = (
+            -(-sum(w.elements for w in weights) // setup.sharing_ranks),
+            max((w.itemsize for w in weights), default=2),
+        )
         if setup.offload != "none":
             return 0, 0
         flat = Weight(elements, (elements,), 4)
@@ -201,7 +216,11 @@ def optimizer_memory(setup: Setup, kind: Optimizer, weights: Sequence[Weight]) -
 def held_in_four_bits(model: Any) -> list[nn.Linear]:
     """The layers that are quantized: frozen linear ones, with an adapter or without, but not the LM head."""
     head = model.get_output_embeddings()
-    return [one for one in model.modules() if isinstance(one, nn.Linear) and one is not head and not one.weight.requires_grad]
+    return [
+        one
+        for one in model.modules()
+        if isinstance(one, nn.Linear) and one is not head and not one.weight.requires_grad
+    ]
 
 
 def in_four_bits(model: Any, ledger: Ledger) -> set[int]:

@@ -25,7 +25,18 @@ from liger_train.model import LOSS, LOW, build, weights_dtype
 from liger_train.plan import devices, parallel
 from liger_train.plan.adapters import adapted
 from liger_train.plan.float8 import in_float8
-from liger_train.plan.ledger import ACTIVATIONS, CATEGORIES, CHECKPOINTS, GRADIENTS, LOGITS, OPTIMIZER, OTHER, WEIGHTS, Ledger, Moment
+from liger_train.plan.ledger import (
+    ACTIVATIONS,
+    CATEGORIES,
+    CHECKPOINTS,
+    GRADIENTS,
+    LOGITS,
+    OPTIMIZER,
+    OTHER,
+    WEIGHTS,
+    Ledger,
+    Moment,
+)
 from liger_train.plan.optimizers import OPTIMIZERS, Weight, weights_of
 from liger_train.plan.sharding import Sharding, held_in_four_bits, in_four_bits, optimizer_memory, sharding_of
 from liger_train.setup import LIBRARY, Setup
@@ -44,9 +55,13 @@ NEUTRAL: dict[str, Any] = {
     "compile": "none",
 }
 COMPILED = (
-    "This is the memory of the eager model. Compiled layers take as much with Liger, and less without; --compile graphs reserves more."
+    "This is the memory of the eager model. Compiled layers take as much with Liger, and less without; --compile "
+    "graphs reserves more."
 )
-AUTO = "This is the start of --checkpoint auto, which then uses the memory that is left; where inputs of layers take over an eighth of it, they are offloaded."
+AUTO = (
+    "This is the start of --checkpoint auto, which then uses the memory that is left; where inputs of layers take over "
+    "an eighth of it, they are offloaded."
+)
 FORWARD, BACKWARD, UPDATE = "forward pass", "backward pass", "weight update"
 
 
@@ -135,7 +150,14 @@ def _step(setup: Setup) -> Step:
         if sharding.learns:
             # DeepSpeed prefetches after it has traced a step.
             ledger = ledger_of_a_step(setup, model, sharding.after_a_step(), mode)
-    return Step(ledger.peak(), ledger.end(), ledger.static, tuple(weights_of(model)), _counts(setup, model), (*notes, *ledger.notes))
+    return Step(
+        ledger.peak(),
+        ledger.end(),
+        ledger.static,
+        tuple(weights_of(model)),
+        _counts(setup, model),
+        (*notes, *ledger.notes),
+    )
 
 
 def _counts(setup: Setup, model: Any) -> tuple[int, int]:
@@ -166,12 +188,18 @@ def _in_a_sentence(setup: Setup) -> Iterator[None]:
         ) from None
 
 
-def ledger_of_a_step(setup: Setup, model: Any, sharding: Sharding, mode: Any, kind: type[Ledger] = Ledger, **fields: Any) -> Ledger:
+def ledger_of_a_step(
+    setup: Setup, model: Any, sharding: Sharding, mode: Any, kind: type[Ledger] = Ledger, **fields: Any
+) -> Ledger:
     """Return a ledger of this kind after a step; `fields` are set on it before the step."""
     classes = config_of(setup).get_text_config().vocab_size
-    ledger = kind(partial(devices.replace, setup.device), partial(devices.scratch, setup.device), _logits_of(model, classes))
+    ledger = kind(
+        partial(devices.replace, setup.device), partial(devices.scratch, setup.device), _logits_of(model, classes)
+    )
     vars(ledger).update(fields)
-    written_out = devices.attention_is_written_out(setup.device, LOW.get(setup.precision, torch.float32), model.config.get_text_config())
+    written_out = devices.attention_is_written_out(
+        setup.device, LOW.get(setup.precision, torch.float32), model.config.get_text_config()
+    )
     with (
         mode,
         devices.as_on(setup.device, sharded=sharding.learns, written_out=written_out) as notes,
@@ -205,7 +233,9 @@ def _from_config(setup: Setup, device: torch.device, notes: list[str]) -> Any:
     """A model without its weights, which a plan does not need, as tensor parallelism leaves it to a rank."""
     with device:
         config = config_of(setup)
-        model = auto_class(config).from_config(config, dtype=weights_dtype(setup), trust_remote_code=setup.trust_remote_code)
+        model = auto_class(config).from_config(
+            config, dtype=weights_dtype(setup), trust_remote_code=setup.trust_remote_code
+        )
     if setup.tp > 1:
         parallel.shard(model, setup)
     return model

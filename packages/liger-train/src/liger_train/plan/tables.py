@@ -19,11 +19,15 @@ def print_plan(found: Plan) -> None:
     console, prediction = output(), found.prediction
     setup = prediction.setup
     trained = (
-        f", {amount(prediction.trainable_parameters)} of them trained" if prediction.trainable_parameters < prediction.parameters else ""
+        f", {amount(prediction.trainable_parameters)} of them trained"
+        if prediction.trainable_parameters < prediction.parameters
+        else ""
     )
     console.print(f"{setup.model}: {amount(prediction.parameters)} parameters{trained}", markup=False)
     print_bars(console, found.bars, found.limit)
-    console.print(f"The peak is in the {prediction.doing}; {size(prediction.static_bytes)} stay allocated between steps.\n")
+    console.print(
+        f"The peak is in the {prediction.doing}; {size(prediction.static_bytes)} stay allocated between steps.\n"
+    )
     _print_held(console, found)
     if found.alternatives:
         _print_alternatives(console, found)
@@ -37,7 +41,9 @@ def print_plan(found: Plan) -> None:
         return
     limit, batch = size(found.limit), f"{setup.batch} × {setup.sequence} tokens"
     if found.largest_batch:
-        console.print(f"{found.largest_batch} × {setup.sequence} tokens is the largest batch of this setup that fits in {limit}.")
+        console.print(
+            f"{found.largest_batch} × {setup.sequence} tokens is the largest batch of this setup that fits in {limit}."
+        )
     else:
         console.print(f"No batch of this setup fits in {limit}.")
     if prediction.fits(found.limit):
@@ -55,11 +61,17 @@ def print_plan(found: Plan) -> None:
 def _print_held(console: Console, found: Plan) -> None:
     held = {name: count for name, count in found.prediction.held.items() if count}
     scale, unit = unit_of(max(held.values()))
-    print_table(console, [Column("category"), Column(unit, number=True)], [[name, f"{count / scale:.2f}"] for name, count in held.items()])
+    print_table(
+        console,
+        [Column("category"), Column(unit, number=True)],
+        [[name, f"{count / scale:.2f}"] for name, count in held.items()],
+    )
 
 
 def _print_alternatives(console: Console, found: Plan) -> None:
-    shown = sorted((other for other in found.alternatives if other.prediction), key=lambda other: -other.saves(found.prediction))
+    shown = sorted(
+        (other for other in found.alternatives if other.prediction), key=lambda other: -other.saves(found.prediction)
+    )
     scale, unit = unit_of(found.prediction.peak_bytes)
     lines = [
         [
@@ -70,7 +82,12 @@ def _print_alternatives(console: Console, found: Plan) -> None:
         ]
         for other in shown
     ]
-    columns = [Column("instead"), Column(f"peak {unit}", number=True), Column(f"saves {unit}", number=True), Column("costs", prose=True)]
+    columns = [
+        Column("instead"),
+        Column(f"peak {unit}", number=True),
+        Column(f"saves {unit}", number=True),
+        Column("costs", prose=True),
+    ]
     print_table(console, columns, lines)
 
 
@@ -91,7 +108,11 @@ def compared_page(found: Sequence[Compared], command: str) -> str:
 
 def print_compared(found: Sequence[Compared]) -> None:
     console = output()
-    columns = [Column("setup", prose=True), *(Column(name, number=True) for name in ("predicted GiB", "measured GiB", "error")), Column("")]
+    columns = [
+        Column("setup", prose=True),
+        *(Column(name, number=True) for name in ("predicted GiB", "measured GiB", "error")),
+        Column(""),
+    ]
     lines = [[cells[0], *cells[1:4], cells[-1]] for cells in map(cells_of, found)]
     print_table(console, columns, lines)
     console.print(_summary(found))
@@ -118,5 +139,12 @@ def worst(found: Sequence[Compared]) -> float:
 def _summary(found: Sequence[Compared]) -> str:
     measured = sum(one.error is not None for one in found)
     limited = [one for one in found if one.predicted_to_fit is not None]
-    fits = f" Whether it fits: correct for {sum(one.right for one in limited)} of {len(limited)} setups." if limited else ""
-    return f"{measured} peak{'' if measured == 1 else 's'}, with a largest error of {worst(found):.1%} ({ALLOWED:.0%} is allowed).{fits}"
+    fits = (
+        f" Whether it fits: correct for {sum(one.right for one in limited)} of {len(limited)} setups."
+        if limited
+        else ""
+    )
+    return (
+        f"{measured} peak{'' if measured == 1 else 's'}, with a largest error of {worst(found):.1%} ({ALLOWED:.0%} is "
+        f"allowed).{fits}"
+    )

@@ -27,13 +27,20 @@ def report(
     results: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders written by liger train --out.")],
     html: Annotated[
         Path | None,
-        typer.Option(help="Where to write the report as one HTML file with inline images. Default: report.html in the first folder."),
+        typer.Option(
+            help=(
+                "Where to write the report as one HTML file with inline images. Default: report.html in the first "
+                "folder."
+            )
+        ),
     ] = None,
     docs: Annotated[
-        Path | None, typer.Option(help="Also write the report as Markdown, with its images in images/training-results beside it.")
+        Path | None,
+        typer.Option(help="Also write the report as Markdown, with its images in images/training-results beside it."),
     ] = None,
 ) -> None:
-    """Report the throughput and peak memory of training runs: charts and tables on one page, from the results of liger train."""
+    """Report the throughput and peak memory of training runs: charts and tables on one page, from the results of liger
+    train."""
     rows, html = read(results), html or results[0] / "report.html"
     for option, path in (("--html", html), ("--docs", docs)):
         if path is not None:
@@ -54,13 +61,16 @@ def report(
     if docs is not None:
         docs.write_text(text, encoding="utf-8")
     written = " and ".join(str(path) for path in (html, docs) if path)
-    found = ", ".join(f"{number} {word}{'s' * (number != 1)}" for number, word in ((len(rows), "training run"), (count, "picture")))
+    found = ", ".join(
+        f"{number} {word}{'s' * (number != 1)}" for number, word in ((len(rows), "training run"), (count, "picture"))
+    )
     Console(highlight=False).print(f"{written}: {found}", soft_wrap=True)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """The folder of a page, with its pictures in IMAGES below it; `show` gets the name of each picture before it is drawn."""
+    """The folder of a page, with its pictures in IMAGES below it; `show` gets the name of each picture before it is
+    drawn."""
 
     folder: Path
     show: Callable[[str], object]
@@ -83,9 +93,13 @@ def _written(rows: list[Record], timelines: list[Record], place: _Place, command
         names.append(sweep.name)
         # Sweeps that differ only in their machine or text get numbers.
         name = sweep.name if names.count(sweep.name) == 1 else f"{sweep.name}-no-{names.count(sweep.name)}"
-        pictures.sweeps.append([(caption, place.draw(f"{name}{end}", drawing)) for caption, end, drawing in _pictures_of(sweep)])
+        pictures.sweeps.append(
+            [(caption, place.draw(f"{name}{end}", drawing)) for caption, end, drawing in _pictures_of(sweep)]
+        )
     for name, group in pairs(timelines).items():
-        pictures.timelines.append((f"Memory over time: {name}", place.draw(f"timeline-{name}", partial(timeline_picture, group))))
+        pictures.timelines.append(
+            (f"Memory over time: {name}", place.draw(f"timeline-{name}", partial(timeline_picture, group)))
+        )
     count = sum(len(drawn) for drawn in pictures.sweeps) + len(pictures.timelines)
     return page(rows, found, others(rows, found), timelines, pictures, command), count
 
@@ -94,7 +108,10 @@ def _pictures_of(sweep: Sweep) -> list[tuple[str, str, Draw]]:
     """Return caption, file name suffix and drawing of each picture: two strategies, and all of them."""
     from liger_train.report.pictures import sweep_picture
 
-    every, two = sweep.strategies, [strategy for strategy in (sweep.strategy(PLAIN), sweep.strategy(FUSED)) if strategy is not None]
+    every, two = (
+        sweep.strategies,
+        [strategy for strategy in (sweep.strategy(PLAIN), sweep.strategy(FUSED)) if strategy is not None],
+    )
     drawn: list[tuple[str, str, Draw]] = []
     if len(two) == 2 and len(every) > 2:
         drawn.append((f"{sweep.title}: Transformers and Liger", "-two", partial(sweep_picture, sweep, two)))

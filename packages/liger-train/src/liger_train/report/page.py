@@ -24,9 +24,10 @@ from liger_train.setup import Setup
 GIB = 1 << 30
 FIGURES = 6
 ABOUT = """
-Every run has its own process. Throughput is that of the median step after the first two, summed over ranks. Peak memory is the most memory that the
-allocator had allocated at any time of the run; on the CPU, of the second step. The baseline is Transformers without Liger at the same size. `≈` marks a
-speedup within the spread of the steps: the 20th to 80th percentiles of the two runs overlap. A cross in a picture marks a run that ran out of memory.
+Every run has its own process. Throughput is that of the median step after the first two, summed over ranks. Peak memory
+is the most memory that the allocator had allocated at any time of the run; on the CPU, of the second step. The baseline
+is Transformers without Liger at the same size. `≈` marks a speedup within the spread of the steps: the 20th to 80th
+percentiles of the two runs overlap. A cross in a picture marks a run that ran out of memory.
 """.strip()
 STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --paper: #ffffff; --line: #d0d0d0; --soft: #f3f3f3; }
@@ -35,7 +36,8 @@ STYLE = """
   /* White becomes the paper, and colors keep their hue. */
   img { filter: invert(0.93) hue-rotate(180deg); }
 }
-body { background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+body { background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif;
+       max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
 img { max-width: 100%; height: auto; display: block; margin: 1rem 0; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; margin: 1rem 0; }
@@ -49,7 +51,10 @@ CHOSEN = re.compile(r"--[a-z-]+ \S+ was chosen|(Chosen|Defaults) for ")
 # What `--checkpoint auto` noted in rows of older versions → what it notes now.
 OLDER_NOTES = (
     (r"a batch is taken in (\d+) parts, and ", r"each batch is split into \1 parts; "),
-    (r"(\d+) of \d+ layers are \w+ again, (\d+) but for their \w+, (\d+) are not", AUTO_NOTE.format(r"\1", r"\2", r"\3")),
+    (
+        r"(\d+) of \d+ layers are \w+ again, (\d+) but for their \w+, (\d+) are not",
+        AUTO_NOTE.format(r"\1", r"\2", r"\3"),
+    ),
     (r"(from step \d+ on) ", r"\1, "),
 )
 
@@ -63,7 +68,12 @@ class Pictures:
 
 
 def page(
-    rows: Sequence[Record], found: Sequence[Sweep], rest: Sequence[Record], timelines: Sequence[Record], pictures: Pictures, command: str
+    rows: Sequence[Record],
+    found: Sequence[Sweep],
+    rest: Sequence[Record],
+    timelines: Sequence[Record],
+    pictures: Pictures,
+    command: str,
 ) -> str:
     """The page in Markdown; it links to the pictures by their paths."""
     parts = ["# Training results", markdown.generated(command), _where(rows), ABOUT]
@@ -80,9 +90,14 @@ def as_html(text: str, folder: Path) -> str:
     text = re.sub(r"<!--.*?-->\n*", "", text, flags=re.DOTALL)
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
-    body = re.sub(r'(<img src=")([^"]+)"', lambda found: f'{found[1]}{_inlined(folder / html.unescape(found[2]))}"', body)
+    body = re.sub(
+        r'(<img src=")([^"]+)"', lambda found: f'{found[1]}{_inlined(folder / html.unescape(found[2]))}"', body
+    )
     title = next(iter(re.findall(r"<h1>(.*?)</h1>", body)), "Training results")
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title><style>\n{STYLE}\n</style>'
+    head = (
+        '<meta charset="utf-8"><meta name="viewport" '
+        f'content="width=device-width"><title>{title}</title><style>\n{STYLE}\n</style>'
+    )
     return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}</body>\n</html>\n'
 
 
@@ -114,7 +129,11 @@ def _figures(sweep: Sweep) -> str:
             row = sweep.row(strategy, value)
             if row is not None:
                 lines.append([str(value), strategy.label, *_cells(row, base, scale)])
-    parts = [markdown.table((sweep.axis, "strategy", *_head(unit)), markdown.sparse(lines), right=(0, *range(2, 2 + FIGURES)))]
+    parts = [
+        markdown.table(
+            (sweep.axis, "strategy", *_head(unit)), markdown.sparse(lines), right=(0, *range(2, 2 + FIGURES))
+        )
+    ]
     if not any(row.get("peak_bytes") for row in sweep.rows):
         parts.append("Peak memory was not measured.")
     parts.append(_sentences(sweep, lambda row: [row["reason"]]))
@@ -196,13 +215,24 @@ def _timelines(timelines: Sequence[Record], pictures: Pictures) -> list[str]:
     lines = []
     for record in timelines:
         peak = record["peak"]
-        lines.append([title(record["setup"]), f"{sum(peak.values()) / scale:.2f}", *(f"{peak[name] / scale:.2f}" for name in names)])
+        lines.append(
+            [
+                title(record["setup"]),
+                f"{sum(peak.values()) / scale:.2f}",
+                *(f"{peak[name] / scale:.2f}" for name in names),
+            ]
+        )
     about = (
-        "## Memory over time\n\nFrom the allocator's events: the last recorded step, up to the failed request if it ran out of memory. Weights, gradients and optimizer state "
+        "## Memory over time\n\nFrom the allocator's events: the last recorded step, up to the failed request if it "
+        "ran out of memory. Weights, gradients and optimizer state "
         "are recognized by their addresses, logits by their size; checkpoints are the inputs of checkpointed layers. "
         f"At the peak, in {unit}:"
     )
-    return [about, markdown.table(("run", "peak", *names), lines, right=range(1, 2 + len(names))), *_images(pictures.timelines)]
+    return [
+        about,
+        markdown.table(("run", "peak", *names), lines, right=range(1, 2 + len(names))),
+        *_images(pictures.timelines),
+    ]
 
 
 def _others(rest: Sequence[Record], heading: bool) -> list[str]:
@@ -236,7 +266,19 @@ def _named(row: Record) -> str:
     shown = [
         n
         for n in SETUP
-        if n not in ("model", "batch", "sequence", "liger", "steps", "seed", "learning_rate", "device", "memory_limit", "data")
+        if n
+        not in (
+            "model",
+            "batch",
+            "sequence",
+            "liger",
+            "steps",
+            "seed",
+            "learning_rate",
+            "device",
+            "memory_limit",
+            "data",
+        )
     ]
     words = [str(row[n]) if n == "precision" else f"{n} {row[n]}" for n in shown if row[n] != getattr(default, n)]
     return f"{row['model']} {row['batch']} × {row['sequence']}{''.join(', ' + word for word in words)}; {where(row)}"

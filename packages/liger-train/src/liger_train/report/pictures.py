@@ -18,7 +18,8 @@ from liger_bench.records import Record
 from liger_train.report.sweeps import FUSED, PARTLY, PLAIN, Strategy, Sweep
 
 GIB = 1 << 30
-# Distinguishable with any kind of color vision (Okabe and Ito 2008); strategies of one selection of ops differ in dashes and markers.
+# Distinguishable with any kind of color vision (Okabe and Ito 2008); strategies of one selection of ops differ in
+# dashes and markers.
 COLORS = {PLAIN: "#4b5563", PARTLY: "#0072b2", FUSED: "#d55e00"}
 MORE = ("#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)))
@@ -37,10 +38,13 @@ def sweep_picture(sweep: Sweep, strategies: Sequence[Strategy], path: Path) -> N
     scale, unit = unit_of(max([limit or 0, *peaks]) or GIB)
     # Older rows of the CPU have no peak memory for the second panel.
     has_memory = bool(limit or peaks or any(row["out_of_memory"] for row in shown))
-    figure, panels = plt.subplots(1, 1 + has_memory, figsize=(5.25 * (1 + has_memory), 4.2), layout="constrained", squeeze=False)
+    figure, panels = plt.subplots(
+        1, 1 + has_memory, figsize=(5.25 * (1 + has_memory), 4.2), layout="constrained", squeeze=False
+    )
     left, right = panels[0][0], panels[0][-1]
     figure.suptitle(f"{sweep.title}\n{sweep.setting}", fontsize=10, x=0.01, ha="left")
-    # Crosses are at the memory limit, or above the highest peak. A run that failed has no throughput: its cross is in a band above the data.
+    # Crosses are at the memory limit, or above the highest peak. A run that failed has no throughput: its cross is in a
+    # band above the data.
     ceiling = limit / scale if limit else max(peaks, default=scale) / scale * 1.08
     if limit:
         right.axhline(ceiling, color=INK, linewidth=0.9, linestyle="--")
@@ -50,13 +54,17 @@ def sweep_picture(sweep: Sweep, strategies: Sequence[Strategy], path: Path) -> N
         style = _style(strategy, sweep.strategies)
         # Slightly apart, so that crosses at the same size do not hide each other.
         apart = 0.24 * (failing.index(strategy) - (len(failing) - 1) / 2) if strategy in failing else 0.0
-        known = [(place, row) for place, value in enumerate(sweep.values) if (row := sweep.row(strategy, value)) is not None]
+        known = [
+            (place, row) for place, value in enumerate(sweep.values) if (row := sweep.row(strategy, value)) is not None
+        ]
         for axes, columns, one, cross in (
             (left, ("tokens_per_second", "low_tokens_per_second", "high_tokens_per_second"), 1, None),
             (right, ("peak_bytes",) * 3, scale, ceiling),
         )[: 1 + has_memory]:
             points = [
-                (place, *(_value(row, column, columns[0]) / one for column in columns)) for place, row in known if _fits(row, columns[0])
+                (place, *(_value(row, column, columns[0]) / one for column in columns))
+                for place, row in known
+                if _fits(row, columns[0])
             ]
             if points:
                 places, middle, low, high = zip(*points, strict=True)
@@ -66,7 +74,16 @@ def sweep_picture(sweep: Sweep, strategies: Sequence[Strategy], path: Path) -> N
             # An empty artist without clipping would break the constrained layout.
             if failed:
                 height = {"transform": axes.get_xaxis_transform()} if cross is None else {}
-                axes.plot(failed, [cross or BAND] * len(failed), "x", color=style["color"], clip_on=False, zorder=5, **CROSS, **height)
+                axes.plot(
+                    failed,
+                    [cross or BAND] * len(failed),
+                    "x",
+                    color=style["color"],
+                    clip_on=False,
+                    zorder=5,
+                    **CROSS,
+                    **height,
+                )
     for axes, label in (
         (left, "tokens per second"),
         (right, f"peak memory, {unit}" if sweep.axis != "ranks" else f"peak memory per rank, {unit}"),
@@ -78,7 +95,9 @@ def sweep_picture(sweep: Sweep, strategies: Sequence[Strategy], path: Path) -> N
         axes.set_ylabel(label)
     left.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     if failing:
-        left.add_patch(plt.Rectangle((0, BAND - 0.05), 1, 0.1, transform=left.transAxes, color=INK, alpha=0.08, linewidth=0))
+        left.add_patch(
+            plt.Rectangle((0, BAND - 0.05), 1, 0.1, transform=left.transAxes, color=INK, alpha=0.08, linewidth=0)
+        )
         left.annotate("out of memory", (0.01, BAND), xycoords="axes fraction", va="center", fontsize=8)
         left.set_ylim(0, left.get_ylim()[1] * 1.12)
     if has_memory:

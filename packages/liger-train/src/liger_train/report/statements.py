@@ -52,7 +52,8 @@ def statements(sweep: Sweep) -> list[Statement]:
         if plain and partly and fused and (all_three := _largest(sweep, [plain, partly, fused], column)):
             value, rows = all_three
             none, some, every = (float(row[column]) for row in rows)
-            # A share of almost nothing means nothing, and neither does one of a difference within the spread of the steps.
+            # A share of almost nothing means nothing, and neither does one of a difference within the spread of the
+            # steps.
             if abs(every / none - 1) > 0.02 and (column == PEAK or not overlapping(rows[0], rows[2])):
                 found.append(
                     Statement(
@@ -69,7 +70,11 @@ def _checkpoints(sweep: Sweep) -> list[Statement]:
     for full in (strategy for strategy in sweep.strategies if strategy.checkpoint == "full"):
         for other in (s for s in sweep.strategies if s.liger == full.liger and s.checkpoint != "full"):
             pairs = [(sweep.row(other, value), sweep.row(full, value)) for value in sweep.values]
-            ratios = [one[SPEED] / base[SPEED] for one, base in pairs if one and base and _has(one, SPEED) and _has(base, SPEED)]
+            ratios = [
+                one[SPEED] / base[SPEED]
+                for one, base in pairs
+                if one and base and _has(one, SPEED) and _has(base, SPEED)
+            ]
             if ratios:
                 words = f"tokens/s, {other.label} ÷ checkpoint full"
                 found.append(Statement(words, f"{min(ratios):.2f} to {max(ratios):.2f} at {len(ratios)} sizes"))

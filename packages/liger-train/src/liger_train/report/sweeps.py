@@ -68,7 +68,11 @@ class Sweep:
         found = dict.fromkeys((row["liger"], row["checkpoint"]) for row in self.rows)
         several = len({checkpoint for _, checkpoint in found}) > 1
         return [
-            Strategy(liger, checkpoint, WORDS.get(liger, f"Liger: {liger}") + (f", checkpoint {checkpoint}" if several else ""))
+            Strategy(
+                liger,
+                checkpoint,
+                WORDS.get(liger, f"Liger: {liger}") + (f", checkpoint {checkpoint}" if several else ""),
+            )
             for liger, checkpoint in sorted(found, key=lambda pair: order.index(pair[0]))
         ]
 
@@ -86,9 +90,13 @@ class Sweep:
     @property
     def setting(self) -> str:
         """The options that all runs share and that are not the defaults, and the device."""
-        shown = [name for name in SETUP if name not in ("model", "device", "data", "memory_limit", *AXES, *STRATEGY, *FREE)]
+        shown = [
+            name for name in SETUP if name not in ("model", "device", "data", "memory_limit", *AXES, *STRATEGY, *FREE)
+        ]
         words = [self.first["precision"]]
-        words += [f"{name} {self.first[name]}" for name in shown if name != "precision" and self.first[name] != DEFAULTS[name]]
+        words += [
+            f"{name} {self.first[name]}" for name in shown if name != "precision" and self.first[name] != DEFAULTS[name]
+        ]
         if len({strategy.checkpoint for strategy in self.strategies}) == 1:
             words.append(f"checkpoint {self.first['checkpoint']}")
         return f"{', '.join(words)}; {_cards(self.first) if self.axis == 'ranks' else where(self.first)}"
@@ -96,8 +104,17 @@ class Sweep:
     @property
     def name(self) -> str:
         """The name of the sweep in file names."""
-        shown = [name for name in SETUP if name not in ("model", "data", "device", "memory_limit", self.axis, *SIZES, *STRATEGY, *FREE)]
-        words = [self.first["model"], self.axis, self.fixed, *(str(self.first[n]) for n in shown if self.first[n] != DEFAULTS[n])]
+        shown = [
+            name
+            for name in SETUP
+            if name not in ("model", "data", "device", "memory_limit", self.axis, *SIZES, *STRATEGY, *FREE)
+        ]
+        words = [
+            self.first["model"],
+            self.axis,
+            self.fixed,
+            *(str(self.first[n]) for n in shown if self.first[n] != DEFAULTS[n]),
+        ]
         if self.first["memory_limit"]:
             words.append(f"{self.first['memory_limit'] / 2**30:g}GiB")
         return re.sub(r"[^\w.]+", "-", "-".join(words)).strip("-")
@@ -121,14 +138,18 @@ def read(folders: Sequence[Path]) -> list[Record]:
     for folder in folders:
         for row in read_json(folder / ROWS):
             if missing := [name for name in REQUIRED if name not in row]:
-                raise OptionError(f"report: {folder / ROWS} must hold rows of liger train, got one without {', '.join(missing)}")
+                raise OptionError(
+                    f"report: {folder / ROWS} must hold rows of liger train, got one without {', '.join(missing)}"
+                )
             complete = DEFAULTS | {"tokens_per_second": None, "reason": "", "interrupted": False} | row
             run = (*(complete[name] for name in SETUP if name not in FREE), _card(complete))
             if run not in kept or kept[run]["interrupted"] or not complete["interrupted"]:
                 kept[run] = complete
     if not kept:
         looked = ", ".join(str(folder) for folder in folders)
-        raise OptionError(f"report: a folder must hold {ROWS}, which liger train --out FOLDER writes; found none in {looked}")
+        raise OptionError(
+            f"report: a folder must hold {ROWS}, which liger train --out FOLDER writes; found none in {looked}"
+        )
     return list(kept.values())
 
 

@@ -42,13 +42,20 @@ def read_timelines(folders: Sequence[Path]) -> list[Record]:
         if not complete:
             raise OptionError(f"report: {path} must be a timeline that liger train --snapshot wrote; move it away")
         found.append(record)
-    return sorted(found, key=lambda r: (r["setup"]["model"], r["setup"]["batch"] * r["setup"]["sequence"], -_order(r["setup"]["liger"])))
+    return sorted(
+        found,
+        key=lambda r: (r["setup"]["model"], r["setup"]["batch"] * r["setup"]["sequence"], -_order(r["setup"]["liger"])),
+    )
 
 
 def pairs(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """File name → the runs in one picture: all strategies at one size, and the smallest and largest run of one strategy."""
+    """File name → the runs in one picture: all strategies at one size, and the smallest and largest run of one
+    strategy."""
     found: dict[str, list[Record]] = {}
-    for records_, name in (_grouped(records, ("liger", "checkpoint"), "strategies"), _grouped(records, ("batch", "sequence"), "sizes")):
+    for records_, name in (
+        _grouped(records, ("liger", "checkpoint"), "strategies"),
+        _grouped(records, ("batch", "sequence"), "sizes"),
+    ):
         for group in records_:
             setup = group[0]["setup"]
             if name == "sizes" and len(group) > 1:
@@ -59,10 +66,13 @@ def pairs(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def timeline_picture(records: Sequence[Record], path: Path) -> None:
-    """A panel per run, all to one scale: the last recorded step, from its start until the memory of its update is released."""
+    """A panel per run, all to one scale: the last recorded step, from its start until the memory of its update is
+    released."""
     shown = [_last_step(record) for record in records]
     highest = max(
-        [sum(layers) for each in shown for layers in zip(*each.layers, strict=True)] + [each.wanted for each in shown] + [1 << 20]
+        [sum(layers) for each in shown for layers in zip(*each.layers, strict=True)]
+        + [each.wanted for each in shown]
+        + [1 << 20]
     )
     unit, name = unit_of(highest)
     figure, panels = plt.subplots(
@@ -71,7 +81,9 @@ def timeline_picture(records: Sequence[Record], path: Path) -> None:
     for record, step, axes in zip(records, shown, panels[0], strict=True):
         layers = [[value / unit for value in layer] for layer in step.layers]
         totals = [sum(values) for values in zip(*layers, strict=True)]
-        axes.stackplot(step.times, layers, labels=CATEGORIES, colors=[COLORS[c] for c in CATEGORIES], linewidth=0, step="post")
+        axes.stackplot(
+            step.times, layers, labels=CATEGORIES, colors=[COLORS[c] for c in CATEGORIES], linewidth=0, step="post"
+        )
         # An outline: peaks may be narrower than a pixel.
         axes.step(step.times, totals, where="post", color="#000000", linewidth=0.5)
         axes.set_title(title(record["setup"]), fontsize=10)
@@ -82,7 +94,13 @@ def timeline_picture(records: Sequence[Record], path: Path) -> None:
             peak = totals.index(max(totals))
             right = step.times[peak] < 0.6 * step.times[-1]
             words = f"peak {totals[peak]:,.2f} {name}"
-            axes.annotate(words, (step.times[peak], totals[peak]), (5 if right else -5, 3), ha="left" if right else "right", **place)
+            axes.annotate(
+                words,
+                (step.times[peak], totals[peak]),
+                (5 if right else -5, 3),
+                ha="left" if right else "right",
+                **place,
+            )
         if step.wanted:
             wanted = step.wanted / unit
             axes.plot([step.times[-1]], [wanted], "x", color="#d55e00", markersize=11, markeredgewidth=3, clip_on=False)
@@ -92,7 +110,14 @@ def timeline_picture(records: Sequence[Record], path: Path) -> None:
     panels[0][0].set_ylim(0, 1.12 * highest / unit)
     panels[0][0].set_ylabel(f"memory, {name}")
     handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(CATEGORIES) if len(records) > 1 else 3, frameon=False, fontsize=9)
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=len(CATEGORIES) if len(records) > 1 else 3,
+        frameon=False,
+        fontsize=9,
+    )
     for axes in panels[0]:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
@@ -103,7 +128,8 @@ def timeline_picture(records: Sequence[Record], path: Path) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a timeline: milliseconds since its start, bytes of each category, and the bytes that a failed request would have reached."""
+    """One step of a timeline: milliseconds since its start, bytes of each category, and the bytes that a failed request
+    would have reached."""
 
     times: list[float]
     layers: list[list[int]]
@@ -123,7 +149,11 @@ def _last_step(record: Record) -> Step:
         last = next((place for place in range(last, first, -1) if totals[place] > small), last - 1) + 1
     places = range(first, last + 1)
     wanted = totals[-1] + record["asked"] if record.get("asked") else 0
-    return Step([max(times[p] - start, 0.0) for p in places], [[record["bytes"][c][p] for p in places] for c in CATEGORIES], wanted)
+    return Step(
+        [max(times[p] - start, 0.0) for p in places],
+        [[record["bytes"][c][p] for p in places] for c in CATEGORIES],
+        wanted,
+    )
 
 
 def _draw_limit(axes: Any, limit: int | None, highest: float, unit: int, name: str) -> None:
@@ -149,7 +179,9 @@ def _totals(record: Record) -> list[int]:
 def _grouped(records: Sequence[Record], free: tuple[str, ...], name: str) -> tuple[list[list[Record]], str]:
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
-        groups.setdefault(tuple(record["setup"].get(n) for n in SETUP if n not in (*free, "steps", "seed")), []).append(record)
+        groups.setdefault(tuple(record["setup"].get(n) for n in SETUP if n not in (*free, "steps", "seed")), []).append(
+            record
+        )
     return list(groups.values()), name
 
 

@@ -23,8 +23,8 @@ LOW_IN_FSDP2 = {"bf16": "bfloat16", "fp16": "float16"}
 def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArguments:
     """The arguments of the Trainer, with `more` on top. Joins the other ranks, if there are any.
 
-    Create them before the model: ZeRO stage 3 then shards each weight as it is created. The object must stay alive until the run
-    ends. Activation checkpointing is already set up in the model (model.py).
+    Create them before the model: ZeRO stage 3 then shards each weight as it is created. The object must stay alive
+    until the run ends. Activation checkpointing is already set up in the model (model.py).
     """
     joined = processes.join(setup)
     given: dict[str, Any] = {
@@ -54,7 +54,9 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
     except ValueError as error:
         if not setup.set:
             raise
-        raise OptionError(f"train: --set must have values that TrainingArguments accepts, got {setup.set}: {error}") from error
+        raise OptionError(
+            f"train: --set must have values that TrainingArguments accepts, got {setup.set}: {error}"
+        ) from error
     if setup.shard == "fsdp2" and setup.precision in LOW_IN_FSDP2:
         made.fsdp_plugin_args["mixed_precision_policy"] = _mixed(LOW_IN_FSDP2[setup.precision])
     if made.n_gpu > 1:

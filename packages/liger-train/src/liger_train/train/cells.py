@@ -15,7 +15,11 @@ from liger_train.setup import Setup
 
 STRATEGIES = ("none", "all-but-loss", "all")
 # Option → type, of all options that can vary.
-SWEPT = {field.name: str(field.type) for field in fields(Setup) if field.name not in ("liger", "device", "set") and field.type != "bool"}
+SWEPT = {
+    field.name: str(field.type)
+    for field in fields(Setup)
+    if field.name not in ("liger", "device", "set") and field.type != "bool"
+}
 
 
 def swept(options: Sequence[str]) -> dict[str, list[Any]]:
@@ -31,16 +35,20 @@ def swept(options: Sequence[str]) -> dict[str, list[Any]]:
             raise OptionError("train: --sweep cannot vary liger; give --strategies none,all-but-loss,all")
         if name not in SWEPT or not values.strip():
             raise OptionError(
-                f"train: --sweep must be an option and its values, for instance batch=1,4,8, got {option!r}.{nearest(name, SWEPT)}"
+                "train: --sweep must be an option and its values, for instance batch=1,4,8, got "
+                f"{option!r}.{nearest(name, SWEPT)}"
             )
         if name in found:
-            raise OptionError(f"train: --sweep must name each option once, got {name} twice; give all its values in one")
+            raise OptionError(
+                f"train: --sweep must name each option once, got {name} twice; give all its values in one"
+            )
         found[name] = list(dict.fromkeys(_value(name, word.strip()) for word in values.split(",")))
     return found
 
 
 def strategies_of(words: str) -> list[str]:
-    """The values of `liger` in words like "none,all-but-loss,all"; ops of one strategy are joined by a plus, since commas separate strategies.
+    """The values of `liger` in words like "none,all-but-loss,all"; ops of one strategy are joined by a plus, since
+    commas separate strategies.
 
     Raises OptionError if there are none.
     """
@@ -51,7 +59,8 @@ def strategies_of(words: str) -> list[str]:
 
 
 def cells(base: Setup, values: Mapping[str, Sequence[Any]], strategies: Sequence[str]) -> list[Setup]:
-    """Every combination, smallest first, each with all strategies in turn; unless ranks vary, there are at least as many as tp × cp needs."""
+    """Every combination, smallest first, each with all strategies in turn; unless ranks vary, there are at least as
+    many as tp × cp needs."""
     combined = [replace(base, **dict(zip(values, chosen, strict=True))) for chosen in product(*values.values())]
     if "ranks" not in values:
         combined = [replace(setup, ranks=max(setup.ranks, setup.tp * setup.cp)) for setup in combined]
@@ -62,7 +71,11 @@ def cells(base: Setup, values: Mapping[str, Sequence[Any]], strategies: Sequence
 
 def hopeless(setup: Setup, known: Sequence[Row]) -> str:
     """Return why a run can be skipped: the same run with fewer tokens ran out of memory. Otherwise empty."""
-    same = [name for name in (*SWEPT, "liger", "device") if name not in ("batch", "sequence", "steps", "seed", "learning_rate")]
+    same = [
+        name
+        for name in (*SWEPT, "liger", "device")
+        if name not in ("batch", "sequence", "steps", "seed", "learning_rate")
+    ]
     for row in known:
         smaller = row.batch <= setup.batch and row.sequence <= setup.sequence
         if row.out_of_memory and smaller and all(getattr(row, name) == getattr(setup, name) for name in same):

@@ -68,7 +68,9 @@ class Compiled(TrainerCallback):
         first = compiling.FirstCall(model, self.notes.append)
         if self.setup.compile != "graphs":
             return lambda inputs, tokens: first(lambda: step(inputs, tokens))
-        graphs = Graphs(step, model, lambda: self._begun >= WARM_UP and self.settled(), self.notes.append, self._recording)
+        graphs = Graphs(
+            step, model, lambda: self._begun >= WARM_UP and self.settled(), self.notes.append, self._recording
+        )
         return lambda inputs, tokens: first(lambda: graphs(inputs, tokens))
 
     @contextmanager
@@ -81,5 +83,9 @@ class Compiled(TrainerCallback):
 
 
 def _sentence(setup: Setup, seconds: float, hits: int, misses: int) -> str:
-    where = "none of its graphs came from the cache" if not hits else f"{hits} of {hits + misses} graphs came from the cache"
+    where = (
+        "none of its graphs came from the cache"
+        if not hits
+        else f"{hits} of {hits + misses} graphs came from the cache"
+    )
     return f"--compile {setup.compile}: compiling took {seconds:.1f} s; {where}."

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallelism on the CPU, for which PyTorch has no ring attention: each rank gathers the keys and values of the others."""
+"""Context parallelism on the CPU, for which PyTorch has no ring attention: each rank gathers the keys and values of the
+others."""
 
 from __future__ import annotations
 
@@ -23,8 +24,11 @@ def install() -> None:
 
 
 @contextmanager
-def context_parallel(mesh: DeviceMesh, *, buffers: Sequence[Tensor], buffer_seq_dims: Sequence[int], **more: Any) -> Iterator[None]:
-    """Takes the place of torch.distributed.tensor.experimental.context_parallel, which shards the buffers in place, too.
+def context_parallel(
+    mesh: DeviceMesh, *, buffers: Sequence[Tensor], buffer_seq_dims: Sequence[int], **more: Any
+) -> Iterator[None]:
+    """Takes the place of torch.distributed.tensor.experimental.context_parallel, which shards the buffers in place,
+    too.
 
     Shards are in the order of the ranks. As the Trainer asks for, the buffers are not restored.
     """
@@ -33,12 +37,18 @@ def context_parallel(mesh: DeviceMesh, *, buffers: Sequence[Tensor], buffer_seq_
         buffer.resize_(shard.shape).copy_(shard)
     original = functional.scaled_dot_product_attention
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, is_causal: bool, **options: Any) -> Tensor:
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, is_causal: bool, **options: Any
+    ) -> Tensor:
         if attn_mask is not None:
-            raise OptionError("train: --cp needs attention without a mask, got one, which is of one rank's tokens; leave out --cp")
+            raise OptionError(
+                "train: --cp needs attention without a mask, got one, which is of one rank's tokens; leave out --cp"
+            )
         first = mesh.get_local_rank() * query.shape[2]
         seen = torch.arange(first, first + query.shape[2])[:, None] >= torch.arange(mesh.size() * key.shape[2])
-        return original(query, _gathered(key, mesh), _gathered(value, mesh), attn_mask=seen if is_causal else None, **options)
+        return original(
+            query, _gathered(key, mesh), _gathered(value, mesh), attn_mask=seen if is_causal else None, **options
+        )
 
     with mock.patch.object(functional, "scaled_dot_product_attention", attention):
         yield
@@ -46,4 +56,8 @@ def context_parallel(mesh: DeviceMesh, *, buffers: Sequence[Tensor], buffer_seq_
 
 def _gathered(shard: Tensor, mesh: DeviceMesh) -> Tensor:
     """The keys or values of the whole sequence, (batch, heads, tokens, width); gradients are summed over the ranks."""
-    return DTensor.from_local(shard, mesh, [Shard(2)]).redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return (
+        DTensor.from_local(shard, mesh, [Shard(2)])
+        .redistribute(placements=[Replicate()])
+        .to_local(grad_placements=[Partial()])
+    )

@@ -16,7 +16,8 @@ from liger_train.row import WARM_UP
 class CpuMemory:
     """Peak and static bytes of the last warm-up step, in which the optimizer has its state; None until then.
 
-    The peak is the memory at the start of the step plus the most that the step allocates. DeepSpeed's buffers are not included.
+    The peak is the memory at the start of the step plus the most that the step allocates. DeepSpeed's buffers are not
+    included.
     """
 
     def __init__(self) -> None:
@@ -57,4 +58,6 @@ def _held(model: nn.Module, optimizer: Any) -> int:
     # Layerwise GaLore has an optimizer per weight.
     several = getattr(inner, "optimizer_dict", {})
     state = [each.state for each in several.values()] if several else [getattr(optimizer, "state", {})]
-    return held_bytes([*weights, *(weight.grad for weight in weights if weight.grad is not None), *(dict(each) for each in state)])
+    return held_bytes(
+        [*weights, *(weight.grad for weight in weights if weight.grad is not None), *(dict(each) for each in state)]
+    )

@@ -47,7 +47,8 @@ class Data:
     digest  identifies the data
     """
 
-    sequences: Tensor  # (number, sequence), (number, 2, sequence) with labels, or (number, 3, sequence) with labels and positions
+    # (number, sequence), (number, 2, sequence) with labels, or (number, 3, sequence) with labels and positions
+    sequences: Tensor
     tokenizer: Any
     digest: str
     notes: list[str]
@@ -60,7 +61,8 @@ def check_source(source: str) -> None:
     if source != LIBRARY and not path.is_dir() and not path.is_file():
         problem = "is neither a file nor a folder; write what it gives to a file" if path.exists() else "does not exist"
         raise OptionError(
-            f"train: --data must be a file, a folder, a dataset saved by datasets, or {LIBRARY}, got {source}, which {problem}"
+            f"train: --data must be a file, a folder, a dataset saved by datasets, or {LIBRARY}, got {source}, which "
+            f"{problem}"
         )
 
 
@@ -77,7 +79,9 @@ def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     if rows is not None and rows.columns != TEXT:
         documents = labeled(rows, tokenizer, setup, notes)
         is_held = _held(len(documents), setup.validation)
-        training, others = ([documents[i] for i in chosen.nonzero().flatten().tolist()] for chosen in (~is_held, is_held))
+        training, others = (
+            [documents[i] for i in chosen.nonzero().flatten().tolist()] for chosen in (~is_held, is_held)
+        )
         sequences, held = (in_sequences(chosen, tokenizer, setup) for chosen in (training, others))
         if setup.packing:
             padding = 1 - sum(document.shape[1] for document in training) / max(1, sequences[:, 0].numel())
@@ -92,7 +96,10 @@ def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
     ids = (each[:, 0] if each.dim() == 3 else each for each in (sequences, held) if len(each))
     largest = max((int(each.max()) for each in ids), default=0)
     if largest >= vocabulary:
-        raise OptionError(f"train: the tokens must be below {vocabulary}, the number of embeddings of {setup.model}, got token {largest}")
+        raise OptionError(
+            f"train: the tokens must be below {vocabulary}, the number of embeddings of {setup.model}, got token "
+            f"{largest}"
+        )
     # Drop the rest of the text, which does not fill a step.
     sequences = sequences[: len(sequences) // a_step * a_step]
     if not len(sequences):
@@ -101,21 +108,32 @@ def read(setup: Setup, vocabulary: int, own_tokenizer: bool) -> Data:
             "use more text, or a smaller --batch, --accumulation, --sequence or --validation"
         )
     if setup.validation:
-        notes.append(f"Held out {is_held.sum()} of {len(is_held)} {'documents' if setup.packing else 'sequences'} for validation.")
+        notes.append(
+            f"Held out {is_held.sum()} of {len(is_held)} {'documents' if setup.packing else 'sequences'} for "
+            "validation."
+        )
     digest = hashlib.sha256(sequences.numpy().tobytes()).hexdigest()
     return Data(sequences, tokenizer, digest, notes, held if setup.validation else None)
 
 
-def _texts(rows: Rows | None, setup: Setup, vocabulary: int, tokenizer: Any, notes: list[str]) -> tuple[Any, Tensor, int]:
+def _texts(
+    rows: Rows | None, setup: Setup, vocabulary: int, tokenizer: Any, notes: list[str]
+) -> tuple[Any, Tensor, int]:
     """The tokenizer of the model or of the text, sequences, and the number of tokens."""
     if setup.packing:
-        raise OptionError(f"train: --packing needs rows with answers, got {setup.data}, whose text fills each sequence; leave it out")
-    wanted = math.ceil(CHARACTERS_OF_A_TOKEN * setup.steps * setup.sequences_per_step * setup.sequence / (1 - setup.validation))
+        raise OptionError(
+            f"train: --packing needs rows with answers, got {setup.data}, whose text fills each sequence; leave it out"
+        )
+    wanted = math.ceil(
+        CHARACTERS_OF_A_TOKEN * setup.steps * setup.sequences_per_step * setup.sequence / (1 - setup.validation)
+    )
     # An epoch is the whole text.
     limit = max(CHARACTERS, wanted) if epochs(setup.set) is None else sys.maxsize
     texts = _up_to(_documents(setup.data, notes) if rows is None else rows.texts(), limit)
     if not any(texts):
-        raise OptionError(f"train: --data must hold text, got {setup.data}, which has none{'; ' + notes[0] if notes else ''}")
+        raise OptionError(
+            f"train: --data must hold text, got {setup.data}, which has none{'; ' + notes[0] if notes else ''}"
+        )
     if tokenizer is not None:
         ids = _tokens(tokenizer, texts)
     elif setup.data == LIBRARY:
@@ -169,7 +187,8 @@ def _up_to(texts: Iterable[str], limit: int) -> list[str]:
 
 
 def _folder(folder: Path, notes: list[str]) -> Iterator[str]:
-    """The text files in a folder and its subfolders, in a fixed order; hidden files are ignored, and other files are named in a note."""
+    """The text files in a folder and its subfolders, in a fixed order; hidden files are ignored, and other files are
+    named in a note."""
     skipped: list[str] = []
     tables: list[str] = []
     for path in sorted(folder.rglob("*")):
@@ -184,7 +203,10 @@ def _folder(folder: Path, notes: list[str]) -> Iterator[str]:
     if skipped:
         notes.append(f"Files in {folder} that are not text were skipped: {listed(skipped)}.")
     if tables:
-        notes.append(f"Files in {folder} were read as text, not as rows: {listed(tables)}; give one as --data to train on its rows.")
+        notes.append(
+            f"Files in {folder} were read as text, not as rows: {listed(tables)}; give one as --data to train on its "
+            "rows."
+        )
 
 
 def _text(path: Path) -> str | None:
@@ -196,12 +218,14 @@ def _text(path: Path) -> str | None:
 
 
 def _tokenizer(setup: Setup, notes: list[str]) -> Any:
-    """Return the tokenizer of the model, or None if it has none and its weights are random: others know the tokens of theirs alone."""
+    """Return the tokenizer of the model, or None if it has none and its weights are random: others know the tokens of
+    theirs alone."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(setup.model, **loading_options(setup))
-    # Of any class: a damaged tokenizer.json raises Exception itself, and tokenizers in Python without a file a TypeError.
+    # Of any class: a damaged tokenizer.json raises Exception itself, and tokenizers in Python without a file a
+    # TypeError.
     except Exception as problem:
         if (refused := has_code_of_its_own(setup.model, problem)) is not None:
             raise refused from problem
@@ -249,7 +273,9 @@ def _kept(texts: list[str], vocabulary: int) -> tuple[Any, Tensor]:
     whole text.
     """
     parts = "".join(f"{len(text)}:{text}" for text in texts)
-    key = hashlib.sha256(f"{tokenizers.__version__} {vocabulary} {END_OF_TEXT} {PADDING} {parts}".encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"{tokenizers.__version__} {vocabulary} {END_OF_TEXT} {PADDING} {parts}".encode()).hexdigest()[
+        :32
+    ]
     file = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "liger" / f"text-{key}.pt"
     # Whatever is wrong with the file, it can be made again.
     with contextlib.suppress(Exception):

@@ -43,13 +43,16 @@ def export(setup: Setup, model: Any, tokenizer: Any, folder: Path) -> None:
     whole.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for name in PROCESSORS if setup.model not in PRESETS else ():
-        file = cached_file(setup.model, name, local_files_only=is_local(setup.model), _raise_exceptions_for_missing_entries=False)
+        file = cached_file(
+            setup.model, name, local_files_only=is_local(setup.model), _raise_exceptions_for_missing_entries=False
+        )
         if file is not None:
             shutil.copy(file, folder)
 
 
 def _merged_unquantized(setup: Setup, model: Any) -> Any:
-    """The adapters, merged into the weights from before they were quantized: merging into 4 bits would round the update away."""
+    """The adapters, merged into the weights from before they were quantized: merging into 4 bits would round the update
+    away."""
     peft = importlib.import_module("peft")
     with tempfile.TemporaryDirectory(prefix="liger-train-") as place:
         model.save_pretrained(place)

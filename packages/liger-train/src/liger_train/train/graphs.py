@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--compile graphs`: the forward and backward pass of a micro-batch as a CUDA graph, which the host launches as a whole."""
+"""`--compile graphs`: the forward and backward pass of a micro-batch as a CUDA graph, which the host launches as a
+whole."""
 
 from __future__ import annotations
 
@@ -81,10 +82,11 @@ class Recorded:
 class Graphs:
     """Runs micro-batches eagerly until they are ready, then as CUDA graphs.
 
-    The first ready call rehearses: it runs eagerly, but waiting for the device is an error, which ends in a note rather than in a failed
-    capture. The next one records. There are two graphs per shape of the inputs: that of the first micro-batch of a step writes the
-    gradients, that of the others adds to them. All share one set of gradients, which the weights refer to after each replay, since the
-    optimizer drops them. If the first micro-batch of a step has another shape than the one recorded first, it runs eagerly.
+    The first ready call rehearses: it runs eagerly, but waiting for the device is an error, which ends in a note rather
+    than in a failed capture. The next one records. There are two graphs per shape of the inputs: that of the first
+    micro-batch of a step writes the gradients, that of the others adds to them. All share one set of gradients, which
+    the weights refer to after each replay, since the optimizer drops them. If the first micro-batch of a step has
+    another shape than the one recorded first, it runs eagerly.
 
     step       what runs a micro-batch without graphs
     ready      whether the step is as it will stay
@@ -140,9 +142,14 @@ class Graphs:
             return self.step(inputs, tokens)
         checkpointed = [layer for layer in layers(self.model) if layer.gradient_checkpointing]
         if any(getattr(getattr(layer, CHECKPOINT, None), "func", None) is not checkpoint for layer in checkpointed):
-            self._give_up("layers are recomputed by other means than torch.utils.checkpoint, such as from offloaded inputs")
+            self._give_up(
+                "layers are recomputed by other means than torch.utils.checkpoint, such as from offloaded inputs"
+            )
         elif drew and checkpointed:
-            self._give_up("layers that are recomputed draw random numbers, as dropout does, and a graph cannot draw the same again")
+            self._give_up(
+                "layers that are recomputed draw random numbers, as dropout does, and a graph cannot draw the same "
+                "again"
+            )
         elif not drew:
             for layer in checkpointed:
                 # Reading the state of the generator, to restore it in the backward pass, is not possible in a capture.

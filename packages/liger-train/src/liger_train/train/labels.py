@@ -31,30 +31,41 @@ LONGEST = 80
 
 
 def labeled(rows: Rows, tokenizer: Any, setup: Setup, notes: list[str]) -> list[Tensor]:
-    """The tokens and labels of each example, (2, tokens), cut to the sequence; without those that are left without labels.
+    """The tokens and labels of each example, (2, tokens), cut to the sequence; without those that are left without
+    labels.
 
     Raises OptionError, with the line, for a row that cannot be read, rendered or trained on, and if no answer ends.
     """
     if setup.cp > 1:
-        raise OptionError(f"train: --data {setup.data} has {' and '.join(rows.columns)}, and --cp {setup.cp} shards text; use --cp 1")
+        raise OptionError(
+            f"train: --data {setup.data} has {' and '.join(rows.columns)}, and --cp {setup.cp} shards text; use --cp 1"
+        )
     examples = list(conversations(rows))
     first = examples[0][1]
     in_messages = "messages" in first or isinstance(first["prompt"], list)
     if tokenizer is None or (in_messages and getattr(tokenizer, "chat_template", None) is None):
         needed = "whose tokenizer has a chat template" if in_messages else "with a tokenizer"
-        raise OptionError(f"train: --data {setup.data} has {' and '.join(rows.columns)}, which need a model {needed}, got {setup.model}")
+        raise OptionError(
+            f"train: --data {setup.data} has {' and '.join(rows.columns)}, which need a model {needed}, got "
+            f"{setup.model}"
+        )
     by_tags = False
     if in_messages:
         weights = [_weights(place, example) for place, example in examples]
         notes.extend(_unread(examples, tokenizer))
         by_tags = "messages" in first and all(map(all, weights)) and _marks_answers(tokenizer, notes)
         if "messages" in first and not by_tags:
-            examples = [answer for example, own in zip(examples, weights, strict=True) for answer in _answers(example, own)]
+            examples = [
+                answer for example, own in zip(examples, weights, strict=True) for answer in _answers(example, own)
+            ]
             left = sum(map(len, weights)) - len(examples)
             lost = f"; left out, without a message before them or with a weight of 0: {left}" if left else ""
             notes.append(f"Each answer is an example of its own, after the messages before it{lost}.")
         if not examples:
-            raise OptionError(f"train: --data must have an answer to train on, with a message before it, got {setup.data}, which has none")
+            raise OptionError(
+                f"train: --data must have an answer to train on, with a message before it, got {setup.data}, which has "
+                "none"
+            )
         notes.extend(_differing_prompt(examples[0][1], tokenizer))
     # TRL sets a padding token where there is none.
     with tempfile.TemporaryDirectory(prefix="liger-train-") as folder, quiet_trl():
@@ -75,28 +86,43 @@ def _weights(place: str, example: dict[str, Any]) -> list[bool]:
         for name, value in named.items():
             if value not in (0, 1) or (value and not is_answer):
                 raise OptionError(
-                    f"{place}: {name} must be 0 or 1 in a message of the assistant, and not 1 in others, got {value} for "
+                    f"{place}: {name} must be 0 or 1 in a message of the assistant, and not 1 in others, got {value} "
+                    "for "
                     f"{message['role']}; without the field, every answer is trained on"
                 )
         if is_answer:
             weights.append(all(named.values()))
     if "completion" in example and not all(weights):
-        raise OptionError(f"{place}: a completion must be trained on, got a message that says not to; leave out the row")
+        raise OptionError(
+            f"{place}: a completion must be trained on, got a message that says not to; leave out the row"
+        )
     return weights
 
 
 def _unread(examples: list[Row], tokenizer: Any) -> list[str]:
     """A note on fields that neither TRL nor the chat template reads."""
     fields = ([*_messages(example), {"tools": example.get("tools") or None}] for _, example in examples)
-    names = dict.fromkeys(name for each in fields for message in each for name, value in message.items() if value is not None)
+    names = dict.fromkeys(
+        name for each in fields for message in each for name, value in message.items() if value is not None
+    )
     source = str(tokenizer.chat_template)
-    unread = [name for name in names if name not in ("role", "content", *WEIGHTS) and not re.search(rf"\b{re.escape(name)}\b", source)]
-    return [f"The chat template does not read these fields, which have no effect: {', '.join(unread)}."] if unread else []
+    unread = [
+        name
+        for name in names
+        if name not in ("role", "content", *WEIGHTS) and not re.search(rf"\b{re.escape(name)}\b", source)
+    ]
+    return (
+        [f"The chat template does not read these fields, which have no effect: {', '.join(unread)}."] if unread else []
+    )
 
 
 def _marks_answers(tokenizer: Any, notes: list[str]) -> bool:
     """Whether a chat template marks answers with their ends, or TRL has one for training in its place."""
-    from trl.chat_template_utils import get_training_chat_template, has_generation_markers, is_chat_template_stop_token_trained
+    from trl.chat_template_utils import (
+        get_training_chat_template,
+        has_generation_markers,
+        is_chat_template_stop_token_trained,
+    )
 
     template = None
     if not has_generation_markers(tokenizer.chat_template):
@@ -136,7 +162,10 @@ def _differing_prompt(example: dict[str, Any], tokenizer: Any) -> list[str]:
         prompt = tokenizer.apply_chat_template(messages[:index], add_generation_prompt=True, **options)
         in_training = tokenizer.apply_chat_template(messages[: index + 1], **options)
         if differing := prompt[common_prefix_length(prompt, in_training) :]:
-            return [f"Prompts end with {differing!r} when the model is to answer, which the chat template leaves out in training."]
+            return [
+                f"Prompts end with {differing!r} when the model is to answer, which the chat template leaves out in "
+                "training."
+            ]
     return []
 
 
@@ -148,11 +177,18 @@ def _prepared(examples: list[Row], tokenizer: Any, by_tags: bool, folder: str) -
 
     names = {name for _, example in examples for name, value in example.items() if value is not None}
     # TRL reads no tools as None, and options as a dict.
-    columns = {name: [example.get(name) or ({} if name == "chat_template_kwargs" else None) for _, example in examples] for name in names}
+    columns = {
+        name: [example.get(name) or ({} if name == "chat_template_kwargs" else None) for _, example in examples]
+        for name in names
+    }
     # As JSON, since Arrow gives every message the fields of all others.
     table = Dataset.from_dict(columns, features=Features({name: Json() for name in names}))
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1))
-    arguments = SFTConfig(folder, max_length=None, assistant_only_loss=by_tags, report_to="none", use_cpu=True, bf16=False)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
+    arguments = SFTConfig(
+        folder, max_length=None, assistant_only_loss=by_tags, report_to="none", use_cpu=True, bf16=False
+    )
     try:
         return SFTTrainer(model, arguments, train_dataset=table, processing_class=tokenizer).train_dataset
     # A template is anybody's code, and raises what it likes, such as that roles must alternate.
@@ -161,7 +197,11 @@ def _prepared(examples: list[Row], tokenizer: Any, by_tags: bool, folder: str) -
         for half in (examples[: len(examples) // 2], examples[len(examples) // 2 :]) if len(examples) > 1 else ():
             _prepared(half, tokenizer, by_tags, folder)
         reason = str(problem).strip().split("\n")[0] or type(problem).__name__
-        what = "TRL must accept the row" if isinstance(examples[0][1].get("prompt"), str) else "the chat template must accept the messages"
+        what = (
+            "TRL must accept the row"
+            if isinstance(examples[0][1].get("prompt"), str)
+            else "the chat template must accept the messages"
+        )
         raise OptionError(f"{examples[0][0]}: {what}, but it does not: {reason}") from problem
 
 
@@ -186,19 +226,22 @@ def quiet_trl() -> Iterator[None]:
 
 
 def _checked(table: Any, tokenizer: Any, setup: Setup, notes: list[str]) -> list[Tensor]:
-    """The examples of a table, cut to the sequence, without those that are left without labels; notes on what is trained."""
+    """The examples of a table, cut to the sequence, without those that are left without labels; notes on what is
+    trained."""
     whole = [torch.tensor([row["input_ids"], row["labels"]]) for row in table]
     answers = [answer for example in whole for answer in _answers_of(example, setup.sequence)]
     # The first label is that of no prediction.
     examples = [example[:, : setup.sequence] for example in whole if (example[1, 1 : setup.sequence] != MASKED).any()]
     if not examples:
         raise OptionError(
-            f"train: --data must have answers that begin within --sequence {setup.sequence} tokens, got {setup.data}, which has none"
+            f"train: --data must have answers that begin within --sequence {setup.sequence} tokens, got {setup.data}, "
+            "which has none"
         )
     number, every = len(examples), sum(example.shape[1] if setup.packing else setup.sequence for example in examples)
     trained = sum(int((example[1, 1:] != MASKED).sum()) for example in examples)
     notes.append(
-        f"Training on {trained:,} of {every:,} tokens ({trained / every:.1%}) in {number} {'document' if setup.packing else 'sequence'}"
+        f"Training on {trained:,} of {every:,} tokens ({trained / every:.1%}) in {number} "
+        f"{'document' if setup.packing else 'sequence'}"
         f"{'s' * (number > 1)}, those of answers; the rest is prompts{'' if setup.packing else ' and padding'}."
     )
     if cut := sum(example.shape[1] > setup.sequence for example in whole):
@@ -230,10 +273,15 @@ def _ends(answers: list[Tensor], tokenizer: Any, setup: Setup) -> list[str]:
     if len(others) < len(last):
         return [f"{len(others)} of {len(last)} answers do not end with a token that ends generation ({wanted})."]
     if others[0] in tokenizer.get_added_vocab().values():
-        return [f"Answers end with {words[others[0]]}, which does not end generation ({wanted} does); generate with it as eos_token_id."]
+        return [
+            f"Answers end with {words[others[0]]}, which does not end generation ({wanted} does); generate with it as "
+            "eos_token_id."
+        ]
     raise OptionError(
-        f"train: answers must end with a token that ends generation ({wanted}), got {tokenizer.decode(answers[0])[-LONGEST:]!r} from "
-        f"{setup.data}, after which the model would not stop; let the chat template end answers with {{{{ eos_token }}}}"
+        f"train: answers must end with a token that ends generation ({wanted}), got "
+        f"{tokenizer.decode(answers[0])[-LONGEST:]!r} from "
+        f"{setup.data}, after which the model would not stop; "
+        "let the chat template end answers with {{ eos_token }}"
     )
 
 

@@ -15,14 +15,17 @@ from liger_train.train.labels import MASKED, quiet_trl
 
 # The document before has the most effect on the first tokens.
 FIRST = 8
-# The share of that effect that may be rounding: experts compute tokens of all documents together, and float8 scales them together.
+# The share of that effect that may be rounding: experts compute tokens of all documents together, and float8 scales
+# them together.
 ROUNDING = 0.05
 
 
 def in_sequences(documents: list[Tensor], tokenizer: Any, setup: Setup) -> Tensor:
-    """Tokens and labels, (number, 2, sequence), padded; with --packing also the position of each token in its document, (number, 3, sequence).
+    """Tokens and labels, (number, 2, sequence), padded; with --packing also the position of each token in its document,
+    (number, 3, sequence).
 
-    TRL packs documents, longest first, each into the sequence where it leaves the least space. Padding is a document of its own.
+    TRL packs documents, longest first, each into the sequence where it leaves the least space. Padding is a document of
+    its own.
     """
     if not documents:
         return torch.empty(0, 2 + setup.packing, setup.sequence, dtype=torch.long)
@@ -46,14 +49,18 @@ def in_sequences(documents: list[Tensor], tokenizer: Any, setup: Setup) -> Tenso
     return torch.stack(sequences)
 
 
-def check_documents_are_apart(model: nn.Module, loss: Callable[[dict[str, Tensor]], Any], inputs: dict[str, Tensor], name: str) -> None:
+def check_documents_are_apart(
+    model: nn.Module, loss: Callable[[dict[str, Tensor]], Any], inputs: dict[str, Tensor], name: str
+) -> None:
     """Raise OptionError if the tokens of a packed document change the loss of the document after it.
 
-    Transformers makes a mask from positions for most models. Some make masks of their own, and flash attention reads positions of a
-    single sequence only, so the effect is measured. That of recurrent layers and convolutions may be small before they are trained.
-    The tokens are the same on all ranks, so all come to the same verdict.
+    Transformers makes a mask from positions for most models. Some make masks of their own, and flash attention reads
+    positions of a single sequence only, so the effect is measured. That of recurrent layers and convolutions may be
+    small before they are trained. The tokens are the same on all ranks, so all come to the same verdict.
     """
-    recurrent = any(isinstance(module, nn.Conv1d) or getattr(module, "_is_stateful", False) for module in model.modules())
+    recurrent = any(
+        isinstance(module, nn.Conv1d) or getattr(module, "_is_stateful", False) for module in model.modules()
+    )
     batch, length = inputs["input_ids"].shape
     index = torch.arange(length, device=inputs["input_ids"].device)
     half = length // 2
@@ -61,12 +68,16 @@ def check_documents_are_apart(model: nn.Module, loss: Callable[[dict[str, Tensor
     labels = tokens.masked_fill((index <= half) | (index > half + FIRST), MASKED)
 
     def change(positions: Tensor) -> Tensor:
-        rows = [{"input_ids": ids, "labels": labels, "position_ids": positions} for ids in (tokens, tokens.masked_fill(index < half, 0))]
+        rows = [
+            {"input_ids": ids, "labels": labels, "position_ids": positions}
+            for ids in (tokens, tokens.masked_fill(index < half, 0))
+        ]
         one, other = (loss({name: value.repeat(batch, 1) for name, value in row.items()}) for row in rows)
         return torch.as_tensor(one - other).abs()
 
     if recurrent or "position_ids" not in inputs or change(index % half) > ROUNDING * change(index):
         raise OptionError(
-            f"train: --packing needs a model whose layers keep the documents of a sequence apart by their positions, got {name}, in which "
+            "train: --packing needs a model whose layers keep the documents of a sequence apart by their positions, "
+            f"got {name}, in which "
             "one document changes the loss of the next; leave out --packing"
         )

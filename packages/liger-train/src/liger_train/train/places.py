@@ -49,7 +49,9 @@ class Place:
     answer    the function that the process runs
     """
 
-    def __init__(self, folder: Path, gpu: int | None, share: int, patience: float, answer: Callable[[Any, Connection], Answer]) -> None:
+    def __init__(
+        self, folder: Path, gpu: int | None, share: int, patience: float, answer: Callable[[Any, Connection], Answer]
+    ) -> None:
         self.folder, self.gpu, self.share, self.patience, self.answer = folder, gpu, share, patience, answer
         self.setup: Setup | None = None
         self.deadline = 0.0
@@ -121,17 +123,29 @@ def finished(busy: Sequence[Place]) -> list[Place]:
     return [by_connection[each] for each in ready] or [place for place in busy if time.monotonic() >= place.deadline]
 
 
-def launched(setup: Setup, where: dict[str, str], gpus: Sequence[int], extras: Extras, folder: Path, patience: float) -> Measured[Row]:
+def launched(
+    setup: Setup, where: dict[str, str], gpus: Sequence[int], extras: Extras, folder: Path, patience: float
+) -> Measured[Row]:
     """A run of several ranks: the command that a user would run, with this Python and its own port."""
     out, log = folder / uuid.uuid4().hex, folder / f"{uuid.uuid4().hex}.log"
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(setup.command())[1:], "--out", str(out)]
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        *shlex.split(setup.command())[1:],
+        "--out",
+        str(out),
+    ]
     words += [f"--{name}" for name in ("snapshot", "profile") if getattr(extras, name)]
     environment = dict(os.environ)
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(variables(gpu, 1)["CUDA_VISIBLE_DEVICES"] for gpu in gpus)
     reason = f"timed out after {patience:.0f} s"
     with log.open("wb") as file:
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment
+        )
         try:
             code = process.wait(timeout=patience)
             reason = f"torchrun ended with exit code {code} and without a row"
@@ -156,7 +170,9 @@ def check(setup: Setup, extras: Extras) -> None:
     if (extras.snapshot or extras.profile) and extras.folder is None:
         raise OptionError("train: --snapshot and --profile need --out, the folder that they write to")
     if extras.snapshot and extras.profile and setup.device == "cpu":
-        raise OptionError("train: --snapshot and --profile need the same profiler on the CPU, got both; give one at a time")
+        raise OptionError(
+            "train: --snapshot and --profile need the same profiler on the CPU, got both; give one at a time"
+        )
 
 
 def observers(setup: Setup, extras: Extras, stack: ExitStack) -> list[Any]:

@@ -19,7 +19,8 @@ TIMEOUT = timedelta(minutes=10)
 
 
 def join(setup: Setup) -> dict[str, Any]:
-    """The TrainingArguments with which this process trains by the sharding of the setup together with the other processes of torchrun."""
+    """The TrainingArguments with which this process trains by the sharding of the setup together with the other
+    processes of torchrun."""
     if setup.shard == "none" and setup.tp * setup.cp == 1:
         return {"ddp_backend": "gloo"} if setup.device == "cpu" and setup.ranks > 1 else {}
     if setup.ranks == 1:
@@ -35,7 +36,10 @@ def join(setup: Setup) -> dict[str, Any]:
 
 
 def _alone() -> None:
-    """Set torchrun's variables for a single process. Without them, DeepSpeed looks for MPI and accelerate does not shard."""
+    """Set torchrun's variables for a single process.
+
+    Without them, DeepSpeed looks for MPI and accelerate does not shard.
+    """
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for name, value in alone.items():
         os.environ.setdefault(name, value)

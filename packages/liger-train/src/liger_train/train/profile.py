@@ -18,7 +18,8 @@ WAIT, WARM_UP, ACTIVE = 1, 1, 2
 
 
 class Profile(TrainerCallback):
-    """A callback and context manager that writes a trace of operators, kernels, shapes and memory to FOLDER/profiles/<run>.
+    """A callback and context manager that writes a trace of operators, kernels, shapes and memory to
+    FOLDER/profiles/<run>.
 
     Open the folder in TensorBoard (torch-tb-profiler), or the .pt.trace.json.gz in it in https://ui.perfetto.dev.
     """

@@ -40,7 +40,10 @@ def speaks(*, failed: bool) -> bool:
 
 
 def leave(code: int) -> None:
-    """Leave the other ranks and exit with this code; torchrun then stops the others if it is a failure. Without other ranks, do nothing."""
+    """Leave the other ranks and exit with this code; torchrun then stops the others if it is a failure.
+
+    Without other ranks, do nothing.
+    """
     import torch.distributed as dist
 
     if not dist.is_initialized() and count() == 1:

@@ -48,7 +48,9 @@ class Interruption:
             self._before = {number: signal.signal(number, self._note) for number in heeded}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -86,12 +88,20 @@ class Recorder(TrainerCallback):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.memory is not None:
             self.memory.begin_training(state)
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, optimizer: Any = None, **more: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **more: Any,
     ) -> None:
         if self.memory is not None:
             self.memory.begin_step(state, model, optimizer)
@@ -99,7 +109,13 @@ class Recorder(TrainerCallback):
             self._last = self._now()
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, optimizer: Any = None, **more: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **more: Any,
     ) -> None:
         if self.memory is not None:
             self.memory.end_step(model, optimizer)
@@ -112,7 +128,8 @@ class Recorder(TrainerCallback):
             # All ranks stop after the same step, whichever of them was interrupted.
             dist.all_reduce(step)
             step /= dist.get_world_size()
-        # To pinned memory, and complete once the event after it is: reading from the device would wait for the next step.
+        # To pinned memory, and complete once the event after it is: reading from the device would wait for the next
+        # step.
         step = step.to("cpu", non_blocking=True)
         now = self._now()
         self._pending.append((step, self._last, now))
@@ -134,13 +151,20 @@ class Recorder(TrainerCallback):
         self._last = None
 
     def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: dict[str, float] | None = None, **more: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, float] | None = None,
+        **more: Any,
     ) -> None:
         self.validation.append((state.global_step, float((metrics or {})["eval_loss"])))
         # Its time does not count as part of the next step.
         self._last = None
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.settle()
         self._ended = True
         self._show_figures()
@@ -176,7 +200,12 @@ class Recorder(TrainerCallback):
         """The state that a later run needs to continue."""
         self.settle()
         peaks = dict(zip(("peak_bytes", "peak_reserved_bytes"), self._peaks(), strict=True))
-        return {"losses": self.losses, "validation": self.validation, "timed": self.timed, "static_bytes": self.static_bytes} | peaks
+        return {
+            "losses": self.losses,
+            "validation": self.validation,
+            "timed": self.timed,
+            "static_bytes": self.static_bytes,
+        } | peaks
 
     def results(self) -> dict[str, Any]:
         """The columns of a Row that are known so far."""

@@ -46,12 +46,15 @@ class Rows:
 
 
 def open_rows(source: str, notes: list[str]) -> Rows | None:
-    """The rows of a file of JSON, Parquet or CSV or of a dataset written by `save_to_disk`; None for any other source, which is text."""
+    """The rows of a file of JSON, Parquet or CSV or of a dataset written by `save_to_disk`; None for any other source,
+    which is text."""
     path, place = Path(source).expanduser(), f"train: --data {source}"
     placed: Iterator[tuple[str, Any]]
     if path.is_file() and path.suffix in FILES_OF_ROWS[:2]:
         placed = _json(path, place)
-    elif (path.is_file() and path.suffix in FILES_OF_ROWS) or any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
+    elif (path.is_file() and path.suffix in FILES_OF_ROWS) or any(
+        (path / name).exists() for name in ("dataset_dict.json", "state.json")
+    ):
         placed = ((f"{place}, row {number}", row) for number, row in enumerate(_table(path, notes), start=1))
     else:
         return None
@@ -62,7 +65,8 @@ def open_rows(source: str, notes: list[str]) -> Rows | None:
     if columns is None:
         raise OptionError(
             f"{first[0]}: a row must have messages, conversations, prompt and completion, or text, got "
-            f"{'the columns ' * isinstance(first[1], dict)}{_names(first[1])}; rename a column, or give text as a .txt file"
+            f"{'the columns ' * isinstance(first[1], dict)}{_names(first[1])}; rename a column, or give text as a .txt "
+            "file"
         )
     unused = [name for name in first[1] if name not in (*columns, *(() if columns == TEXT else OPTIONS))]
     named = f"the column{'s' if len(columns) > 1 else ''} {' and '.join(columns)}"
@@ -109,11 +113,14 @@ def _json(path: Path, place: str) -> Iterator[tuple[str, Any]]:
             except json.JSONDecodeError as problem:
                 bad = words.split("\n")[problem.lineno - 1].strip()[:NAMED]
                 raise OptionError(
-                    f"{place}, line {number + problem.lineno - 1}: must be JSON, a row on each line or an array of rows, got {bad!r} "
+                    f"{place}, line {number + problem.lineno - 1}: must be JSON, a row on each line or an array of "
+                    f"rows, got {bad!r} "
                     f"({problem.msg}); to train on the text of the file as it is, give it another suffix"
                 ) from None
             yield from (
-                ((f"{place}, row {i}", row) for i, row in enumerate(parsed, 1)) if is_array else [(f"{place}, line {number}", parsed)]
+                ((f"{place}, row {i}", row) for i, row in enumerate(parsed, 1))
+                if is_array
+                else [(f"{place}, line {number}", parsed)]
             )
 
 
@@ -141,7 +148,9 @@ def conversations(rows: Rows) -> Iterator[Row]:
         example = {name: row[name] for name in (*rows.columns, *OPTIONS) if row.get(name) is not None}
         kinds |= {type(example.get(name)) for name in rows.columns}
         if len(kinds) > 1 or not kinds <= ({str, list} if rows.columns == PAIRS else {list}):
-            wanted = "strings or lists of messages, the same in every row" if rows.columns == PAIRS else "a list of messages"
+            wanted = (
+                "strings or lists of messages, the same in every row" if rows.columns == PAIRS else "a list of messages"
+            )
             raise OptionError(f"{place}: {' and '.join(rows.columns)} must be {wanted}, got {shortened(row)}")
         if kinds == {list}:
             _check_messages(convert(example), place)
@@ -153,14 +162,23 @@ def _check_messages(example: dict[str, Any], place: str) -> None:
         if not example[name]:
             raise OptionError(f"{place}: {name} must have messages, got none")
         for index, message in enumerate(example[name], start=1):
-            if not _has(message, ("role",)) or not isinstance(message["role"], str) or not message.keys() & {"content", "tool_calls"}:
-                raise OptionError(f"{place}: {name}: message {index} must have a role and content, got {shortened(message)}")
+            if (
+                not _has(message, ("role",))
+                or not isinstance(message["role"], str)
+                or not message.keys() & {"content", "tool_calls"}
+            ):
+                raise OptionError(
+                    f"{place}: {name}: message {index} must have a role and content, got {shortened(message)}"
+                )
             message["role"] = ROLES.get(message["role"], message["role"])
     roles = list(dict.fromkeys(message["role"] for message in example.get("completion") or example["messages"]))
     if ASSISTANT not in roles:
-        raise OptionError(f"{place}: must have a message of the role assistant, on which to train, got {', '.join(roles)}")
+        raise OptionError(
+            f"{place}: must have a message of the role assistant, on which to train, got {', '.join(roles)}"
+        )
     if "completion" in example and len(roles) > 1:
         raise OptionError(
-            f"{place}: completion must have messages of the assistant alone, since all of it is trained on, got {', '.join(roles)}; "
+            f"{place}: completion must have messages of the assistant alone, since all of it is trained on, got "
+            f"{', '.join(roles)}; "
             "give the conversation as messages"
         )

@@ -73,7 +73,8 @@ def run(
 ) -> Row:
     """Train, and return the results. Running out of memory, a failure and an interruption are results, too.
 
-    folder         where to save checkpoints: every `save_every` steps, at the end, and when interrupted; None saves none
+    folder         where to save checkpoints: every `save_every` steps, at the end, and when interrupted; None saves
+                   none
     resume         resume from the latest intact checkpoint there; the losses are then those of an uninterrupted run
     deterministic  use deterministic algorithms, so that two runs have bit-identical losses
     observers      more callbacks for the Trainer
@@ -125,7 +126,9 @@ def _memory(setup: Setup, notes: list[str], observers: Sequence[TrainerCallback]
 def _check_resumable(setup: Setup) -> None:
     if setup.optimizer == "galore-layerwise":
         # It has one optimizer per weight, and the Trainer saves the state of none of them.
-        raise OptionError("train: --resume cannot restore --optimizer galore-layerwise, whose state is not saved; use galore")
+        raise OptionError(
+            "train: --resume cannot restore --optimizer galore-layerwise, whose state is not saved; use galore"
+        )
     if setup.tp > 1:
         # The Trainer saves the optimizer state of the first rank alone.
         raise OptionError(
@@ -133,9 +136,11 @@ def _check_resumable(setup: Setup) -> None:
             "give the checkpoint as --model, which starts with new optimizer state"
         )
     if setup.offload == "nvme":
-        # DeepSpeed 0.19 restores the float32 weights of the optimizer, but takes the first step with the weights from before that.
+        # DeepSpeed 0.19 restores the float32 weights of the optimizer, but takes the first step with the weights from
+        # before that.
         raise OptionError(
-            "train: --resume cannot restore --offload nvme exactly, since the first step would use the initial weights; "
+            "train: --resume cannot restore --offload nvme exactly, since the first step would use the initial "
+            "weights; "
             "give the checkpoint as --model, which starts with new optimizer state, or train with --offload parameters"
         )
 
@@ -157,7 +162,9 @@ def largest_batch(setup: Setup, attempt: Callable[[Setup], Row]) -> Row:
 
     found: Row = search()
     failed = ", ".join(map(str, tried[:-1]))
-    note = f"--batch auto: {tried[-1]}" + (f"; ran out of memory with {failed}." if failed else ", the first one tried.")
+    note = f"--batch auto: {tried[-1]}" + (
+        f"; ran out of memory with {failed}." if failed else ", the first one tried."
+    )
     return replace(found, notes=[*(found.notes or []), note])
 
 
@@ -175,13 +182,17 @@ def _device(setup: Setup) -> torch.device:
         return device
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     if device.index >= torch.cuda.device_count():
-        raise DeviceError(f"train: every rank needs a GPU of its own, got {setup.ranks} ranks and {torch.cuda.device_count()} GPUs here")
+        raise DeviceError(
+            f"train: every rank needs a GPU of its own, got {setup.ranks} ranks and {torch.cuda.device_count()} GPUs "
+            "here"
+        )
     torch.cuda.set_device(device)
     has = torch.cuda.get_device_properties(device).total_memory
     limit = has if setup.memory_limit is None else setup.memory_limit
     if limit > has:
         raise DeviceError(
-            f"train: --memory-limit must be at most the memory of the GPU, {has / 2**30:.1f} GiB, got {limit / 2**30:.1f} GiB"
+            f"train: --memory-limit must be at most the memory of the GPU, {has / 2**30:.1f} GiB, got "
+            f"{limit / 2**30:.1f} GiB"
         )
     torch.cuda.set_per_process_memory_fraction(limit / has, device)
     return device
@@ -190,7 +201,9 @@ def _device(setup: Setup) -> torch.device:
 class _Run:
     """A run in progress, and its results so far."""
 
-    def __init__(self, setup: Setup, device: torch.device, notes: list[str], bar: Progress | None, deterministic: bool) -> None:
+    def __init__(
+        self, setup: Setup, device: torch.device, notes: list[str], bar: Progress | None, deterministic: bool
+    ) -> None:
         self.setup, self.device, self.bar, self.deterministic = setup, device, bar, deterministic
         self.printed, self.notes = notes, list(notes)
         if deterministic:
@@ -202,7 +215,12 @@ class _Run:
         self.task = bar.add_task("preparing", total=setup.steps, unit="step") if bar else None
 
     def train(
-        self, folder: Path | None, resume: bool, save_every: int, observers: Sequence[TrainerCallback], export: Path | None = None
+        self,
+        folder: Path | None,
+        resume: bool,
+        save_every: int,
+        observers: Sequence[TrainerCallback],
+        export: Path | None = None,
     ) -> None:
         with _place(folder) as place, _quiet(), _with_private_disk_folder(self.setup) as private:
             self._show(None, "reading the text")
@@ -218,7 +236,10 @@ class _Run:
                 self.recorder.restore(before.progress)
             if before is not None and before.step >= self.setup.steps:
                 if export is not None:
-                    raise OptionError(f"train: --export needs a step to train, but all {before.step} were done before; give more --steps")
+                    raise OptionError(
+                        f"train: --export needs a step to train, but all {before.step} were done before; give more "
+                        "--steps"
+                    )
                 self.known = before.progress["known"]
                 self.notes.append(f"All {before.step} steps were done before; {before.folder} is the trained model.")
                 return
@@ -229,10 +250,18 @@ class _Run:
             self.known = _counts(built.model) | {"replaced": built.replaced}
             sealer = _Sealer(lambda: self._progress(built.model, data), data.tokenizer)
             spenders = spending.observers(self.setup, self._decided)
-            self.compiled.settled = lambda: all(each.spending is not None and each.spending.settled for each in spenders)
+            self.compiled.settled = lambda: all(
+                each.spending is not None and each.spending.settled for each in spenders
+            )
             callbacks = [self.recorder, sealer, *spenders, self.compiled, *observers]
-            trainer = _Trainer(built.model, arguments, data, self.compiled, callbacks, lambda: spenders[0].parts if spenders else 1)
-            with self.compiled.session(), self.interruption, torch.serialization.safe_globals(_projectors(self.setup.optimizer)):
+            trainer = _Trainer(
+                built.model, arguments, data, self.compiled, callbacks, lambda: spenders[0].parts if spenders else 1
+            )
+            with (
+                self.compiled.session(),
+                self.interruption,
+                torch.serialization.safe_globals(_projectors(self.setup.optimizer)),
+            ):
                 trainer.train(resume_from_checkpoint=str(before.folder) if before else None)
             self.known["checkpointed_layers"] = checkpointed_layers(built.model)
             self._end(folder)
@@ -254,7 +283,8 @@ class _Run:
             more |= {"save_strategy": "steps", "save_steps": every, "save_total_limit": saved.KEPT}
         arguments = training_arguments(setup, place, **more)
         if self.device.type == "cpu":
-            # accelerate 1.15 numbers the CPU by rank, but torch.load does not know "cpu:0" when the Trainer restores an optimizer.
+            # accelerate 1.15 numbers the CPU by rank, but torch.load does not know "cpu:0" when the Trainer restores an
+            # optimizer.
             set_device(arguments, self.device)
         return arguments
 
@@ -320,7 +350,8 @@ class _Run:
 
 
 class _Trainer(Trainer):
-    """A Trainer that keeps the unrounded loss of every micro-batch on the device, and can split micro-batches into parts."""
+    """A Trainer that keeps the unrounded loss of every micro-batch on the device, and can split micro-batches into
+    parts."""
 
     def __init__(
         self,
@@ -331,11 +362,15 @@ class _Trainer(Trainer):
         callbacks: list[TrainerCallback],
         parts: Callable[[], int],
     ) -> None:
-        whole = None if data.held is None else _whole_batches(data.held, arguments.eval_batch_size * arguments.world_size)
+        whole = (
+            None if data.held is None else _whole_batches(data.held, arguments.eval_batch_size * arguments.world_size)
+        )
         held = None if whole is None else Sequences(whole)
         if whole is not None:
             self.predicted = int((whole[:, 1, 1:] != MASKED).sum()) / (len(whole) // arguments.eval_batch_size)
-        super().__init__(model=model, args=arguments, train_dataset=Sequences(data.sequences), eval_dataset=held, callbacks=callbacks)
+        super().__init__(
+            model=model, args=arguments, train_dataset=Sequences(data.sequences), eval_dataset=held, callbacks=callbacks
+        )
         if is_smoothed(model):
             self.label_smoother = None
         if self.accelerator.ddp_handler is not None:
@@ -347,7 +382,9 @@ class _Trainer(Trainer):
         # The model, if it is not known yet whether it keeps packed documents apart.
         self.unchecked = compiled.setup.model if compiled.setup.packing else None
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Tensor | Any], num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Tensor | Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
         if self.unchecked is not None:
             model.eval()
             # Without compilation, since no other step runs without gradients.
@@ -359,13 +396,20 @@ class _Trainer(Trainer):
         parts = 1 if num_items_in_batch is None else self.parts()
         pieces = zip(*(value.tensor_split(min(parts, len(value))) for value in inputs.values()), strict=True)
         step = partial(super().training_step, model)
-        losses = [self.compiled.step(step, model, dict(zip(inputs, piece, strict=True)), num_items_in_batch) for piece in pieces]
+        losses = [
+            self.compiled.step(step, model, dict(zip(inputs, piece, strict=True)), num_items_in_batch)
+            for piece in pieces
+        ]
         loss = losses[0] if parts == 1 else torch.stack(losses).sum()
         self.micro.append(loss.detach().clone())
         return loss
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Tensor | Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor | Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, None, None]:
         count = (inputs["labels"][:, 1:] != MASKED).sum()
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -404,7 +448,7 @@ class _Sealer(TrainerCallback):
 
 
 def _name_tokens(model: Any, tokenizer: Any) -> None:
-    """Give a model without end-of-text and padding tokens those of its tokenizer, so that the saved model can generate."""
+    """Give a model that lacks end-of-text and padding tokens its tokenizer's: the saved model can generate."""
     for config in (model.config, model.generation_config):
         for name in ("eos_token_id", "pad_token_id"):
             if config is not None and getattr(config, name, None) is None:
@@ -430,7 +474,8 @@ def _order_of_sums() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence nested progress bars and the Trainer's warnings, which only say that tied weights are saved once and that allowed options changed."""
+    """Silence nested progress bars and the Trainer's warnings, which only say that tied weights are saved once and that
+    allowed options changed."""
     loggers = [logging.getLogger(f"transformers.{name}") for name in ("trainer", "trainer_utils")]
     levels, bars = [logger.level for logger in loggers], transformers_logging.is_progress_bar_enabled()
     for logger in loggers:
@@ -458,7 +503,10 @@ def _place(folder: Path | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _with_private_disk_folder(setup: Setup) -> Iterator[str | None]:
-    """A private folder in the `nvme_folder` of a setup: DeepSpeed names its files only by rank, and does not remove them."""
+    """A private folder in the `nvme_folder` of a setup:
+
+    DeepSpeed names its files only by rank, and does not remove them.
+    """
     if setup.offload != "nvme":
         yield setup.nvme_folder
         return
@@ -475,7 +523,10 @@ def _counts(model: Any) -> dict[str, int]:
     """The number of weights and of trained weights; ZeRO stage 3 leaves only the number in place of each weight."""
     if any(hasattr(weight, "ds_numel") for weight in model.parameters()):
         every = {weight: weight.ds_numel for weight in model.parameters()}
-        return {"parameters": sum(every.values()), "trainable_parameters": sum(n for w, n in every.items() if w.requires_grad)}
+        return {
+            "parameters": sum(every.values()),
+            "trainable_parameters": sum(n for w, n in every.items() if w.requires_grad),
+        }
     return {"parameters": model.num_parameters(), "trainable_parameters": model.num_parameters(only_trainable=True)}
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saved checkpoints from which a run resumes exactly: those of Transformers, each with a seal.
 
-The Trainer writes a checkpoint file by file. If the run is killed meanwhile, or the disk is full, part of a checkpoint remains, which
-the Trainer would load. The seal is written last and atomically: it holds the size and hash of every file, and the progress of the
-run. An unfinished seal is written first, which distinguishes a partial checkpoint of ours from a folder that another program wrote.
+The Trainer writes a checkpoint file by file. If the run is killed meanwhile, or the disk is full, part of a checkpoint
+remains, which the Trainer would load. The seal is written last and atomically: it holds the size and hash of every
+file, and the progress of the run. An unfinished seal is written first, which distinguishes a partial checkpoint of ours
+from a folder that another program wrote.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Saved:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Keep other runs from writing to a folder. The operating system releases the lock when the process ends, however it ends.
+    """Keep other runs from writing to a folder.
+
+    The operating system releases the lock when the process ends, however it ends.
 
     Raises OptionError if another run holds it.
     """
@@ -62,11 +65,14 @@ def held(folder: Path) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise OptionError(
-            f"train: --output must be a folder that no other run is writing to, got {folder}, in use by {path.read_text() or 'another process'}; "
+            f"train: --output must be a folder that no other run is writing to, got {folder}, in use by "
+            f"{path.read_text() or 'another process'}; "
             "give another folder, or end that run"
         ) from None
     try:
-        path.write_text(f"process {os.getpid()} on {platform.node()} since {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}")
+        path.write_text(
+            f"process {os.getpid()} on {platform.node()} since {datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
+        )
         yield
     finally:
         with contextlib.suppress(OSError):
@@ -83,7 +89,9 @@ def check_output(folder: Path, resume: bool) -> None:
 def check_new(folder: Path, resume: bool) -> None:
     """Raise OptionError for checkpoints that a run would overwrite."""
     if not resume and checkpoints(folder):
-        raise OptionError(f"train: --output must be a folder without checkpoints, got {folder}; --resume resumes from them")
+        raise OptionError(
+            f"train: --output must be a folder without checkpoints, got {folder}; --resume resumes from them"
+        )
 
 
 def begin(folder: Path) -> None:
@@ -113,7 +121,9 @@ def newest(folder: Path, notes: list[str]) -> Saved | None:
     for path in reversed(checkpoints(folder)):
         if (path / UNFINISHED).exists() and not (path / SEAL).exists():
             shutil.rmtree(path)
-            notes.append(f"{path.name} was not completely written and was removed; resuming from the checkpoint before it.")
+            notes.append(
+                f"{path.name} was not completely written and was removed; resuming from the checkpoint before it."
+            )
             continue
         problem, progress = _read(path)
         if problem is None:
@@ -122,13 +132,17 @@ def newest(folder: Path, notes: list[str]) -> Saved | None:
             shutil.rmtree(before.pop())
         aside = _free(path.with_name("damaged-" + path.name))
         path.rename(aside)
-        notes.append(f"{path.name} was damaged ({problem}) and is now {aside.name}; resuming from the checkpoint before it.")
+        notes.append(
+            f"{path.name} was damaged ({problem}) and is now {aside.name}; resuming from the checkpoint before it."
+        )
     return None
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """All checkpoints, intact or not, in the order of their steps."""
-    found = [path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()]
+    found = [
+        path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()
+    ]
     return sorted(found, key=_step)
 
 

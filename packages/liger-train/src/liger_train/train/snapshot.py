@@ -19,7 +19,18 @@ from liger_bench import machine
 from liger_bench.memory import CpuAllocations, storages
 from liger_hf.private_transformers import GradientCheckpointingLayer
 from liger_train.setup import Setup
-from liger_train.timeline import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS, Event, Guess, Tag, Timeline, logits_sizes, timeline
+from liger_train.timeline import (
+    CHECKPOINTS,
+    GRADIENTS,
+    OPTIMIZER,
+    WEIGHTS,
+    Event,
+    Guess,
+    Tag,
+    Timeline,
+    logits_sizes,
+    timeline,
+)
 
 # In the first step kernels are compiled and the optimizer state is allocated; the others are typical.
 STEPS = 3
@@ -28,11 +39,12 @@ MOST_EVENTS = 1_000_000
 
 
 class Snapshot(TrainerCallback):
-    """A callback and context manager that writes a picture, the timeline as JSON, and on a GPU PyTorch's snapshot to FOLDER/snapshots.
+    """A callback and context manager that writes a picture, the timeline as JSON, and on a GPU PyTorch's snapshot to
+    FOLDER/snapshots.
 
-    The events come from the allocator, so the workspaces of kernels count, too. Their category follows from the addresses of weights,
-    gradients, optimizer state and the inputs of checkpointed layers, and from the size of logits; the rest is "other".
-    The snapshot (.pickle) opens in https://docs.pytorch.org/memory_viz.
+    The events come from the allocator, so the workspaces of kernels count, too. Their category follows from the
+    addresses of weights, gradients, optimizer state and the inputs of checkpointed layers, and from the size of logits;
+    the rest is "other". The snapshot (.pickle) opens in https://docs.pytorch.org/memory_viz.
     """
 
     def __init__(self, setup: Setup, folder: Path) -> None:
@@ -55,7 +67,9 @@ class Snapshot(TrainerCallback):
         if self._recorded is not None:
             self._write(self._recorded)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         # --batch auto trains several times; the last run counts.
         self._stop()
         self.tags, self.starts, self._updates = [], [], []
@@ -85,7 +99,9 @@ class Snapshot(TrainerCallback):
         if self._recorder is not None and self._updates:
             self._updates[-1][1] = _now()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         if self._recorder is None:
             return
         self._tag(OPTIMIZER, _state(optimizer))
@@ -107,21 +123,29 @@ class Snapshot(TrainerCallback):
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 self._handles.append(module.register_forward_pre_hook(layer))
-            # Only on modules that have hooks already, such as those by which ZeRO-3 gathers weights: Liger does not fuse modules with hooks.
+            # Only on modules that have hooks already, such as those by which ZeRO-3 gathers weights: Liger does not
+            # fuse modules with hooks.
             elif module._forward_pre_hooks and next(module.parameters(recurse=False), None) is not None:
                 self._handles.append(module.register_forward_pre_hook(gathered))
         for parameter in model.parameters():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(lambda p: self._tag(GRADIENTS, (p.grad,)) and None))
+                self._handles.append(
+                    parameter.register_post_accumulate_grad_hook(lambda p: self._tag(GRADIENTS, (p.grad,)) and None)
+                )
 
     def _guess(self, size: int, time: float) -> str | None:
-        """Logits by size, except during the update, when the optimizer may allocate memory of the size of the LM head."""
+        """Logits by size, except during the update: the optimizer may allocate memory of the size of the LM head."""
         return None if any(start <= time < end for start, end in self._updates) else self._logits(size, time)
 
     def _tag(self, category: str, tensors: Iterable[Any]) -> dict[int, int]:
         """Tag these tensors with a category; returns address → bytes."""
         now = _now()
-        found = {s.data_ptr(): s.nbytes() for tensor in tensors for s in storages(tensor) if s.device.type == self.setup.device}
+        found = {
+            s.data_ptr(): s.nbytes()
+            for tensor in tensors
+            for s in storages(tensor)
+            if s.device.type == self.setup.device
+        }
         self.tags += [Tag(now, address, category) for address in found if address]
         return {address: size for address, size in found.items() if address}
 
@@ -170,7 +194,11 @@ def name_of(setup: Setup) -> str:
         "trust_remote_code",
         "random_weights",
     )
-    words = [setup.model.strip("/").replace("/", "--"), f"{setup.batch}x{setup.sequence}", setup.liger.replace(",", "+")]
+    words = [
+        setup.model.strip("/").replace("/", "--"),
+        f"{setup.batch}x{setup.sequence}",
+        setup.liger.replace(",", "+"),
+    ]
     for name, value in asdict(setup).items():
         if name not in skipped and value != getattr(Setup, name):
             words.append(value if name == "precision" else f"{name}-{value}")
@@ -180,13 +208,16 @@ def name_of(setup: Setup) -> str:
 class _Recorded:
     """A recording: address → bytes from before, events, and the size of the allocation that failed."""
 
-    def __init__(self, held: dict[int, int], events: list[Event], asked: int | None = None, snapshot: Any = None) -> None:
+    def __init__(
+        self, held: dict[int, int], events: list[Event], asked: int | None = None, snapshot: Any = None
+    ) -> None:
         self.held, self.events, self.asked, self.snapshot = held, events, asked, snapshot
 
 
 class _Gpu:
     def __enter__(self) -> Self:
-        # Not the stacks of releases: recording them loses the exception by which a checkpoint stops early (https://github.com/pytorch/pytorch/issues/179536).
+        # Not the stacks of releases: recording them loses the exception by which a checkpoint stops early
+        # (https://github.com/pytorch/pytorch/issues/179536).
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_EVENTS)
         return self
 

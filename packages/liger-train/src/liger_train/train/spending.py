@@ -24,9 +24,11 @@ from liger_train.setup import Setup
 MARGIN = 0.06
 # Tokens that keep a GPU busy; parts of a batch have at least so many.
 BUSY = 8192
-# Inputs of layers are offloaded where all of them would take more than this share of the device: pinning host memory takes seconds.
+# Inputs of layers are offloaded where all of them would take more than this share of the device: pinning host memory
+# takes seconds.
 WORTH_OFFLOADING = 1 / 8
-# What layers keep, from move to move. With offloaded inputs the first move is none where their copies hide behind the computation.
+# What layers keep, from move to move. With offloaded inputs the first move is none where their copies hide behind the
+# computation.
 RECOMPUTES = (Keeps.INPUT, Keeps.MATMULS, Keeps.ALL)
 HIDDEN = (Keeps.NOTHING, Keeps.MATMULS, Keeps.ALL)
 EXPOSED = (Keeps.NOTHING, *RECOMPUTES)
@@ -51,13 +53,14 @@ class Seen:
 class Spending:
     """Decides after each step how many layers to move up a ladder, by default from Keeps.INPUT to MATMULS to ALL.
 
-    The last layer moves first: what it keeps is freed before earlier layers are recomputed. Moving a layer raises the peak by at most
-    the extra memory that it keeps. So as many layers move as fit between the peak and the limit; since most raise it by less, this is
-    repeated until none fits. The first move of each kind, whose cost is unknown, needs room for everything that recomputing the last
-    layer took: the peak of the first step minus the memory before that layer.
+    The last layer moves first: what it keeps is freed before earlier layers are recomputed. Moving a layer raises the
+    peak by at most the extra memory that it keeps. So as many layers move as fit between the peak and the limit; since
+    most raise it by less, this is repeated until none fits. The first move of each kind, whose cost is unknown, needs
+    room for everything that recomputing the last layer took: the peak of the first step minus the memory before that
+    layer.
 
-    If not all layers can keep their matmul outputs, the batch is split into parts that run one after the other, where that is allowed:
-    each part keeps less, and all parts together compute no more than the whole batch.
+    If not all layers can keep their matmul outputs, the batch is split into parts that run one after the other, where
+    that is allowed: each part keeps less, and all parts together compute no more than the whole batch.
 
     splits   the most parts of a batch
     ladder   what a layer may keep, in ascending order
@@ -66,8 +69,16 @@ class Spending:
     settled  whether all moves are done
     """
 
-    def __init__(self, layers: int, limit: int, alike: bool = True, splits: int = 1, ladder: tuple[Keeps, ...] = RECOMPUTES) -> None:
-        self.layers, self.limit, self.alike, self.splits, self.ladder = layers, int(limit * (1 - MARGIN)), alike, splits, ladder
+    def __init__(
+        self, layers: int, limit: int, alike: bool = True, splits: int = 1, ladder: tuple[Keeps, ...] = RECOMPUTES
+    ) -> None:
+        self.layers, self.limit, self.alike, self.splits, self.ladder = (
+            layers,
+            int(limit * (1 - MARGIN)),
+            alike,
+            splits,
+            ladder,
+        )
         self.moves, self.parts = 0, 1
         self.settled = layers == 0
         self._unknown: int | None = None
@@ -108,7 +119,8 @@ class Spending:
         self._held[kind + 1 :] = [seen.held]
         each = max(1, self._held[kind + 1] - self._held[kind])
         if self.ladder[kind] is Keeps.NOTHING:
-            # The layer keeps its input as well, which has the size of its output. A layer that recomputes holds nothing else.
+            # The layer keeps its input as well, which has the size of its output. A layer that recomputes holds nothing
+            # else.
             each += self._held[0]
         if not self.alike:
             return int(room >= max(each, unknown))
@@ -117,14 +129,16 @@ class Spending:
             and (self.layers - done) * each > room
             and self._in_parts((self.layers - done) * each, room)
         ):
-            # The next step measures the cost of a layer with smaller parts, and the peak with the gradients of earlier parts.
+            # The next step measures the cost of a layer with smaller parts, and the peak with the gradients of earlier
+            # parts.
             return 0
         return min(self.layers - done, room // each)
 
     def _in_parts(self, needed: int, room: int) -> bool:
         """Split the batch into as many parts as the layers need, or as are allowed; return whether it was split."""
         parts = min(self.splits, self.parts * -(-needed // max(1, room)))
-        # The gradients of one part stay throughout the next one; the inputs of all layers and one recomputed layer come on top.
+        # The gradients of one part stay throughout the next one; the inputs of all layers and one recomputed layer come
+        # on top.
         if parts == self.parts or room < self.layers * self._held[0] * self.parts // parts + (self._unknown or 0):
             return False
         self._held = [held * self.parts // parts for held in self._held]
@@ -196,7 +210,8 @@ class GPU:
 class SpendMemory(TrainerCallback):
     """Moves the layers of a Trainer's model as Spending decides, and notes the result.
 
-    All ranks make the same decision, by the rank with the least memory left: sharded layers must recompute on all ranks or on none.
+    All ranks make the same decision, by the rank with the least memory left: sharded layers must recompute on all ranks
+    or on none.
 
     splits  the most parts of a batch
     inputs  bytes of the inputs of all layers, if they may be offloaded; otherwise nothing
@@ -220,7 +235,9 @@ class SpendMemory(TrainerCallback):
         """The number of parts into which the Trainer splits each batch."""
         return self.spending.parts if self.spending else 1
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **more: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **more: Any
+    ) -> None:
         self._layers = checkpointing.layers(model)
         if self._layers:
             last = self._layers[-1]
@@ -306,7 +323,14 @@ def inputs_to_offload(setup: Setup) -> int:
     """The bytes of the inputs of all layers, or nothing if the host has not twice as much memory for every rank."""
     text = config_of(setup).get_text_config()
     # Mixed precision keeps them in float32 where the weights are.
-    size = setup.batch * setup.sequence // setup.cp * text.hidden_size * text.num_hidden_layers * weights_dtype(setup).itemsize
+    size = (
+        setup.batch
+        * setup.sequence
+        // setup.cp
+        * text.hidden_size
+        * text.num_hidden_layers
+        * weights_dtype(setup).itemsize
+    )
     return size if 2 * size * setup.ranks <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") else 0
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`liger train --sweep`: many training runs, each in a fresh process; running out of memory is a result, after which the next run starts."""
+"""`liger train --sweep`: many training runs, each in a fresh process; running out of memory is a result, after which
+the next run starts."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def measured(
                             continue
                         phase(setup)
                         place.begin(setup, extras)
-                # While one process trains on a GPU, the next one loads. On the CPU that would slow down the timed steps.
+                # While one process trains on a GPU, the next one loads. On the CPU that would slow down the timed
+                # steps.
                 for place in places[: len(alone)] if alone and alone[0].device != "cpu" else []:
                     place.load()
                 for place in finished([place for place in places if place.setup]):
@@ -105,13 +107,18 @@ def sweep(
     settle: bool = False,
     as_json: bool = False,
 ) -> list[Row]:
-    """Run every cell, write each row at once, and print them all. The exit code is 1 if any run failed other than by running out of memory.
+    """Run every cell, write each row at once, and print them all.
 
-    Rows go to the folder of `extras`. With resume, cells whose rows of this machine, commit and versions are there are skipped. With settle, runs with
-    `--checkpoint auto` take more steps, in which it settles.
+    The exit code is 1 if any run failed other than by running out of memory.
+
+    Rows go to the folder of `extras`. With resume, cells whose rows of this machine, commit and versions are there are
+    skipped. With settle, runs with `--checkpoint auto` take more steps, in which it settles.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise OptionError("train: --sweep starts its own ranks, so it must not run under torchrun; give --sweep ranks=1,2,4 to vary them")
+        raise OptionError(
+            "train: --sweep starts its own ranks, so it must not run under torchrun; give --sweep ranks=1,2,4 to vary "
+            "them"
+        )
     extras = extras or Extras()
     if resume and extras.folder is None:
         raise OptionError("train: --sweep with --resume needs --out, the folder of the sweep to resume")
@@ -169,10 +176,18 @@ def show(rows: Sequence[Row], varied: Sequence[str]) -> None:
         place = [str(getattr(row, name)) for name in varied]
         lines.append([*(place if row.liger == first else [""] * len(varied)), row.liger, *_figures(row, base, scale)])
     about = any(WITHIN_SPREAD in cell for line in lines for cell in line)
-    spread = f"{WITHIN_SPREAD.strip()} within the spread of the steps: their 20th to 80th percentiles overlap" if about else ""
+    spread = (
+        f"{WITHIN_SPREAD.strip()} within the spread of the steps: their 20th to 80th percentiles overlap"
+        if about
+        else ""
+    )
     columns = [Column(name) for name in (*varied, "liger")]
     columns += [Column("tokens/s", number=True), Column(f"÷ {first}", spread, number=True)]
-    columns += [Column(f"peak {unit}", number=True), Column(f"÷ {first}", number=True), Column("last loss", number=True)]
+    columns += [
+        Column(f"peak {unit}", number=True),
+        Column(f"÷ {first}", number=True),
+        Column("last loss", number=True),
+    ]
     print_table(console, columns, lines)
     for row in rows:
         if row.reason:

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The derivative of log-probabilities by hidden, summed in the forward pass: two matmuls where the weight is frozen, and none in the backward pass.
+"""The derivative of log-probabilities by hidden, summed in the forward pass: two matmuls where the weight is frozen,
+and none in the backward pass.
 
 For chosen classes k of a row, with s′ the derivative of x by the logit:
 
     ∂ log p_k / ∂ hidden = s′_k W_k - E,   E = Σ_v p_v s′_v W_v
 
-A tile of logits is overwritten by e^(x - m) · s′ with the largest x so far, and E grows by one matmul. Where a tile raises m, E shrinks before;
-of b blocks of classes the last raises the m of one row in b, and other rows are not read. Where the model is certain, s′_k W_k and E nearly
-cancel: the largest class has e^0, which is exact, s′_k is rounded as in the tile, and for one class a row the difference is kept, rounded once.
-For several classes E is kept, not rounded.
+A tile of logits is overwritten by e^(x - m) · s′ with the largest x so far, and E grows by one matmul. Where a tile
+raises m, E shrinks before; of b blocks of classes the last raises the m of one row in b, and other rows are not read.
+Where the model is certain, s′_k W_k and E nearly cancel: the largest class has e^0, which is exact, s′_k is rounded as
+in the tile, and for one class a row the difference is kept, rounded once. For several classes E is kept, not rounded.
 
-It holds for log-probabilities alone: a gradient through the entropy needs Σ p (x - m) W too, and one of the weight needs the logits.
+It holds for log-probabilities alone: a gradient through the entropy needs Σ p (x - m) W too, and one of the weight
+needs the logits.
 """
 
 from __future__ import annotations
@@ -31,13 +33,21 @@ ROWS = 4096
 
 
 class HeadDerivative:
-    """Sums the derivative by hidden while tiles go by, in the memory that keeps it: of one chosen class a row, or E for several.
+    """Sums the derivative by hidden while tiles go by, in the memory that keeps it: of one chosen class a row, or E for
+    several.
 
     local  the chosen classes (N, K) of this shard; others are outside
     """
 
     def __init__(
-        self, passes: TokenPasses, head: Head, options: LogitOptions, cut: Cut, kept: Tensor, local: Tensor, ranks: RowSum
+        self,
+        passes: TokenPasses,
+        head: Head,
+        options: LogitOptions,
+        cut: Cut,
+        kept: Tensor,
+        local: Tensor,
+        ranks: RowSum,
     ) -> None:
         self.passes, self.head, self.options, self.local, self.ranks = passes, head, options, local, ranks
         self.kept = kept[: head.hidden.shape[0]]
@@ -56,18 +66,21 @@ class HeadDerivative:
             counted = self.head.target[tile.rows]
             self.passes.scaled_rows(total, torch.where(counted, (self.top[tile.rows] - top).exp(), 1.0))
         self.top[tile.rows] = top
-        # (a + …) · p with p = e^(x - m) / 1: the slope of the log-normalizer, but for the factor that all of a row have.
+        # (a + …) · p with p = e^(x - m) / 1: the slope of the log-normalizer, but for the factor that all of a row
+        # have.
         unit = options.unit(top)
         terms, sums = top.new_zeros(top.shape[0], 4), top.new_zeros(top.shape[0], MOMENTS)
         terms[:, 0] = torch.where(unit == 0, 1.0, 1.0 / unit)
         sums[:, 0], sums[:, 1] = top, 1.0
         nothing = top.new_zeros(top.shape[0], 1)
-        slopes = Slopes(self.head.target[tile.rows], sums, terms, torch.full_like(nothing, -1, dtype=torch.int64), nothing, nothing)
+        slopes = Slopes(
+            self.head.target[tile.rows], sums, terms, torch.full_like(nothing, -1, dtype=torch.int64), nothing, nothing
+        )
         self.passes.derivative(tile.logits, slopes, options, tile.slope, first)
         multiply(total, tile.slope, self.head.weight[tile.classes], None if first == 0 else total)
 
     def finish(self, rows: slice, moments: Tensor, selected: Tensor) -> None:
-        """Make of the sums of these rows what is kept, given their moments over all shards and x of the chosen classes."""
+        """Turn the sums of these rows into what is kept, from their moments over all shards and the targets' logits."""
         total, kept, local = self.sum_of(rows), self.kept[rows], self.local[rows]
         options = self.options.of(rows, slice(None))
         factor = (self.top[rows] - moments[:, 0]).exp() / moments[:, 1] * options.unit(moments[:, 0])
@@ -79,7 +92,11 @@ class HeadDerivative:
         if local.shape[1] == 1:
             memory = None if self.total is self.kept else kept
             add_chosen(
-                total, self.head.weight, torch.where(counted, local[:, 0], -1), chosen_slopes(options, selected, kept.dtype)[:, 0], memory
+                total,
+                self.head.weight,
+                torch.where(counted, local[:, 0], -1),
+                chosen_slopes(options, selected, kept.dtype)[:, 0],
+                memory,
             )
         self.ranks.start(total)
         self.ranks.end(total)

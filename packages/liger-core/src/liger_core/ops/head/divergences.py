@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of linear_divergence: chunks of the student's logits, beside which a few rows of the teacher's are held at a time.
+"""The kernels of linear_divergence: chunks of the student's logits, beside which a few rows of the teacher's are held
+at a time.
 
-The upstream gradient of a row is one factor g. So what is kept of a row for a later backward pass is the gradient G of its logits but
-for g, and dX = g · (G @ W), dW = Gᵀ @ (g · X): what meets g has the width of the head, not that of the vocabulary, and G is rounded once.
+The upstream gradient of a row is one factor g. So what is kept of a row for a later backward pass is the gradient G of
+its logits but for g, and dX = g · (G @ W), dW = Gᵀ @ (g · X): what meets g has the width of the head, not that of the
+vocabulary, and G is rounded once.
 """
 
 from __future__ import annotations
@@ -17,14 +19,22 @@ from torch import Tensor
 from liger_core.kernels import Kernel, Outputs, differentiable
 from liger_core.ops._divergence import DivergenceOptions, DivergencePasses, DivergenceResults, divergence_results
 from liger_core.ops._inputs import accumulator, power_of_two_above
-from liger_core.ops.head.gradients import Gradients, HeadGradients, Sums, SumsBackward, divides_late, new_gradients, new_sums
+from liger_core.ops.head.gradients import (
+    Gradients,
+    HeadGradients,
+    Sums,
+    SumsBackward,
+    divides_late,
+    new_gradients,
+    new_sums,
+)
 from liger_core.ops.head.head import Head
 from liger_core.ops.head.loop import ChunkOptions, Cut, Tile, Tiles, held_bytes
 from liger_core.ops.head.rows import CountedRows, slices
 from liger_core.ops.head.shards import Vocabulary, end_sum, merge_divergence, start_sum
 
-# Rows of the teacher's logits that are held at a time, and how much of a budget they take at most. 512 rows fill an H200 with several
-# waves of tiles; fewer than LEAST are not worth keeping the gradient of the logits for.
+# Rows of the teacher's logits that are held at a time, and how much of a budget they take at most. 512 rows fill an
+# H200 with several waves of tiles; fewer than LEAST are not worth keeping the gradient of the logits for.
 THEIR_ROWS, THEIR_SHARE, LEAST = 512, 8, 256
 
 
@@ -45,7 +55,8 @@ class Pair:
     """
 
     def __init__(
-        self, passes: DivergencePasses, head: Head, teacher: Teacher, options: DivergenceOptions, chunks: ChunkOptions, vocab: Vocabulary,
+        self, passes: DivergencePasses, head: Head, teacher: Teacher, options: DivergenceOptions, chunks: ChunkOptions,
+        vocab: Vocabulary,
         number: int | None = None,
     ) -> None:  # fmt: skip
         self.passes, self.options, self.vocab = passes, options, vocab
@@ -64,21 +75,36 @@ class Pair:
             self.local = torch.where(self.counted, torch.where(here, target - vocab.start, -2), -1)
             self.options = options._replace(ignore_index=-1, partial=True)
 
-    def tiles(self, cut: Cut, theirs: int, kept: Tensor | None = None) -> Iterator[tuple[Tile, Iterator[tuple[slice, Tensor, Tensor]]]]:
-        """Yield all classes of some rows of the student, and of it part by part (rows, logits, logits of the teacher)."""
+    def tiles(
+        self, cut: Cut, theirs: int, kept: Tensor | None = None
+    ) -> Iterator[tuple[Tile, Iterator[tuple[slice, Tensor, Tensor]]]]:
+        """Yield some rows of the student over all classes, part by part: (rows, logits, logits of the teacher)."""
         every = slice(0, self.head.weight.shape[0])
         cut = cut._replace(classes=max(1, every.stop), kept=every.stop)
         teacher = Tiles(self.teacher, cut._replace(rows=theirs))
 
         def parts(tile: Tile) -> Iterator[tuple[slice, Tensor, Tensor]]:
             for part in slices(tile.rows, theirs):
-                yield part, tile.logits[part.start - tile.rows.start : part.stop - tile.rows.start], teacher.logits(part, every)
+                yield (
+                    part,
+                    tile.logits[part.start - tile.rows.start : part.stop - tile.rows.start],
+                    teacher.logits(part, every),
+                )
 
         for tile in Tiles(self.head, cut, kept):
             yield tile, parts(tile)
 
-    def compare(self, part: slice, ours: Tensor, theirs: Tensor, results: DivergenceResults, factor: Tensor | None, gradient: bool) -> None:
-        """Compute the results of these rows, and with gradient that of their logits, which overwrites those of the student."""
+    def compare(
+        self,
+        part: slice,
+        ours: Tensor,
+        theirs: Tensor,
+        results: DivergenceResults,
+        factor: Tensor | None,
+        gradient: bool,
+    ) -> None:
+        """Compute the results of these rows, and with gradient that of their logits, which overwrites those of the
+        student."""
         results = results.of(part)
         if self.vocab.group is None:
             self.passes.divergences(ours, theirs, self.head.target[part], results, self.options, factor, gradient)
@@ -100,7 +126,9 @@ class Pair:
         loss = sums[:, 0]
         if options.hard_weight:
             hard = moments[:, 6].log() - (sums[:, 2] - moments[:, 0]) * options.temperature
-            loss = (1.0 - options.hard_weight) * loss + options.hard_weight * torch.where(self.invalid[part], float("nan"), hard)
+            loss = (1.0 - options.hard_weight) * loss + options.hard_weight * torch.where(
+                self.invalid[part], float("nan"), hard
+            )
         results.loss.copy_(torch.where(self.counted[part], loss, 0.0))
         if gradient:
             self.differentiate(part, ours, theirs, moments, torch.ones_like(loss) if factor is None else factor)
@@ -117,7 +145,8 @@ class Pair:
 class DivergenceLoop:
     """The kernels for a backend's row passes.
 
-    reduced  (head, teacher, divide, options, chunk options, vocabulary) → summed loss; its gradients are computed in the forward pass
+    reduced  (head, teacher, divide, options, chunk options, vocabulary) → summed loss; its gradients are computed in
+             the forward pass
     rows     (head, teacher, options, chunk options, vocabulary) → the loss of each row
     """
 
@@ -133,7 +162,8 @@ class DivergenceLoop:
         )
 
     def _allocate_reduced(
-        self, head: Head, teacher: Teacher, divide: Tensor | None, options: DivergenceOptions, chunks: ChunkOptions, vocab: Vocabulary,
+        self, head: Head, teacher: Teacher, divide: Tensor | None, options: DivergenceOptions, chunks: ChunkOptions,
+        vocab: Vocabulary,
         needs: list[bool],
     ) -> Outputs:  # fmt: skip
         cut, _ = _cut(head, teacher, chunks, vocab)
@@ -161,13 +191,21 @@ class DivergenceLoop:
             loss.mul_(inverse)
 
     def _allocate_rows(
-        self, head: Head, teacher: Teacher, options: DivergenceOptions, chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool]
+        self,
+        head: Head,
+        teacher: Teacher,
+        options: DivergenceOptions,
+        chunks: ChunkOptions,
+        vocab: Vocabulary,
+        needs: list[bool],
     ) -> Outputs:
         hidden, keeps = head.hidden, any(needs) and _keeps(head, teacher, chunks, vocab) > 0
         return (
             *divergence_results(hidden),
             torch.empty((), dtype=torch.int64, device="cpu"),
-            torch.empty(hidden.shape[0], vocab.mine(head.weight.shape[0]), dtype=hidden.dtype, device=hidden.device) if keeps else None,
+            torch.empty(hidden.shape[0], vocab.mine(head.weight.shape[0]), dtype=hidden.dtype, device=hidden.device)
+            if keeps
+            else None,
         )
 
     def _launch_rows(
@@ -223,8 +261,9 @@ def divergence_loop(passes: DivergencePasses, make_kernel: Callable[..., Kernel]
 
 
 def _cut(head: Head, teacher: Teacher, chunks: ChunkOptions, vocab: Vocabulary) -> tuple[Cut, int]:
-    """Return the cut of the student's logits, and how many rows of the teacher's are held at a time: those of the teacher take a small part of
-    the budget, the rest is as in linear_cross_entropy. Ranks that share a vocabulary meet in every part, so that they cut alike.
+    """Return the cut of the student's logits, and how many rows of the teacher's are held at a time: those of the
+    teacher take a small part of the budget, the rest is as in linear_cross_entropy. Ranks that share a vocabulary meet
+    in every part, so that they cut alike.
     """
     row = vocab.usual() * teacher.teacher_hidden.dtype.itemsize
     theirs = max(1, min(THEIR_ROWS, held_bytes(chunks.budget, head.hidden.device.type) // (THEIR_SHARE * row)))

@@ -33,7 +33,10 @@ def new_gradients(head: Head, main_grad: Tensor | None, needs: list[bool]) -> Gr
     """Allocate the gradients of a head that are needed."""
     inputs = (head.hidden, head.weight if main_grad is None else None, head.bias)
     return Gradients(
-        *(torch.empty(t.shape, dtype=t.dtype, device=t.device) if n and t is not None else None for n, t in zip(needs, inputs, strict=True))
+        *(
+            torch.empty(t.shape, dtype=t.dtype, device=t.device) if n and t is not None else None
+            for n, t in zip(needs, inputs, strict=True)
+        )
     )
 
 
@@ -46,7 +49,8 @@ class Sums(NamedTuple):
 
 
 def divides_late(head: Head, divide: Tensor | None) -> bool:
-    """Whether 1/divide waits for the backward pass: in float16, a probability divided by the number of tokens underflows."""
+    """Whether 1/divide waits for the backward pass: in float16, a probability divided by the number of tokens
+    underflows."""
     return divide is not None and head.hidden.dtype == torch.float16
 
 
@@ -68,7 +72,8 @@ class HeadGradients:
     """
 
     def __init__(
-        self, rows: CountedRows, head: Head, results: Gradients | Sums, vocab: Vocabulary, most: int, dtype: torch.dtype,
+        self, rows: CountedRows, head: Head, results: Gradients | Sums, vocab: Vocabulary, most: int,
+        dtype: torch.dtype,
         main_grad: Tensor | None = None, factor: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Prepare the sums for a head of counted rows, without padding classes; at most `most` rows come at a time."""
@@ -86,7 +91,9 @@ class HeadGradients:
         self.bias_sum: Tensor | None = None
         if self.of_bias is not None:
             wide = accumulator(head.hidden.dtype)
-            self.bias_sum = self.of_bias.zero_() if self.of_bias.dtype == wide else torch.zeros_like(self.of_bias, dtype=wide)
+            self.bias_sum = (
+                self.of_bias.zero_() if self.of_bias.dtype == wide else torch.zeros_like(self.of_bias, dtype=wide)
+            )
 
     def _without_padding(self, gradient: Tensor | None) -> Tensor | None:
         """Return the rows that are classes, without padding, whose gradient is zero."""
@@ -112,7 +119,9 @@ class HeadGradients:
         """
         count = self.hidden.shape[0]
         if self.of_hidden is not None and count:
-            buffer = self.hidden.new_empty(min(self.most, count), self.hidden.shape[1], dtype=accumulator(self.hidden.dtype))
+            buffer = self.hidden.new_empty(
+                min(self.most, count), self.hidden.shape[1], dtype=accumulator(self.hidden.dtype)
+            )
             for rows in slices(slice(0, count), self.most):
                 out = buffer[: rows.stop - rows.start]
                 multiply(out, slope[rows], self.weight)
@@ -173,7 +182,12 @@ class HeadGradients:
     def _add_to_weight(self, rows: slice, classes: slice, slope: Tensor, hidden: Tensor) -> None:
         if self.of_weight is not None:
             first = rows.start == 0
-            if first and self.weight_sum is None and rows.stop < self.hidden.shape[0] and self.dtype != self.of_weight.dtype:
+            if (
+                first
+                and self.weight_sum is None
+                and rows.stop < self.hidden.shape[0]
+                and self.dtype != self.of_weight.dtype
+            ):
                 self.weight_sum = torch.empty_like(self.of_weight, dtype=self.dtype)
             out = (self.of_weight if self.weight_sum is None else self.weight_sum)[classes]
             multiply(out, slope.t(), hidden, None if first else out)
@@ -206,13 +220,25 @@ class SumsBackward:
         return make_kernel(name, self.allocate, self.launch, self.recycle)
 
     def allocate(
-        self, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums, main_grad: Tensor | None, needs: list[bool]
+        self,
+        grad_loss: Tensor,
+        weight: Tensor,
+        scale: Tensor | None,
+        sums: Sums,
+        main_grad: Tensor | None,
+        needs: list[bool],
     ) -> Outputs:
         wanted = zip(needs, sums if main_grad is None else sums._replace(sum_weight=None), strict=True)
         return tuple(torch.empty_like(t, dtype=weight.dtype) if need and t is not None else None for need, t in wanted)
 
     def recycle(
-        self, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums, main_grad: Tensor | None, needs: list[bool]
+        self,
+        grad_loss: Tensor,
+        weight: Tensor,
+        scale: Tensor | None,
+        sums: Sums,
+        main_grad: Tensor | None,
+        needs: list[bool],
     ) -> Outputs:
         """Reuse sums that have the dtype of the gradient: scaling them in place saves a copy."""
         fresh = [need and t is not None and t.dtype != weight.dtype for need, t in zip(needs, sums, strict=True)]
@@ -221,7 +247,8 @@ class SumsBackward:
         return tuple(t if need and new is None else new for need, t, new in zip(needs, kept, made, strict=True))
 
     def launch(
-        self, gradients: Gradients, /, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums, main_grad: Tensor | None,
+        self, gradients: Gradients, /, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums,
+        main_grad: Tensor | None,
         needs: list[bool],
     ) -> None:  # fmt: skip
         factor = grad_loss if scale is None else grad_loss * scale

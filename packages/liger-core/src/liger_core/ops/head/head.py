@@ -48,8 +48,9 @@ def autocast_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tupl
 
 
 def check_head(name: str, head: Head, several: bool = False, classes: int = 1) -> None:
-    """Rows, weight, targets and bias must fit each other; several targets a row are in a last dimension of their own. `classes` is how many
-    weight must have at least.
+    """Rows, weight, targets and bias must fit each other; several targets a row are in a last dimension of their own.
+
+    `classes` is how many weight must have at least.
     """
     hidden, weight, target, bias = head
     checks.tensor(name, "target", target)
@@ -59,7 +60,11 @@ def check_head(name: str, head: Head, several: bool = False, classes: int = 1) -
         checks.fail(ShapeError, name, f"hidden must have a width of at least 1, got {checks.shape(hidden)}")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] < classes:
         wanted = f"(classes, {hidden.shape[-1]})"
-        checks.fail(ShapeError, name, f"weight must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(weight)}")
+        checks.fail(
+            ShapeError,
+            name,
+            f"weight must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(weight)}",
+        )
     check_rows(name, "target", target, hidden, several)
     checks.vector(name, "bias", bias, weight.shape[0], "weight", weight)
     checks.same_device(name, "hidden", hidden, target=target)
@@ -81,15 +86,23 @@ def check_chunks(
     hidden, weight = head[:2]
     checks.same_device(name, "hidden", hidden, main_grad=main_grad)
     checks.constant(name, main_grad=main_grad)
-    if accumulate_dtype is not None and not (isinstance(accumulate_dtype, torch.dtype) and accumulate_dtype.is_floating_point):
+    if accumulate_dtype is not None and not (
+        isinstance(accumulate_dtype, torch.dtype) and accumulate_dtype.is_floating_point
+    ):
         checks.fail(DtypeError, name, f"accumulate_dtype must be a floating dtype, got {accumulate_dtype}")
-    if chunk is not None and chunk != "report" and not (isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0):
+    if (
+        chunk is not None
+        and chunk != "report"
+        and not (isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0)
+    ):
         checks.fail(OptionError, name, f"chunk must be a positive number of rows, 'report' or None, got {chunk!r}")
     if budget is not None:
         row = held_classes(weight, vocab) * hidden.element_size()
         if chunk is not None:
             checks.fail(
-                OptionError, name, f"budget and chunk both say how many rows to hold, got budget={budget} and chunk={chunk!r}; give one"
+                OptionError,
+                name,
+                f"budget and chunk both say how many rows to hold, got budget={budget} and chunk={chunk!r}; give one",
             )
         if not isinstance(budget, int) or budget < row:
             checks.fail(OptionError, name, f"budget must hold at least one row of logits, {row} bytes, got {budget!r}")
@@ -97,36 +110,53 @@ def check_chunks(
         wanted = checks.shape(weight)
         if main_grad.shape != weight.shape or not main_grad.is_contiguous():
             got = checks.shape(main_grad) + ("" if main_grad.is_contiguous() else " with other strides")
-            checks.fail(ShapeError, name, f"main_grad must be contiguous and have shape {wanted} like weight, got {got}")
+            checks.fail(
+                ShapeError, name, f"main_grad must be contiguous and have shape {wanted} like weight, got {got}"
+            )
         if main_grad.dtype != torch.float32:
             checks.fail(DtypeError, name, f"main_grad must have dtype torch.float32, got {main_grad.dtype}")
-        # The kernels' schemas do not declare the addition: functionalization of an op that both mutates and returns optionals fails.
+        # The kernels' schemas do not declare the addition: functionalization of an op that both mutates and returns
+        # optionals fails.
         if torch.compiler.is_compiling() or dispatch_stack_length():
             checks.fail(
-                OptionError, name, "main_grad must be given in an eager call, got one that is traced; add weight.grad to it instead"
+                OptionError,
+                name,
+                "main_grad must be given in an eager call, got one that is traced; add weight.grad to it instead",
             )
 
 
 def check_rows(name: str, label: str, tensor: Tensor, hidden: Tensor, several: bool = False) -> None:
     """One number for each row of hidden, or several."""
     rows = tuple(hidden.shape[:-1])
-    if tensor.shape != rows and not (several and tensor.dim() == hidden.dim() and tensor.shape[:-1] == rows and tensor.shape[-1] > 0):
+    if tensor.shape != rows and not (
+        several and tensor.dim() == hidden.dim() and tensor.shape[:-1] == rows and tensor.shape[-1] > 0
+    ):
         wanted = f"{rows} or ({', '.join(map(str, (*rows, 'K')))})" if several else str(rows)
         checks.fail(
-            ShapeError, name, f"{label} must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(tensor)}"
+            ShapeError,
+            name,
+            f"{label} must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(tensor)}",
         )
 
 
 def head_misuses(name: str, device: torch.device, several: bool = False) -> Iterator[Misuse]:
     """The wrong calls that all ops with a head share; several targets a row may be allowed."""
     misuse = misuses_of(name)
-    x, w, t = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    x, w, t = (
+        torch.zeros(3, 8, device=device),
+        torch.zeros(10, 8, device=device),
+        torch.zeros(3, dtype=torch.int64, device=device),
+    )
     message = "weight must have shape (classes, 8) to match hidden (3, 8), got (10, 7)"
     yield misuse("weight_shape", (x, w[:, :7], t), ShapeError, message)
     yield misuse("no_width", (x[:, :0], w[:, :0], t), ShapeError, "hidden must have a width of at least 1, got (3, 0)")
     wanted = "(3,) or (3, K)" if several else "(3,)"
-    yield misuse("target_shape", (x, w, t[:2]), ShapeError, f"target must have shape {wanted} to match hidden (3, 8), got (2,)")
-    yield misuse("bias_shape", (x, w, t), ShapeError, "bias must have shape (10,) to match weight (10, 8), got (8,)", bias=x[0])
+    yield misuse(
+        "target_shape", (x, w, t[:2]), ShapeError, f"target must have shape {wanted} to match hidden (3, 8), got (2,)"
+    )
+    yield misuse(
+        "bias_shape", (x, w, t), ShapeError, "bias must have shape (10,) to match weight (10, 8), got (8,)", bias=x[0]
+    )
     message = "weight must have dtype torch.float32 like hidden, got torch.bfloat16; cast one of them"
     yield misuse("dtypes", (x, w.bfloat16(), t), DtypeError, message)
     yield misuse("target_dtype", (x, w, t.float()), DtypeError, "target must have dtype torch.int64, got torch.float32")
@@ -134,13 +164,21 @@ def head_misuses(name: str, device: torch.device, several: bool = False) -> Iter
     yield misuse("weight_none", (x, None, t), DtypeError, "weight must be a tensor, got NoneType")
     yield misuse("softcap", (x, w, t), OptionError, "softcap must be a finite number > 0, got -1.0", softcap=-1.0)
     for value in (float("nan"), float("inf")):
-        yield misuse(f"logit_scale_{value}", (x, w, t), OptionError, f"logit_scale must be a finite number, got {value}", logit_scale=value)
+        yield misuse(
+            f"logit_scale_{value}",
+            (x, w, t),
+            OptionError,
+            f"logit_scale must be a finite number, got {value}",
+            logit_scale=value,
+        )
     for chunk in (0, True):
         message = f"chunk must be a positive number of rows, 'report' or None, got {chunk!r}"
         yield misuse(f"chunk_{chunk}", (x, w, t), OptionError, message, chunk=chunk)
     message = "budget and chunk both say how many rows to hold, got budget=4096 and chunk=2; give one"
     yield misuse("budget_and_chunk", (x, w, t), OptionError, message, budget=4096, chunk=2)
-    yield misuse("budget", (x, w, t), OptionError, "budget must hold at least one row of logits, 40 bytes, got 39", budget=39)
+    yield misuse(
+        "budget", (x, w, t), OptionError, "budget must hold at least one row of logits, 40 bytes, got 39", budget=39
+    )
     message = "accumulate_dtype must be a floating dtype, got torch.int32"
     yield misuse("accumulate_dtype", (x, w, t), DtypeError, message, accumulate_dtype=torch.int32)
     message = "main_grad must be contiguous and have shape (10, 8) like weight, got (10, 7)"
@@ -156,7 +194,14 @@ def head_misuses(name: str, device: torch.device, several: bool = False) -> Iter
 
 
 def head_workload(
-    rows: int, width: int, classes: int, axis: str = "", mode: str = "", quick: bool = False, targets: int = 0, **options: Any
+    rows: int,
+    width: int,
+    classes: int,
+    axis: str = "",
+    mode: str = "",
+    quick: bool = False,
+    targets: int = 0,
+    **options: Any,
 ) -> Workload:
     """A head of these sizes and its targets, one or several a row, of which the mode "half_ignored" ignores half."""
 

@@ -3,13 +3,16 @@
 
 Tiles have some rows and some classes; all classes of some rows come before the next rows. There are three schedules:
 
-* At once: the upstream gradient is known but for a factor of all rows. A tile has all classes of its rows, and its loss and its gradient are
+* At once: the upstream gradient is known but for a factor of all rows. A tile has all classes of its rows, and its loss
+and its gradient are
   computed in the forward pass: three matmuls.
-* Kept: the upstream gradients of rows arrive later. Logits that fit the budget are kept until then, and their gradient overwrites them: three
+* Kept: the upstream gradients of rows arrive later. Logits that fit the budget are kept until then, and their gradient
+overwrites them: three
   matmuls.
-* Again: logits that do not fit are recomputed in the backward pass: four matmuls. Tiles take all rows and a block of classes: the gradient
-  of weight is then one matmul a block, rounded once, and what is summed over the blocks in float32 is the gradient of hidden, which is small.
-  Only if that sum does not fit are rows cut, too.
+* Again: logits that do not fit are recomputed in the backward pass: four matmuls. Tiles take all rows and a block of
+classes: the gradient
+  of weight is then one matmul a block, rounded once, and what is summed over the blocks in float32 is the gradient of
+  hidden, which is small. Only if that sum does not fit are rows cut, too.
 
 A cut may keep the first classes and compute the others again.
 """
@@ -31,15 +34,15 @@ from liger_core.ops.head.shards import Vocabulary
 
 MiB = 1 << 20
 
-# One H200, V=128256: chunks of 2048 rows and more run all three matmuls at full rate; a float32 dW costs 20 % at 2048 rows, 5 % at
-# 4096 and nothing in a single chunk or at 8192, so the default buys one chunk, or several as long.
+# One H200, V=128256: chunks of 2048 rows and more run all three matmuls at full rate; a float32 dW costs 20 % at 2048
+# rows, 5 % at 4096 and nothing in a single chunk or at 8192, so the default buys one chunk, or several as long.
 CHUNK_BYTES = 2150 * MiB
 CPU_BYTES = 64 * MiB
 LONG_CHUNK = 2048
 HALF_CHUNK = 4096
-# Classes of a block, of which there are BLOCKS at least, fewer classes before rows are cut, and what their number is a multiple of.
-# The gradient of hidden is read and written in float32 once a block, which takes 1 % of a step on an H200; 64 classes for each of its
-# 132 processors fill these with whole waves of tiles (8192: 3 % slower).
+# Classes of a block, of which there are BLOCKS at least, fewer classes before rows are cut, and what their number is a
+# multiple of. The gradient of hidden is read and written in float32 once a block, which takes 1 % of a step on an H200;
+# 64 classes for each of its 132 processors fill these with whole waves of tiles (8192: 3 % slower).
 BLOCK, NARROW, BLOCKS, MULTIPLE = 8448, 2048, 4, 128
 # Blocks of the gradient where all logits are kept and must stay.
 KEPT_BLOCKS = 8
@@ -60,11 +63,16 @@ class Cut(NamedTuple):
     dtype: torch.dtype
 
     def blocks(self, classes: int, stays: int = 0) -> list[slice]:
-        """Return the classes that are kept and those of each tile, of so many; none reaches over the class `stays`. Without any class there
-        is an empty tile: the other ranks wait for this one.
+        """Return the classes that are kept and those of each tile, of so many; none reaches over the class `stays`.
+
+        Without any class there is an empty tile: the other ranks wait for this one.
         """
         middle = max(self.kept, stays)
-        starts = [*([0] if self.kept else []), *range(self.kept, middle, self.classes), *range(middle, classes, self.classes)]
+        starts = [
+            *([0] if self.kept else []),
+            *range(self.kept, middle, self.classes),
+            *range(middle, classes, self.classes),
+        ]
         return list(map(slice, starts, [*starts[1:], classes])) or [slice(0, 0)]
 
 
@@ -79,11 +87,13 @@ def chunking(
     budget: int = 0,
     accumulate_dtype: torch.dtype | None = None,
 ) -> Cut:
-    """Chunks of `chunk` rows, by the report's formula for -1, or for 0 those that fit a budget in bytes beyond inputs and gradients.
+    """Chunks of `chunk` rows, by the report's formula for -1, or for 0 those that fit a budget in bytes beyond inputs
+    and gradients.
 
-    The gradients that are required make no difference: matmuls of other sizes round differently, and recomputed logits must match their statistics.
-    A single chunk writes dW in its own dtype, which is exact and takes least. With several, dW is summed in float32 where the budget
-    holds that sum beside a long chunk, else in its own dtype (in float32 always for float16, which overflows before it is scaled).
+    The gradients that are required make no difference: matmuls of other sizes round differently, and recomputed logits
+    must match their statistics. A single chunk writes dW in its own dtype, which is exact and takes least. With
+    several, dW is summed in float32 where the budget holds that sum beside a long chunk, else in its own dtype (in
+    float32 always for float16, which overflows before it is scaled).
     """
     wide = accumulate_dtype or accumulator(dtype)
     once = accumulate_dtype or (accumulator(dtype) if dtype == torch.float16 else dtype)
@@ -108,7 +118,11 @@ def chunking(
     else:
         # The sum exists beside the chunks, and at the end beside the gradient that it becomes.
         beside = classes * width * (wide.itemsize - dtype.itemsize)
-        if accumulate_dtype is None and dtype != torch.float16 and budget < max(beside + LONG_CHUNK * row, classes * width * wide.itemsize):
+        if (
+            accumulate_dtype is None
+            and dtype != torch.float16
+            and budget < max(beside + LONG_CHUNK * row, classes * width * wide.itemsize)
+        ):
             wide, beside = once, 0
         length = _power_below((budget - beside) // row)
     return Cut(length, classes, 0, once if count <= length else wide)
@@ -122,7 +136,8 @@ def tiling(
     rows: int, width: int, classes: int, dtype: torch.dtype, device: str, wide: bool, *,
     chunk: int = 0, budget: int = 0, accumulate_dtype: torch.dtype | None = None,
 ) -> Cut:  # fmt: skip
-    """The tiles for a budget in bytes beyond inputs and gradients, or chunks of rows with all classes where they are asked for."""
+    """The tiles for a budget in bytes beyond inputs and gradients, or chunks of rows with all classes where they are
+    asked for."""
     total, once, count = accumulator(dtype), accumulate_dtype or dtype, max(rows, 1)
     if chunk:
         cut = chunking(rows, width, classes, dtype, device, chunk=chunk, accumulate_dtype=accumulate_dtype)
@@ -140,22 +155,39 @@ def tiling(
     spare = (held - count * beside) // (count * item)
     if spare >= min(wanted, NARROW):
         kept = (spare - wanted) * item // logit
-        return Cut(count, min(wanted, _rounded(spare, classes)), _rounded(kept, classes - wanted) if kept > 0 else 0, once)
+        return Cut(
+            count, min(wanted, _rounded(spare, classes)), _rounded(kept, classes - wanted) if kept > 0 else 0, once
+        )
     length = _rounded(held // (beside + wanted * item), count)
     block = _rounded((held - length * beside) // (length * item), classes)
-    summed = accumulate_dtype or (total if dtype == torch.float16 or held >= 4 * classes * width * total.itemsize else dtype)
+    summed = accumulate_dtype or (
+        total if dtype == torch.float16 or held >= 4 * classes * width * total.itemsize else dtype
+    )
     return Cut(length, block, 0, summed if length < count else once)
 
 
 def summing(
-    rows: int, width: int, classes: int, dtype: torch.dtype, device: str, several: bool, shared: bool, *, chunk: int = 0, budget: int = 0
+    rows: int,
+    width: int,
+    classes: int,
+    dtype: torch.dtype,
+    device: str,
+    several: bool,
+    shared: bool,
+    *,
+    chunk: int = 0,
+    budget: int = 0,
 ) -> Cut | None:
-    """The tiles for a derivative by hidden that the forward pass sums (head/derivative.py), for one class a row or several, on one rank or
-    shared. None where all logits can be kept instead, which takes as few matmuls, or where the sum does not fit. What is kept for one class
-    a row counts as the gradient that it becomes.
+    """The tiles for a derivative by hidden that the forward pass sums (head/derivative.py), for one class a row or
+    several, on one rank or shared. None where all logits can be kept instead, which takes as few matmuls, or where the
+    sum does not fit. What is kept for one class a row counts as the gradient that it becomes.
     """
     wide, held = accumulator(dtype), held_bytes(budget, device)
-    if chunk or (shared and several) or tiling(rows, width, classes, dtype, device, False, budget=budget).kept == classes:
+    if (
+        chunk
+        or (shared and several)
+        or tiling(rows, width, classes, dtype, device, False, budget=budget).kept == classes
+    ):
         return None
     held -= min(64 * rows, held // 64) + (rows * width * wide.itemsize if several else 0)
     beside, block = 0 if several or wide == dtype else width * wide.itemsize, min(BLOCK, -(-classes // BLOCKS))
@@ -193,9 +225,18 @@ class ChunkOptions(NamedTuple):
     main_grad: Tensor | None
 
     @classmethod
-    def given(cls, accumulate_dtype: torch.dtype | None, chunk: Chunk, budget: int | None, pack: bool, main_grad: Tensor | None) -> Self:
+    def given(
+        cls,
+        accumulate_dtype: torch.dtype | None,
+        chunk: Chunk,
+        budget: int | None,
+        pack: bool,
+        main_grad: Tensor | None,
+    ) -> Self:
         """Make them from the options of an op."""
-        return cls(accumulate_dtype, 0 if chunk is None else -1 if chunk == "report" else chunk, budget or 0, pack, main_grad)
+        return cls(
+            accumulate_dtype, 0 if chunk is None else -1 if chunk == "report" else chunk, budget or 0, pack, main_grad
+        )
 
     def chunks(self, hidden: Tensor, classes: int) -> Cut:
         """Cut for gradients that are computed at once."""
@@ -225,7 +266,8 @@ class ChunkOptions(NamedTuple):
 
         if vocab.group is None:
             return cut(classes)
-        # Ranks meet once for each group of rows, so that these must be the same on all, however uneven their shards are.
+        # Ranks meet once for each group of rows, so that these must be the same on all, however uneven their shards
+        # are.
         tiles = cut(classes)._replace(rows=cut(vocab.usual()).rows)
         return tiles if classes else tiles._replace(kept=0)
 
@@ -255,12 +297,15 @@ class Tiles:
     def __iter__(self) -> Iterator[Tile]:
         """Compute each tile; logits that are kept in their place."""
         for rows, classes in self._places():
-            logits = self.logits(rows, classes, self.kept[rows] if self.kept is not None and classes.start == 0 else None)
+            logits = self.logits(
+                rows, classes, self.kept[rows] if self.kept is not None and classes.start == 0 else None
+            )
             yield Tile(rows, classes, logits, logits)
 
     def again(self, overwrite: bool) -> Iterator[Tile]:
-        """Take each tile for its gradient: kept logits as they are, recomputed ones else. The gradient may overwrite kept logits,
-        or has memory of its own.
+        """Take each tile for its gradient: kept logits as they are, recomputed ones else.
+
+        The gradient may overwrite kept logits, or has memory of its own.
         """
         stays = 0
         if self.kept is not None and not overwrite:
@@ -275,7 +320,11 @@ class Tiles:
                 logits, slope = self.kept[rows, classes], self._view(rows, classes, self.head.hidden.dtype)
             else:
                 logits = self.logits(rows, classes)
-                slope = logits if logits.dtype == self.head.hidden.dtype else self._view(rows, classes, self.head.hidden.dtype)
+                slope = (
+                    logits
+                    if logits.dtype == self.head.hidden.dtype
+                    else self._view(rows, classes, self.head.hidden.dtype)
+                )
             yield Tile(rows, classes, logits, slope)
 
     def _places(self, stays: int = 0) -> Iterator[tuple[slice, slice]]:

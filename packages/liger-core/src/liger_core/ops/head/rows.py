@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Where a matmul takes less than this, about 0.15 ms on an H200, waiting for the number of ignored rows costs more than they do.
+# Where a matmul takes less than this, about 0.15 ms on an H200, waiting for the number of ignored rows costs more than
+# they do.
 PACK_FLOPS = 10**11
 # Packed rows come in whole tiles of a matmul, and copying the others' rows pays from 1/32 of ignored ones on.
 PACK_TILE = 128
@@ -18,13 +19,17 @@ PACK_SHARE = 32
 
 
 class CountedRows:
-    """The rows of hidden whose target counts. Their number is requested at once and waited for when `index` is first read.
+    """The rows of hidden whose target counts.
+
+    Their number is requested at once and waited for when `index` is first read.
 
     classes  of a row of logits on each rank
     number   of rows that count, where an earlier pass knows it; -1 if all rows are taken
     """
 
-    def __init__(self, hidden: Tensor, target: Tensor, ignore_index: int, classes: int, pack: bool, number: int | None = None) -> None:
+    def __init__(
+        self, hidden: Tensor, target: Tensor, ignore_index: int, classes: int, pack: bool, number: int | None = None
+    ) -> None:
         self.mask: Tensor | None = None
         self.number = -1 if number is None else number
         self.arriving: Tensor | None = None

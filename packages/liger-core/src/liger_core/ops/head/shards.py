@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads whose vocabulary is sharded over ranks: how a call says so, by a VocabShard or by DTensors, and what the ranks exchange.
+"""Heads whose vocabulary is sharded over ranks: how a call says so, by a VocabShard or by DTensors, and what the ranks
+exchange.
 
-Every sum of a row over the classes is a few numbers, so that one all-gather of these a call merges the shards, whatever the options are:
+Every sum of a row over the classes is a few numbers, so that one all-gather of these a call merges the shards, whatever
+the options are:
 
     m = max m_r,   s_r = m_r - m,   d = Σ d_r e^s_r,   Σ e·(x - m) = Σ (t_r + d_r s_r) e^s_r,   Σ e² = Σ q_r e^2s_r
 
@@ -35,11 +37,12 @@ class VocabShard(NamedTuple):
     group      the process group whose ranks have all classes between them
     start      the class of the first row of weight here
     classes    of the whole vocabulary. Rows of weight past the last class are padding
-    scattered  hidden was gathered from equal parts of its rows, one from each rank in order, and a rank reads the gradient of its own part
-               only: that of other rows is unspecified, and a reduce-scatter replaces the all-reduce where it sends less
+    scattered  hidden was gathered from equal parts of its rows, one from each rank in order, and a rank reads the
+               gradient of its own part only: that of other rows is unspecified, and a reduce-scatter replaces the
+               all-reduce where it sends less
 
-    Shards may be uneven, or empty but for padding; together they must have every class once. `VocabShard.of` makes them from the number
-    of rows on each rank.
+    Shards may be uneven, or empty but for padding; together they must have every class once. `VocabShard.of` makes them
+    from the number of rows on each rank.
     """
 
     group: Any
@@ -65,7 +68,9 @@ def vocabulary(weight: Tensor, vocab: VocabShard | None) -> Vocabulary:
     if vocab is None:
         return Vocabulary(None, 0, weight.shape[0])
     group = vocab.group
-    return Vocabulary(group if isinstance(group, str) else group.group_name, vocab.start, vocab.classes, vocab.scattered)
+    return Vocabulary(
+        group if isinstance(group, str) else group.group_name, vocab.start, vocab.classes, vocab.scattered
+    )
 
 
 def held_classes(weight: Tensor, vocab: VocabShard | None) -> int:
@@ -85,7 +90,11 @@ def check_vocab(op: str, weight: Tensor, vocab: VocabShard | None) -> int:
     checks.integer(op, "vocab.start", vocab.start)
     checks.integer(op, "vocab.classes", vocab.classes)
     if vocab.classes < 1 or vocab.start < 0:
-        checks.fail(OptionError, op, f"vocab must have start ≥ 0 and classes > 0, got start={vocab.start} and classes={vocab.classes}")
+        checks.fail(
+            OptionError,
+            op,
+            f"vocab must have start ≥ 0 and classes > 0, got start={vocab.start} and classes={vocab.classes}",
+        )
     if not isinstance(vocab.group, (str, torch.distributed.ProcessGroup)):
         checks.fail(OptionError, op, f"vocab.group must be a process group, got {type(vocab.group).__name__}")
     return vocab.classes
@@ -127,14 +136,21 @@ def _distributed(function: Callable[..., Any], hidden: Any, weight: Any, **optio
     if len(over) > 1 or any(not (p.is_replicate() or p.is_shard(0)) for p in placed):
         checks.fail(
             DeviceError, op,
-            f"weight must be replicated, or sharded over its classes (Shard(0)) on one dimension of its mesh, got {placed}; "
+            "weight must be replicated, or sharded over its classes (Shard(0)) on one dimension of its mesh, "
+            f"got {placed}; "
             "redistribute it, or call the op inside the module that FSDP unshards",
         )  # fmt: skip
     spread = isinstance(hidden, DTensor)
     # What each dimension of the mesh does to rows. On that of the vocabulary all ranks need all rows.
-    rows = [p if spread and i not in over else Replicate() for i, p in enumerate(hidden.placements if spread else placed)]
+    rows = [
+        p if spread and i not in over else Replicate() for i, p in enumerate(hidden.placements if spread else placed)
+    ]
     if any(p.is_partial() or p.is_shard(hidden.dim() - 1) for p in rows):
-        checks.fail(DeviceError, op, f"hidden must be replicated or sharded over its rows, got {hidden.placements}; redistribute it")
+        checks.fail(
+            DeviceError,
+            op,
+            f"hidden must be replicated or sharded over its rows, got {hidden.placements}; redistribute it",
+        )
     split = [i for i, p in enumerate(rows) if p.is_shard()]
 
     def local(name: str, value: Any) -> Any:
@@ -144,13 +160,18 @@ def _distributed(function: Callable[..., Any], hidden: Any, weight: Any, **optio
         if name in OF_CLASSES:
             wanted = list(placed)
         if isinstance(value, DTensor):
-            # The ranks of the vocabulary add up the gradient of hidden themselves; what other dimensions split has a part of it on each.
+            # The ranks of the vocabulary add up the gradient of hidden themselves; what other dimensions split has a
+            # part of it on each.
             back = [Partial() if name in OF_CLASSES and i in split else p for i, p in enumerate(wanted)]
             return value.redistribute(mesh, wanted).to_local(grad_placements=back)
         if name in OF_CLASSES and over:
             return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim).redistribute(mesh, wanted).to_local()
         if name in OF_ROWS and split and value.dim():
-            checks.fail(DeviceError, op, f"{name} must be a DTensor like hidden, whose rows are distributed ({hidden.placements})")
+            checks.fail(
+                DeviceError,
+                op,
+                f"{name} must be a DTensor like hidden, whose rows are distributed ({hidden.placements})",
+            )
         return value
 
     takes = inspect.signature(function).parameters
@@ -160,11 +181,15 @@ def _distributed(function: Callable[..., Any], hidden: Any, weight: Any, **optio
         and options.get("reduction", takes["reduction"].default) == "mean"
         and options.get("normalizer") is None
     ):
-        sentence = "reduction='mean' needs a normalizer where rows are distributed: the number of tokens on all ranks; got None"
+        sentence = (
+            "reduction='mean' needs a normalizer where rows are distributed: the number of tokens on all ranks; got "
+            "None"
+        )
         checks.fail(OptionError, op, sentence)
     given = {name: local(name, value) for name, value in options.items()}
     if over:
-        # As DTensor shards: all ranks have the same number of rows, until there are no more. In plain numbers, which a compiler can trace.
+        # As DTensor shards: all ranks have the same number of rows, until there are no more. In plain numbers, which a
+        # compiler can trace.
         classes, most = weight.shape[0], -(-weight.shape[0] // mesh.size(over[0]))
         start = min(most * mesh.get_local_rank(over[0]), classes)
         given["vocab"] = VocabShard(mesh.get_group(over[0]), start, classes, spread and _in_order(hidden, over[0]))

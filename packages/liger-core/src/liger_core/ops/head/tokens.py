@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of results for each token: log-probabilities of any classes of a row, and statistics of the softmax.
 
-The upstream gradient of a token arrives in the backward pass. Until then logits are kept or forgotten (liger_core/ops/head/loop.py).
+The upstream gradient of a token arrives in the backward pass. Until then logits are kept or forgotten
+(liger_core/ops/head/loop.py).
 """
 
 from __future__ import annotations
@@ -59,15 +60,17 @@ class Upstream(NamedTuple):
 class TokenLoop:
     """The kernels for a backend's row passes.
 
-    tokens  (head with target (N, K), options, ignore_index, wide, chunk options, vocabulary, what is asked for) → the public part of
-            TokenResults. `wide`: the matmul writes logits in float32
+    tokens  (head with target (N, K), options, ignore_index, wide, chunk options, vocabulary, what is asked for) → the
+            public part of TokenResults. `wide`: the matmul writes logits in float32
     """
 
     def __init__(self, passes: TokenPasses, make_kernel: Callable[..., Kernel]) -> None:
         self.passes = passes
         self._tokens = differentiable(
             make_kernel("linear_tokens", self._allocate, self._launch),
-            make_kernel("linear_tokens_backward", self._allocate_backward, self._launch_backward, self._recycle_backward),
+            make_kernel(
+                "linear_tokens_backward", self._allocate_backward, self._launch_backward, self._recycle_backward
+            ),
             public=10,
         )
 
@@ -92,12 +95,15 @@ class TokenLoop:
                 torch.empty(head.target.shape, dtype=dtype, device=device),
                 torch.empty((), dtype=torch.int64, device="cpu"),
                 torch.empty(rows, kept, dtype=dtype if wide else head.hidden.dtype, device=device) if kept else None,
-                torch.empty(head.hidden.shape, dtype=dtype if several else head.hidden.dtype, device=device) if derives else None,
+                torch.empty(head.hidden.shape, dtype=dtype if several else head.hidden.dtype, device=device)
+                if derives
+                else None,
             )
         )
 
     def _launch(
-        self, results: TokenResults, /, head: Head, options: LogitOptions, ignore_index: int, wide: bool, chunks: ChunkOptions,
+        self, results: TokenResults, /, head: Head, options: LogitOptions, ignore_index: int, wide: bool,
+        chunks: ChunkOptions,
         vocab: Vocabulary, asked: ResultOptions, needs: list[bool],
     ) -> None:  # fmt: skip
         cut = _derivative_cut(head, wide, chunks, vocab, asked, needs) or chunks.tiles(head, wide, vocab)
@@ -113,7 +119,9 @@ class TokenLoop:
         inner.selected.zero_()
         local, ours = vocab.local(chosen), options.of_shard(vocab.start, classes)
         if not classes:
-            inner.moments.copy_(inner.moments.new_tensor((torch.finfo(inner.moments.dtype).min, *[0.0] * (MOMENTS - 1))))
+            inner.moments.copy_(
+                inner.moments.new_tensor((torch.finfo(inner.moments.dtype).min, *[0.0] * (MOMENTS - 1)))
+            )
             if inner.prediction is not None:
                 inner.prediction.fill_(vocab.classes)
         derivative = None
@@ -129,7 +137,9 @@ class TokenLoop:
                 derivative.add(tile, of_tile, inner.moments[part])
                 if vocab.group is None and tile.classes.stop == classes:
                     derivative.finish(part, inner.moments[part], inner.selected[part])
-        Exchange(vocab, asked).merge(inner.moments, inner.selected, inner.prediction, ours.weights(classes, inner.moments.dtype))
+        Exchange(vocab, asked).merge(
+            inner.moments, inner.selected, inner.prediction, ours.weights(classes, inner.moments.dtype)
+        )
         if derivative is not None and vocab.group is not None:
             derivative.finish(slice(0, counted.shape[0]), inner.moments, inner.selected)
         _finish(inner, chosen, counted, vocab.classes, options, ignore_index)
@@ -139,7 +149,13 @@ class TokenLoop:
         return (*new_gradients(head, chunks.main_grad, rest[-1]), None)
 
     def _recycle_backward(
-        self, upstream: Upstream, head: Head, chunks: ChunkOptions, kept: Tensor | None, derivative: Tensor | None, *rest: Any
+        self,
+        upstream: Upstream,
+        head: Head,
+        chunks: ChunkOptions,
+        kept: Tensor | None,
+        derivative: Tensor | None,
+        *rest: Any,
     ) -> Outputs:
         """Allocate the gradients, but let them overwrite the kept tensor if it has their dtype."""
         if derivative is not None and derivative.dtype == head.hidden.dtype:
@@ -148,8 +164,10 @@ class TokenLoop:
         return (*new_gradients(head, chunks.main_grad, rest[-1]), recycled)
 
     def _launch_backward(
-        self, gradients: Gradients, scratch: Tensor | None, /, upstream: Upstream, head: Head, chunks: ChunkOptions, kept: Tensor | None,
-        derivative: Tensor | None, moments: Tensor, selected: Tensor, number: Tensor, options: LogitOptions, ignore_index: int, wide: bool,
+        self, gradients: Gradients, scratch: Tensor | None, /, upstream: Upstream, head: Head, chunks: ChunkOptions,
+        kept: Tensor | None,
+        derivative: Tensor | None, moments: Tensor, selected: Tensor, number: Tensor, options: LogitOptions,
+        ignore_index: int, wide: bool,
         vocab: Vocabulary, needs: list[bool],
     ) -> None:  # fmt: skip
         cut, chosen = chunks.tiles(head, wide, vocab), head.target
@@ -171,7 +189,9 @@ class TokenLoop:
             )
             rows.scatter(out, gradients.grad_hidden)
             return
-        slopes, factor = _slopes(upstream, moments, selected, chosen, head.target, vocab, options, ignore_index, head.weight.dtype)
+        slopes, factor = _slopes(
+            upstream, moments, selected, chosen, head.target, vocab, options, ignore_index, head.weight.dtype
+        )
         main_grad = chunks.main_grad if needs[1] else None
         totals = HeadGradients(rows, head, gradients, vocab, cut.rows, cut.dtype, main_grad, factor)
         ours = options.of_shard(vocab.start, head.weight.shape[0])
@@ -190,7 +210,12 @@ def token_loop(passes: TokenPasses, make_kernel: Callable[..., Kernel]) -> Token
 
 
 def _counted(
-    head: Head, options: LogitOptions, ignore_index: int, chunks: ChunkOptions, vocab: Vocabulary, number: int | None = None
+    head: Head,
+    options: LogitOptions,
+    ignore_index: int,
+    chunks: ChunkOptions,
+    vocab: Vocabulary,
+    number: int | None = None,
 ) -> tuple[CountedRows, Head, LogitOptions]:
     """Return the rows in which some class counts, the head of these rows without padding, and their options."""
     counted = head.target != ignore_index
@@ -200,7 +225,9 @@ def _counted(
     return rows, head.taken(rows), options._replace(inverse_temperature=rows.take(options.inverse_temperature))
 
 
-def _finish(results: TokenResults, chosen: Tensor, counted: Tensor, classes: int, options: LogitOptions, ignore_index: int) -> None:
+def _finish(
+    results: TokenResults, chosen: Tensor, counted: Tensor, classes: int, options: LogitOptions, ignore_index: int
+) -> None:
     """Compute the results from the moments of rows and x of the chosen classes."""
     top, total, distance, weighted, squares, anchor = results.moments.unbind(-1)
     log_total = total.log()
@@ -229,7 +256,8 @@ def _finish(results: TokenResults, chosen: Tensor, counted: Tensor, classes: int
 
 
 def _slopes(
-    upstream: Upstream, moments: Tensor, selected: Tensor, chosen: Tensor, counted: Tensor, vocab: Vocabulary, options: LogitOptions,
+    upstream: Upstream, moments: Tensor, selected: Tensor, chosen: Tensor, counted: Tensor, vocab: Vocabulary,
+    options: LogitOptions,
     ignore_index: int, dtype: torch.dtype,
 ) -> tuple[Slopes, Tensor | None]:  # fmt: skip
     """Return the slopes of the gradient for logits of this dtype, and in float16 the power of two that divides them."""
@@ -258,14 +286,19 @@ def _slopes(
     slopes = Slopes(counted, moments, terms, torch.where(named, vocab.local(chosen), -1), selected, given)
     if dtype != torch.float16 or not terms.numel():
         return slopes, None
-    # p · grad underflows where grad is 1/tokens, so a power of two is factored out and put back at the end. Where the gradient is large,
-    # as loss scaling makes it, a part of it stays: it keeps the gradients of nearly certain rows from underflow.
-    largest = power_of_two_above(torch.maximum(torch.where(counted[:, None], terms, 0.0).abs().amax(), given.abs().amax()))
+    # p · grad underflows where grad is 1/tokens, so a power of two is factored out and put back at the end. Where the
+    # gradient is large, as loss scaling makes it, a part of it stays: it keeps the gradients of nearly certain rows
+    # from underflow.
+    largest = power_of_two_above(
+        torch.maximum(torch.where(counted[:, None], terms, 0.0).abs().amax(), given.abs().amax())
+    )
     largest = largest / largest.clamp(1.0, 16384.0)
     return slopes._replace(terms=terms / largest, gradient=given / largest), largest
 
 
-def _of_chosen(upstream: Tensor | None, selected: Tensor, chosen: Tensor, counted: Tensor, vocab: Vocabulary, ignore_index: int) -> Tensor:
+def _of_chosen(
+    upstream: Tensor | None, selected: Tensor, chosen: Tensor, counted: Tensor, vocab: Vocabulary, ignore_index: int
+) -> Tensor:
     """Return the gradients of the log-probabilities that count."""
     named = (chosen != ignore_index) & counted[:, None]
     # The gradient at an ignored row may be infinite, as that of a ratio to a probability of 0; it counts for nothing.
@@ -274,6 +307,8 @@ def _of_chosen(upstream: Tensor | None, selected: Tensor, chosen: Tensor, counte
     return torch.where(named & ((chosen < 0) | (chosen >= vocab.classes)), float("nan"), gradient)
 
 
-def _derivative_cut(head: Head, wide: bool, chunks: ChunkOptions, vocab: Vocabulary, asked: ResultOptions, needs: list[bool]) -> Cut | None:
-    """Return the cut where hidden alone needs a gradient, that of log-probabilities alone, and the logits do not fit."""
+def _derivative_cut(
+    head: Head, wide: bool, chunks: ChunkOptions, vocab: Vocabulary, asked: ResultOptions, needs: list[bool]
+) -> Cut | None:
+    """Return the cut where only hidden needs a gradient, of log-probabilities alone, and the logits do not fit."""
     return chunks.derivative(head, vocab) if needs == [True, False, False] and not wide and not any(asked[:5]) else None

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embeddings: nn.Embedding, and subclasses that scale its rows by an attribute.
 
-The op differs from PyTorch's in the gradient of the table alone, so calls without one, and tables that are DTensors, run as before.
+The op differs from PyTorch's in the gradient of the table alone, so calls without one, and tables that are DTensors,
+run as before.
 """
 
 from __future__ import annotations
@@ -55,14 +56,20 @@ def _refusal(module: nn.Embedding, arguments: tuple[str, ...]) -> str | None:
         return "its table is frozen, and the op differs in the gradient alone"
     if module._modules:
         return f"it must have no children, it has {', '.join(module._modules)}"
-    options = {"sparse": module.sparse, "max_norm": module.max_norm is not None, "scale_grad_by_freq": module.scale_grad_by_freq}
+    options = {
+        "sparse": module.sparse,
+        "max_norm": module.max_norm is not None,
+        "scale_grad_by_freq": module.scale_grad_by_freq,
+    }
     given = [name for name, value in options.items() if value]
     return f"the op has no {' and no '.join(given)}" if given else None
 
 
 def _scales(module: nn.Module) -> Iterator[str]:
     """Yield the attributes that may hold the scale of the rows: numbers, and buffers with one element."""
-    yield from (name for name, value in module._buffers.items() if "scale" in name and value is not None and value.numel() == 1)
+    yield from (
+        name for name, value in module._buffers.items() if "scale" in name and value is not None and value.numel() == 1
+    )
     for name, value in vars(module).items():
         if "scale" in name and type(value) in (int, float) and math.isfinite(value):
             yield name
@@ -81,7 +88,9 @@ def _candidate(scale: str | None, original: Callable[..., Any], argument: str) -
         factor: Any = getattr(self, scale)
         return y * (factor.to(weight.dtype) if isinstance(factor, Tensor) else factor)
 
-    return Candidate(embedding, f"times {scale}" if scale else "", forward, lambda module: [replacement(module, forward, original)])
+    return Candidate(
+        embedding, f"times {scale}" if scale else "", forward, lambda module: [replacement(module, forward, original)]
+    )
 
 
 def _cases(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:

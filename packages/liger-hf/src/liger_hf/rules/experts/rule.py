@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts in one module, which Transformers runs through its experts interface: the whole module becomes one op.
 
-`use_experts_implementation` gives their class the attributes that say how the weights are stored. What they compute between their
-matmuls is passed over; the check finds the activation. Where this rule applies to no candidate, `gated_mlp.experts` replaces their gate.
+`use_experts_implementation` gives their class the attributes that say how the weights are stored. What they compute
+between their matmuls is passed over; the check finds the activation. Where this rule applies to no candidate,
+`gated_mlp.experts` replaces their gate.
 """
 
 from __future__ import annotations
@@ -59,11 +60,19 @@ class Unit(NamedTuple):
     def options(self, module: Any) -> dict[str, Any]:
         """Return the options of the op. With a slope, as in gpt-oss, 1 is added to up."""
         limit = {"limit": getattr(module, self.limit)} if self.limit else {}
-        return {"activation": self.activation, **limit, **({"alpha": getattr(module, self.alpha), "shift": 1.0} if self.alpha else {})}
+        return {
+            "activation": self.activation,
+            **limit,
+            **({"alpha": getattr(module, self.alpha), "shift": 1.0} if self.alpha else {}),
+        }
 
     def words(self) -> str:
         plain = "" if self.activation == "silu" else f"activation={self.activation!r}"
-        return ", ".join(filter(None, (plain, self.limit and f"limited by {self.limit}", self.alpha and f"with the slope {self.alpha}")))
+        return ", ".join(
+            filter(
+                None, (plain, self.limit and f"limited by {self.limit}", self.alpha and f"with the slope {self.alpha}")
+            )
+        )
 
 
 def look(module: nn.Module) -> Found | None:
@@ -98,7 +107,10 @@ def _refusal(module: nn.Module) -> str | None:
         return f"its {GATE} was already replaced on this instance"
     name = experts_implementation(module)
     if name not in REPLACED:
-        return f"the experts implementation {name!r} was chosen; model.set_experts_implementation('grouped_mm') lets the op replace it"
+        return (
+            f"the experts implementation {name!r} was chosen; model.set_experts_implementation('grouped_mm') lets the "
+            "op replace it"
+        )
     watched = next((name for name, child in module.named_children() if hooked(child)), None)
     return None if watched is None else f"it would pass over {watched}, and the hooks on that have to run"
 
@@ -167,7 +179,10 @@ def _stored(module: Any, weights: Weights) -> tuple[list[Tensor], dict[str, Tens
 def _cases(module: nn.Module, weights: Weights, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
     draw = Draw(device)
     outer = INNER * (2 if module.has_gate else 1)
-    matrices = [draw.normal(EXPERTS, outer, HIDDEN, scale=HIDDEN**-0.5), draw.normal(EXPERTS, HIDDEN, INNER, scale=INNER**-0.5)]
+    matrices = [
+        draw.normal(EXPERTS, outer, HIDDEN, scale=HIDDEN**-0.5),
+        draw.normal(EXPERTS, HIDDEN, INNER, scale=INNER**-0.5),
+    ]
     if weights.transposed:
         matrices = [matrix.mT.contiguous() for matrix in matrices]
     biases = [draw.normal(EXPERTS, outer), draw.normal(EXPERTS, HIDDEN)] if weights.biased else []
@@ -186,7 +201,12 @@ def _cases(module: nn.Module, weights: Weights, device: torch.device, dtypes: It
 
 
 def _run(
-    module: nn.Module, index: Tensor, inputs: dict[str, Tensor], upstream: Tensor, stored: dict[str, Tensor], dtype: torch.dtype
+    module: nn.Module,
+    index: Tensor,
+    inputs: dict[str, Tensor],
+    upstream: Tensor,
+    stored: dict[str, Tensor],
+    dtype: torch.dtype,
 ) -> Run:
     def call(function: Callable[..., Any], given: Any, parameters: Any, cast: Any) -> dict[str, Tensor]:
         twin = replica(module, parameters=parameters)

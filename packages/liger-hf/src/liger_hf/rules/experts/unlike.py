@@ -17,7 +17,9 @@ def unlike(module: nn.Module) -> str | None:
         return ITSELF
     child = next((child for name, child in module.named_children() if _are_experts(name)), None)
     # PEFT, DistributedDataParallel and others wrap the module that the rule knows, and do not have its attributes.
-    if child is None or any(_has_stacked_weights(part) or isinstance(getattr(part, "has_gate", None), bool) for part in child.modules()):
+    if child is None or any(
+        _has_stacked_weights(part) or isinstance(getattr(part, "has_gate", None), bool) for part in child.modules()
+    ):
         return None
     return IN_A_LOOP if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else ITSELF
 

@@ -36,7 +36,9 @@ def look(module: nn.Module) -> Found | None:
         return Found("swiglu", refusal=runs, fallback=True)
     watched = next((name for name, child in module.named_children() if hooked(child)), None)
     if watched is not None:
-        return Found("swiglu", refusal=f"it would pass over {watched}, and the hooks on that have to run", fallback=True)
+        return Found(
+            "swiglu", refusal=f"it would pass over {watched}, and the hooks on that have to run", fallback=True
+        )
     parameter = next(module.parameters(), None)
     dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else torch.float32
     return Found(
@@ -59,7 +61,10 @@ def _implementation(module: nn.Module) -> Callable[..., Any] | str:
         return forward
     runs: Any = innermost(experts_function(name) or forward)
     if isinstance(runs, FunctionType) and GATE not in runs.__code__.co_names:
-        return f"the experts implementation {name!r} does not call their gate; model.set_experts_implementation('grouped_mm') does"
+        return (
+            f"the experts implementation {name!r} does not call their gate; "
+            "model.set_experts_implementation('grouped_mm') does"
+        )
     return runs
 
 

@@ -48,7 +48,12 @@ def look(module: nn.Module) -> Found | None:
     named = activations_of(unwrapped(type(module).forward))
     lost = _unread(module)
     # The gate of a norm is that of gated_rms_norm.
-    if not (named or lost) or norms.eps_of(module) is not None or rule.look(module) is not None or experts.look(module) is not None:
+    if (
+        not (named or lost)
+        or norms.eps_of(module) is not None
+        or rule.look(module) is not None
+        or experts.look(module) is not None
+    ):
         return None
     if lost is not None:
         return Found("swiglu", refusal=lost, fallback=True)
@@ -67,7 +72,14 @@ def look(module: nn.Module) -> Found | None:
     dtype = parameter.dtype if parameter is not None else torch.float32
     return Found(
         "swiglu",
-        kind=(type(module), original, alike, _kind(first), dtype, str(parameter.device) if parameter is not None else ""),
+        kind=(
+            type(module),
+            original,
+            alike,
+            _kind(first),
+            dtype,
+            str(parameter.device) if parameter is not None else "",
+        ),
         original=lambda gate, up: first(gate) * up,
         candidates=lambda: _candidates(original, alike, first),
         cases=_cases,
@@ -97,12 +109,16 @@ def _kind(activation: Any) -> Any:
 
 
 def _is_known(activation: Any) -> bool:
-    if not callable(activation) or (isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None):
+    if not callable(activation) or (
+        isinstance(activation, nn.Module) and next(activation.parameters(), None) is not None
+    ):
         return False
     with undisturbed(torch.device("cpu")):
         try:
             got, one = activation(PROBE.clone()), torch.ones_like(PROBE)
-            return any(torch.allclose(got, op.reference(PROBE, one, **options), atol=1e-6) for op, options in rule.ACTIVATIONS)
+            return any(
+                torch.allclose(got, op.reference(PROBE, one, **options), atol=1e-6) for op, options in rule.ACTIVATIONS
+            )
         except Exception:
             return False
 
@@ -113,10 +129,14 @@ def _is_known(activation: Any) -> bool:
 def _candidates(original: Any, names: tuple[str, ...], activation: Any) -> Iterator[Candidate]:
     for op, options in rule.ACTIVATIONS:
         words = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        yield _candidate(original, names, activation, op, options, ", ".join(filter(None, (words, "the gate within its forward"))))
+        yield _candidate(
+            original, names, activation, op, options, ", ".join(filter(None, (words, "the gate within its forward")))
+        )
 
 
-def _candidate(original: Any, names: tuple[str, ...], activation: Any, op: Op[..., Any], options: Any, words: str) -> Candidate:
+def _candidate(
+    original: Any, names: tuple[str, ...], activation: Any, op: Op[..., Any], options: Any, words: str
+) -> Candidate:
     forward = type(activation).forward if isinstance(activation, nn.Module) else None
 
     def joined(gate: Tensor, up: Tensor) -> Any:
@@ -192,17 +212,25 @@ def _held(definition: ast.FunctionDef, block: list[ast.stmt], module: str) -> It
     """Yield each `g = act(a)` where the next statement with g multiplies it, and none after it reads this value."""
     for place, holder in enumerate(block):
         match holder:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if _may_be_an_activation(call, module):
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if _may_be_an_activation(
+                call, module
+            ):
                 later = next((s for s in block[place + 1 :] if _uses(s, name)), None)
                 yield from _product_of(definition, later, name, call, holder)
 
 
-def _product_of(definition: ast.FunctionDef, later: ast.stmt | None, name: str, call: ast.Call, holder: ast.Assign) -> Iterator[Site]:
+def _product_of(
+    definition: ast.FunctionDef, later: ast.stmt | None, name: str, call: ast.Call, holder: ast.Assign
+) -> Iterator[Site]:
     if not isinstance(later, (ast.Assign, ast.Return)) or later.value is None or _uses(later.value, name) != [ast.Load]:
         return
     # Otherwise another statement may see the activation, in a loop also one before.
     assigned = isinstance(later, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in later.targets)
-    loads = [n.lineno for n in ast.walk(definition) if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
+    loads = [
+        n.lineno
+        for n in ast.walk(definition)
+        if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)
+    ]
     loops = any(isinstance(n, (ast.For, ast.While)) for n in ast.walk(definition))
     if not assigned and len([line for line in loads if loops or line > holder.lineno]) != 1:
         return

@@ -17,7 +17,8 @@ Layout = tuple[tuple[str, ...], str]
 # Sizes of the stand-in; an op that works elementwise does not care.
 HIDDEN, INNER = 24, 40
 ROWS = (2, 9)
-# The seed of inputs: with that of the weights, rows would be weights over again, and products out of the range of float16.
+# The seed of inputs: with that of the weights, rows would be weights over again, and products out of the range of
+# float16.
 INPUTS = 1
 
 
@@ -39,7 +40,10 @@ class Parts:
         draw = Draw(device)
         inputs, down = self.layout
         sizes = {name: (HIDDEN, INNER * (3 - len(inputs))) for name in inputs} | {down: (INNER, HIDDEN)}
-        layers = {name: draw.linear(*sizes[name], bias=getattr(child, "bias", None) is not None) for name, child in self.linears.items()}
+        layers = {
+            name: draw.linear(*sizes[name], bias=getattr(child, "bias", None) is not None)
+            for name, child in self.linears.items()
+        }
         markers = {name: Marker(0.0 if isinstance(child, nn.Dropout) else 0.5) for name, child in self.between.items()}
         return {**layers, **markers, **{name: replica(child) for name, child in self.passed.items()}}
 
@@ -73,7 +77,9 @@ def watch(module: nn.Module, original: Callable[..., Any], parts: Parts, stand_i
     parts.order = tuple(name for name, _ in trained)
     for name, x in trained:
         if name in parts.between and x.shape[:-1] != ROWS:
-            raise Unfit(f"it gives {name} something else than rows: of shape {tuple(x.shape)}, where its input has rows {ROWS}")
+            raise Unfit(
+                f"it gives {name} something else than rows: of shape {tuple(x.shape)}, where its input has rows {ROWS}"
+            )
     evaluated = _calls(module, original, stand_ins, False)
     for name, child in parts.between.items():
         uses = [[called for called, _ in calls].count(name) for calls in (trained, evaluated)]
@@ -83,11 +89,18 @@ def watch(module: nn.Module, original: Callable[..., Any], parts: Parts, stand_i
         if not any(uses):
             raise Unfit(f"its forward does not call {name}, which may be for other calls")
     if _columns(module, original, parts, stand_ins, evaluated) > 1:
-        raise Unfit("what happens between its projections is not elementwise: one gate changes what becomes of the others in its row")
+        raise Unfit(
+            "what happens between its projections is not elementwise: one gate changes what becomes of the others in "
+            "its row"
+        )
 
 
 def _columns(
-    module: nn.Module, original: Callable[..., Any], parts: Parts, stand_ins: dict[str, nn.Module], plain: list[tuple[str, Tensor]]
+    module: nn.Module,
+    original: Callable[..., Any],
+    parts: Parts,
+    stand_ins: dict[str, nn.Module],
+    plain: list[tuple[str, Tensor]],
 ) -> int:
     """Return how many columns of down's input change with the weights of one gate.
 
@@ -105,11 +118,14 @@ def _columns(
     return int((~torch.isclose(before[0], after[0])).flatten(0, -2).any(0).sum())
 
 
-def _calls(module: nn.Module, original: Callable[..., Any], stand_ins: dict[str, nn.Module], training: bool) -> list[tuple[str, Tensor]]:
+def _calls(
+    module: nn.Module, original: Callable[..., Any], stand_ins: dict[str, nn.Module], training: bool
+) -> list[tuple[str, Tensor]]:
     """Return the children that a forward calls, in calling order, each with its input."""
     seen: list[tuple[str, Tensor]] = []
     handles = [
-        child.register_forward_pre_hook(lambda child, given, name=name: seen.append((name, given[0]))) for name, child in stand_ins.items()
+        child.register_forward_pre_hook(lambda child, given, name=name: seen.append((name, given[0])))
+        for name, child in stand_ins.items()
     ]
     twin = replica(module, children=stand_ins)
     twin.training = training

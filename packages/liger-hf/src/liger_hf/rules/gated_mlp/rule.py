@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated MLPs: down(act(gate(x)) · up(x)), with gate and up as two projections or packed into one, gate first.
 
-The module's own projections are called as modules, so that adapters, hooks and quantization on them keep working; only what
-happens between them is replaced. So are norms and dropouts, in the order in which the module's own forward calls them. The
-activation is passed over. Once something watches it or another one takes its place, the module runs its own forward.
+The module's own projections are called as modules, so that adapters, hooks and quantization on them keep working; only
+what happens between them is replaced. So are norms and dropouts, in the order in which the module's own forward calls
+them. The activation is passed over. Once something watches it or another one takes its place, the module runs its own
+forward.
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ def look(module: nn.Module) -> Found | None:
     if len(arguments) != 1:
         return None
     others = {name: child for name, child in module._modules.items() if child is not None and name not in linears}
-    between = {n: child for n, child in others.items() if isinstance(child, nn.Dropout) or next(child.parameters(), None) is not None}
+    between = {
+        n: child
+        for n, child in others.items()
+        if isinstance(child, nn.Dropout) or next(child.parameters(), None) is not None
+    }
     passed = {name: child for name, child in others.items() if name not in between}
     watched = next((name for name, child in passed.items() if hooked(child)), None)
     if watched is not None:
@@ -75,12 +80,16 @@ def look(module: nn.Module) -> Found | None:
 
 
 def _is_linear(child: nn.Module) -> bool:
-    return isinstance(getattr(child, "in_features", None), int) and isinstance(getattr(child, "out_features", None), int)
+    return isinstance(getattr(child, "in_features", None), int) and isinstance(
+        getattr(child, "out_features", None), int
+    )
 
 
 def _layout(linears: dict[str, nn.Module]) -> Layout | None:
     """Return ((gate, up) in the order of definition, or (packed,); down), recognized by their shapes, or None."""
-    sizes: dict[str, tuple[Any, Any]] = {name: (child.in_features, child.out_features) for name, child in linears.items()}
+    sizes: dict[str, tuple[Any, Any]] = {
+        name: (child.in_features, child.out_features) for name, child in linears.items()
+    }
     for down, (inner, hidden) in reversed(sizes.items()):
         rest = tuple(name for name in sizes if name != down)
         if len(rest) == 2 and all(sizes[name] == (hidden, inner) for name in rest):
@@ -97,13 +106,23 @@ Unit = Callable[[nn.Module, tuple[Tensor, ...], bool], Tensor]
 def units(module: nn.Module) -> Iterator[tuple[Op[..., Any], str, Unit]]:
     """Yield the functions by which a module may join gate and up, each with its op and its description."""
     for op, options in ACTIVATIONS:
-        yield op, ", ".join(f"{name}={value!r}" for name, value in options.items()), partial(_joined, partial(op, **options))
+        yield (
+            op,
+            ", ".join(f"{name}={value!r}" for name, value in options.items()),
+            partial(_joined, partial(op, **options)),
+        )
     yield relu_squared, "with a gate", _squared
-    numbers = {name: value for name, value in vars(module).items() if isinstance(value, (int, float)) and math.isfinite(value)}
+    numbers = {
+        name: value for name, value in vars(module).items() if isinstance(value, (int, float)) and math.isfinite(value)
+    }
     for limit in (name for name, value in numbers.items() if name.endswith("limit") and value > 0):
         yield swiglu, f"limited by {limit}", partial(_scaled, {"limit": limit}, {})
         for alpha in (name for name in numbers if name.endswith("alpha")):
-            yield swiglu, f"limited by {limit}, with {alpha} and up + 1", partial(_scaled, {"limit": limit, "alpha": alpha}, {"shift": 1.0})
+            yield (
+                swiglu,
+                f"limited by {limit}, with {alpha} and up + 1",
+                partial(_scaled, {"limit": limit, "alpha": alpha}, {"shift": 1.0}),
+            )
     multipliers = {option: name for option, name in MULTIPLIERS.items() if name in numbers}
     if multipliers:
         yield swiglu, f"scaled by {' and '.join(multipliers.values())}", partial(_scaled, multipliers, {})
@@ -117,7 +136,9 @@ def _squared(module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> T
     return relu_squared(*(parts if len(parts) == 2 else parts[0].chunk(2, dim=-1)))
 
 
-def _scaled(names: dict[str, str], options: dict[str, float], module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> Tensor:
+def _scaled(
+    names: dict[str, str], options: dict[str, float], module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool
+) -> Tensor:
     """Call swiglu with options from the module's attributes, which are read in every call.
 
     names  option of swiglu → attribute
@@ -135,7 +156,9 @@ def _candidates(module: nn.Module, original: Callable[..., Any], argument: str, 
         for order, swapped in orders:
             function = _forward(partial(_swapped, unit) if swapped else unit, original, argument, (first, order, rest))
             called = (*inputs, down, *parts.between)
-            yield Candidate(op, label, function, partial(_installed, function=function, original=original, called=called))
+            yield Candidate(
+                op, label, function, partial(_installed, function=function, original=original, called=called)
+            )
 
 
 def _swapped(unit: Unit, module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> Tensor:
@@ -143,7 +166,9 @@ def _swapped(unit: Unit, module: nn.Module, parts: tuple[Tensor, ...], overwrite
     return unit(module, (gate, up), False)
 
 
-def _installed(module: nn.Module, function: Callable[..., Any], original: Callable[..., Any], called: tuple[str, ...]) -> list[Patch]:
+def _installed(
+    module: nn.Module, function: Callable[..., Any], original: Callable[..., Any], called: tuple[str, ...]
+) -> list[Patch]:
     return [Patch(module, PASSED, passed_over(module, called)), replacement(module, function, original)]
 
 
@@ -188,7 +213,9 @@ def _cases(
         yield of_length(length, torch.float32, run_unit(module, layers, others, x, upstream))
 
 
-def run_unit(module: nn.Module, layers: dict[str, nn.Linear], others: dict[str, nn.Module], x: Tensor, upstream: Tensor) -> Run:
+def run_unit(
+    module: nn.Module, layers: dict[str, nn.Linear], others: dict[str, nn.Module], x: Tensor, upstream: Tensor
+) -> Run:
     """Return a pass through a twin of the module with these projections, in the dtype of x, and these other modules."""
 
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
@@ -196,7 +223,9 @@ def run_unit(module: nn.Module, layers: dict[str, nn.Linear], others: dict[str, 
         children = {name: replica(layer, parameters=own[name]) for name, layer in layers.items()}
         return {"output": function(replica(module, children={**children, **others}), inputs["x"])}
 
-    weights = {f"{name}.{n}": p.detach().to(x.dtype) for name, layer in layers.items() for n, p in layer.named_parameters()}
+    weights = {
+        f"{name}.{n}": p.detach().to(x.dtype) for name, layer in layers.items() for n, p in layer.named_parameters()
+    }
     return trial(call, {"x": x}, {"output": upstream}, weights)
 
 

@@ -20,7 +20,8 @@ from liger_hf.rules.head.projection import compute, eager_logits, gathers_itself
 from liger_hf.rules.head.tensor_parallel import over_classes
 from liger_hf.rules.head.weights import HELD, gathered, held
 
-# Elements of the logits that the module-call path holds at a time: enough for large matmuls on a GPU, a cache's worth on the CPU.
+# Elements of the logits that the module-call path holds at a time: enough for large matmuls on a GPU, a cache's worth
+# on the CPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 22}
 CHUNK_ELEMENTS_DEVICE = 1 << 28
 ATTENTION = F.scaled_dot_product_attention
@@ -37,9 +38,11 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Cross entropy of each token's logits with the next label: the mean of the counted labels, or the sum over num_items_in_batch.
+    """Cross entropy of each token's logits with the next label: the mean of the counted labels, or the sum over
+    num_items_in_batch.
 
-    Differs from the loss it replaces in one value: without num_items_in_batch and with no counted label it is 0, not NaN.
+    Differs from the loss it replaces in one value: without num_items_in_batch and with no counted label it is 0, not
+    NaN.
     """
     target = _target(logits, labels, shift_labels, ignore_index)
     real = _real(logits)
@@ -47,15 +50,24 @@ def causal_lm_loss(
         if torch.is_grad_enabled() or not _fits(real, target, vocab_size):
             return ForCausalLMLoss(real, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **options)
         # Nobody will differentiate: no float32 copy of the logits is needed.
-        return _mean(cross_entropy, real.reshape(-1, vocab_size), target.reshape(-1), num_items_in_batch, ignore_index).float()
+        return _mean(
+            cross_entropy, real.reshape(-1, vocab_size), target.reshape(-1), num_items_in_batch, ignore_index
+        ).float()
     if not _fits(logits, target, vocab_size):
-        return ForCausalLMLoss(logits.materialize(), labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **options)
+        return ForCausalLMLoss(
+            logits.materialize(), labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **options
+        )
     # The loss of transformers is float32 for every model.
     return _fused(logits, target, num_items_in_batch, ignore_index).float()
 
 
 def masked_lm_loss(
-    logits: Any, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, ignore_index: int = -100, **options: Any
+    logits: Any,
+    labels: Tensor,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    **options: Any,
 ) -> Tensor:
     """Cross entropy of each token's logits with its own label: the causal loss of labels that need no shift."""
     return causal_lm_loss(logits, None, vocab_size, num_items_in_batch, ignore_index, labels, **options)
@@ -80,7 +92,12 @@ def plain_cross_entropy(
     plain = weight is None and reduction in ("mean", "sum") and not old
     real = _real(input)
     if real is not None or not plain or not _fits(input, target, input.shape[-1]) or input.ndim != 2:
-        options: dict[str, Any] = {"weight": weight, "size_average": size_average, "ignore_index": ignore_index, "reduce": reduce}
+        options: dict[str, Any] = {
+            "weight": weight,
+            "size_average": size_average,
+            "ignore_index": ignore_index,
+            "reduce": reduce,
+        }
         real = input.materialize() if real is None else real
         return F.cross_entropy(real, target, **options, reduction=reduction, label_smoothing=label_smoothing)
     loss = _fused(input, target, 1 if reduction == "sum" else None, ignore_index, label_smoothing)
@@ -126,7 +143,12 @@ def _fused(logits: LazyLogits, target: Tensor, items: Any, ignore_index: int, sm
     if bias is not None:
         # The term that the model adds to its logits, in the dtype of a bias of the head.
         bias = bias.to(head.weight.dtype) if head.bias is None else head.bias + bias.to(head.weight.dtype)
-    options = {"bias": head.bias if bias is None else bias, "logit_scale": scale, "softcap": cap, "label_smoothing": smoothing}
+    options = {
+        "bias": head.bias if bias is None else bias,
+        "logit_scale": scale,
+        "softcap": cap,
+        "label_smoothing": smoothing,
+    }
     return _mean(linear_cross_entropy, logits.hidden, target, items, ignore_index, head.weight, **options)
 
 
@@ -144,38 +166,49 @@ def _with(logits: LazyLogits, hidden: Tensor, steps: tuple[Any, ...]) -> LazyLog
 def _target(logits: Any, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
     if shift_labels is None:
         if labels is None:
-            raise LogitsError("loss: labels or shift_labels must be given, got neither; call the model with labels=input_ids")
+            raise LogitsError(
+                "loss: labels or shift_labels must be given, got neither; call the model with labels=input_ids"
+            )
         _whole_sequences(logits, labels)
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return shift_labels.to(logits.device)
 
 
 def _whole_sequences(logits: Any, labels: Tensor) -> None:
-    """Refuse to shift labels where it is known that a rank holds a part of each sequence: the next label of its last token is on another rank."""
+    """Refuse to shift labels where it is known that a rank holds a part of each sequence: the next label of its last
+    token is on another rank."""
     hidden: Any = logits.hidden if isinstance(logits, LazyLogits) else logits
     sequence = hidden.dim() - 2
     reason = None
-    # torch's context_parallel, which accelerate and the Trainer use, replaces this function for as long as sequences are sharded. The identity
-    # comes first: a compiler reads no attribute of a builtin function.
+    # torch's context_parallel, which accelerate and the Trainer use, replaces this function for as long as sequences
+    # are sharded. The identity comes first: a compiler reads no attribute of a builtin function.
     attention: Any = F.scaled_dot_product_attention
     if attention is not ATTENTION and attention.__module__.startswith("torch.distributed.tensor.experimental"):
         reason = "torch's context_parallel is active"
-    elif any(p.is_shard(sequence) for p in getattr(hidden, "placements", ())) and labels.shape[-1] != hidden.shape[sequence]:
+    elif (
+        any(p.is_shard(sequence) for p in getattr(hidden, "placements", ()))
+        and labels.shape[-1] != hidden.shape[sequence]
+    ):
         reason = f"hidden states are sharded: {hidden.placements}"
     if reason is not None:
         raise LogitsError(
-            f"loss: shift_labels must be given where a rank has a part of each sequence ({reason}), got labels, whose next one is on another rank; "
-            "pass shift_labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:] of whole sequences, sharded as input_ids are"
+            f"loss: shift_labels must be given where a rank has a part of each sequence ({reason}), got labels, whose "
+            "next one is on another rank; "
+            "pass shift_labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:] of whole sequences, "
+            "sharded as input_ids are"
         )
 
 
 def _fits(logits: Any, target: Tensor, vocab_size: int) -> bool:
     """Anything odd is left to the original loss, and so are its errors."""
-    return logits.shape[-1] == vocab_size and target.numel() * vocab_size == logits.numel() and target.dtype == torch.int64
+    return (
+        logits.shape[-1] == vocab_size and target.numel() * vocab_size == logits.numel() and target.dtype == torch.int64
+    )
 
 
 def plain_linear(head: nn.Module) -> bool:
-    """Its weight can be read as it is: a Linear (FSDP renames the class) with an unquantized weight, local or sharded over its classes."""
+    """Its weight can be read as it is: a Linear (FSDP renames the class) with an unquantized weight, local or sharded
+    over its classes."""
     if (
         not isinstance(head, nn.Linear)
         or type(head).__name__.removeprefix("FSDP") not in ("Linear", "ParametrizedLinear")
@@ -191,7 +224,13 @@ def chunk_rows(device: torch.device, classes: int) -> int:
 
 
 def _mean(
-    op: Any, values: Tensor, target: Tensor, items: Tensor | int | None, ignore_index: int, *weight: Tensor, **options: Any
+    op: Any,
+    values: Tensor,
+    target: Tensor,
+    items: Tensor | int | None,
+    ignore_index: int,
+    *weight: Tensor,
+    **options: Any,
 ) -> Tensor:
     if isinstance(items, Tensor):
         items = items.to(values.device).reshape(())
@@ -200,7 +239,9 @@ def _mean(
     return op(values, *weight, target, ignore_index=ignore_index, normalizer=items, **options)
 
 
-def _in_chunks(logits: LazyLogits, target: Tensor, items: Tensor | int | None, ignore_index: int, smoothing: float) -> Tensor:
+def _in_chunks(
+    logits: LazyLogits, target: Tensor, items: Tensor | int | None, ignore_index: int, smoothing: float
+) -> Tensor:
     """For any head: call it as the module that it is on some rows at a time, and again in the backward pass."""
     hidden, labels = logits.hidden.reshape(-1, logits.hidden.shape[-1]), target.reshape(-1)
     rows = chunk_rows(hidden.device, logits.classes)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a model's own forward around random hidden states and a small head, to compare its loss with and without lazy logits."""
+"""Runs a model's own forward around random hidden states and a small head, to compare its loss with and without lazy
+logits."""
 
 from __future__ import annotations
 
@@ -18,13 +19,16 @@ from liger_hf.rules.head.lazy_logits import LazyLogits
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, Unfit, of_length, replica, trial
 
 CLASSES = 97
-# Between the base model and the head only small modules are expected; larger ones are not copied to be run in another dtype.
+# Between the base model and the head only small modules are expected; larger ones are not copied to be run in another
+# dtype.
 SMALL = 1 << 24
 # What a config may ask of the base model beside hidden states.
 OTHER_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
-def cases(model: PreTrainedModel, path: str, sizes: tuple[int, int], device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+def cases(
+    model: PreTrainedModel, path: str, sizes: tuple[int, int], device: torch.device, dtypes: Iterable[torch.dtype]
+) -> Iterator[Case]:
     """path is the name of the head in the model, sizes its inputs and outputs."""
     draw = Draw(device)
     head = model.get_submodule(path)
@@ -34,7 +38,9 @@ def cases(model: PreTrainedModel, path: str, sizes: tuple[int, int], device: tor
     width = _width(model, path, sizes, layer, labels)
     hidden = draw.normal(2, 9, width)
     for dtype in dtypes:
-        yield Case(str(dtype).removeprefix("torch."), dtype, _run(model, path, sizes[1], layer, hidden.to(dtype), labels))
+        yield Case(
+            str(dtype).removeprefix("torch."), dtype, _run(model, path, sizes[1], layer, hidden.to(dtype), labels)
+        )
     length = max(LENGTHS)
     run = _run(model, path, sizes[1], layer, draw.normal(1, length, width), draw.integers(CLASSES, 1, length))
     yield of_length(length, torch.float32, run)
@@ -48,7 +54,8 @@ def _width(model: PreTrainedModel, path: str, sizes: tuple[int, int], layer: nn.
     try:
         hidden = torch.zeros(2, 9, sizes[0], device=labels.device)
         with torch.no_grad():
-            own_forward(model)(_stand_in(model, path, sizes[1], hidden, layer), input_ids=labels.clamp(min=0))  # type: ignore[operator]
+            own: Any = own_forward(model)
+            own(_stand_in(model, path, sizes[1], hidden, layer), input_ids=labels.clamp(min=0))
     except RuntimeError:
         return int(stated)
     return sizes[0]
@@ -78,7 +85,12 @@ def _run(model: PreTrainedModel, path: str, classes: int, layer: nn.Linear, hidd
         results = {"loss": outputs["loss"], "logits": lambda: outputs["logits"]}
         return {**results, "evaluated loss": lambda: evaluated("loss"), "evaluated logits": lambda: evaluated("logits")}
 
-    return trial(call, {"hidden": hidden}, {"loss": None}, {name: p.detach().to(hidden.dtype) for name, p in layer.named_parameters()})
+    return trial(
+        call,
+        {"hidden": hidden},
+        {"loss": None},
+        {name: p.detach().to(hidden.dtype) for name, p in layer.named_parameters()},
+    )
 
 
 def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, layer: nn.Module) -> Any:
@@ -90,10 +102,13 @@ def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, l
             children[name] = layer
         elif name == top or not isinstance(child, PreTrainedModel):
             # The memo stands for the head, which is not copied, and for fake tensors, which have no values.
-            if sum(p.numel() for p in child.parameters()) - sum(p.numel() for p in head.parameters() if name == top) <= SMALL:
-                children[name] = _brought(copy.deepcopy(child, {id(head): layer, **_made_real(child, hidden.device)}), hidden.device).to(
-                    hidden.dtype
-                )
+            if (
+                sum(p.numel() for p in child.parameters()) - sum(p.numel() for p in head.parameters() if name == top)
+                <= SMALL
+            ):
+                children[name] = _brought(
+                    copy.deepcopy(child, {id(head): layer, **_made_real(child, hidden.device)}), hidden.device
+                ).to(hidden.dtype)
         else:
             children[name] = _BaseModel(child, hidden)
     twin = replica(model, children=children)
@@ -106,11 +121,16 @@ def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, l
         for name, value in list(vars(config).items()):
             if name.endswith("vocab_size") and value == classes:
                 setattr(config, name, CLASSES)
-    for part in (twin, *(m for child in children.values() if not isinstance(child, _BaseModel) for m in child.modules())):
+    for part in (
+        twin,
+        *(m for child in children.values() if not isinstance(child, _BaseModel) for m in child.modules()),
+    ):
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.shape[-1:] == (classes,):
                 part._buffers[name] = (
-                    torch.linspace(-1, 1, CLASSES, device=hidden.device).to(hidden.dtype).expand(*buffer.shape[:-1], CLASSES)
+                    torch.linspace(-1, 1, CLASSES, device=hidden.device)
+                    .to(hidden.dtype)
+                    .expand(*buffer.shape[:-1], CLASSES)
                 )
         for name, value in list(vars(part).items()):
             if isinstance(value, int) and not isinstance(value, bool) and value == classes:
@@ -124,7 +144,9 @@ def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, l
 def _made_real(module: nn.Module, device: torch.device) -> dict[int, Any]:
     """Numbers in place of fake tensors, by their identities."""
     fake = [t for t in (*module.parameters(), *module.buffers()) if isinstance(t, FakeTensor)]
-    return {id(t): nn.Parameter(_numbers(t, device)) if isinstance(t, nn.Parameter) else _numbers(t, device) for t in fake}
+    return {
+        id(t): nn.Parameter(_numbers(t, device)) if isinstance(t, nn.Parameter) else _numbers(t, device) for t in fake
+    }
 
 
 def _brought(module: nn.Module, device: torch.device) -> nn.Module:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits of an evaluation: they look like a tensor, and are computed when first used.
 
-A Trainer that evaluates takes the logits from the outputs, and drops them if only the loss is wanted; it keeps nothing but tensors.
-Without gradients and outside compiled code a tensor subclass can do that, instead of `LazyLogits`.
+A Trainer that evaluates takes the logits from the outputs, and drops them if only the loss is wanted; it keeps nothing
+but tensors. Without gradients and outside compiled code a tensor subclass can do that, instead of `LazyLogits`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_map
 from liger_hf.rules.head.lazy_logits import LazyLogits
 
 # What is answered, or remembered, without computing them: accelerate casts what a model returns.
-KNOWN = {Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.requires_grad.__get__, Tensor.size, Tensor.dim}  # type: ignore[attr-defined]
+PROPERTIES: tuple[Any, ...] = (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.requires_grad)
+KNOWN = {*(attribute.__get__ for attribute in PROPERTIES), Tensor.size, Tensor.dim}
 
 
 class DeferredLogits(Tensor):
@@ -39,7 +40,9 @@ class DeferredLogits(Tensor):
         return function(*tree_map(_real, args), **tree_map(_real, kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return function(*tree_map(_real, args), **tree_map(_real, kwargs or {}))
 
 

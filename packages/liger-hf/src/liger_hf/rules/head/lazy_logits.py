@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits that are not computed until somebody looks at them.
 
-While a patched model's own forward runs, its output head returns this plain object (no tensor: a tensor subclass cannot be
-compiled, and data-parallel wrappers would read it). It holds the head's input and remembers scaling, tanh and casts. The loss
-takes it as it is; anything else that touches it gets the logits that the unpatched model would have computed.
+While a patched model's own forward runs, its output head returns this plain object (no tensor: a tensor subclass cannot
+be compiled, and data-parallel wrappers would read it). It holds the head's input and remembers scaling, tanh and casts.
+The loss takes it as it is; anything else that touches it gets the logits that the unpatched model would have computed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class Cell:
         return not self.closed and (self.forward is None or self.forward.runs)
 
     def again(self, head: nn.Module, device: torch.device) -> AbstractContextManager[None]:
-        """The head as it was in its call. Whatever is computed first draws random numbers, as the head would have; everything else the same ones."""
+        """The head as it was in its call.
+
+        Whatever is computed first draws random numbers, as the head would have; everything else the same ones.
+        """
         return nullcontext() if self.settings is None else self._again(self.settings, head, device)
 
     @contextmanager
@@ -143,7 +146,9 @@ class LazyLogits:
         """same: plain logits would be returned as they are."""
         not_in_a_function(self)
         constant = self.constant or not (same or torch.is_grad_enabled())
-        return LazyLogits(self.hidden, self.head, self.classes, dtype, self.cell, (*self.steps, step), constant=constant)
+        return LazyLogits(
+            self.hidden, self.head, self.classes, dtype, self.cell, (*self.steps, step), constant=constant
+        )
 
     # -- what a head does between its projection and the loss
 
@@ -230,7 +235,9 @@ class LazyLogits:
     def _rows(self, hidden: Tensor) -> Any:
         not_in_a_function(self)
         constant = self.constant or not torch.is_grad_enabled()
-        return LazyLogits(hidden, self.head, self.classes, self.dtype, self.cell, self.steps, view=True, constant=constant)
+        return LazyLogits(
+            hidden, self.head, self.classes, self.dtype, self.cell, self.steps, view=True, constant=constant
+        )
 
     def __getitem__(self, index: Any) -> Any:
         # The random numbers of a row depend on the rows before it.
@@ -321,7 +328,8 @@ class LazyLogits:
         """Inside the model's forward the logits may be written to; later nobody would see it."""
         if self.view_of_another or not self.cell.open:
             raise LogitsError(
-                f"logits: {what} must not change logits that are computed on demand, since it would act on a temporary; "
+                f"logits: {what} must not change logits that are computed on demand, since it would act on a "
+                "temporary; "
                 "take a copy with logits.clone(), or call the model with keep_logits=True"
             )
         self.cell.changed = True
@@ -333,7 +341,8 @@ class LazyLogits:
     def _unwatched(self, what: str) -> None:
         if self.cell.used:
             raise LogitsError(
-                f"logits: {what} would miss the gradient of the loss, since the loss is computed without them, got logits of a step with "
+                f"logits: {what} would miss the gradient of the loss, since the loss is computed without them, got "
+                "logits of a step with "
                 "labels; call the model without labels and compute the loss from outputs.logits"
             )
 
@@ -378,7 +387,8 @@ for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "
 
 
 def _saves_elsewhere() -> bool:
-    """Whether hooks get what autograd saves: those of activation checkpointing drop it, and recompute it in the backward pass."""
+    """Whether hooks get what autograd saves: those of activation checkpointing drop it, and recompute it in the
+    backward pass."""
     return not torch.compiler.is_compiling() and saved_tensors_hooks(True) is not None
 
 
@@ -420,17 +430,20 @@ def _rows(index: Any, dimensions: int) -> tuple[Any, ...] | None:
 
 
 def in_a_function() -> bool:
-    """Whether a custom autograd function runs its forward pass: torch switches forward-mode AD off there, and otherwise only in inference mode."""
+    """Whether a custom autograd function runs its forward pass: torch switches forward-mode AD off there, and otherwise
+    only in inference mode."""
     return not (forward_mode_enabled() or torch.is_inference_mode_enabled())
 
 
 def not_in_a_function(logits: LazyLogits) -> None:
-    """Raise LogitsError within a custom autograd function that was called with these logits, to which it would give no gradient."""
+    """Raise LogitsError within a custom autograd function that was called with these logits, to which it would give no
+    gradient."""
     if torch.compiler.is_compiling() or logits.cell.in_a_function or not in_a_function():
         return
     if logits.requires_grad and not logits.constant:
         raise LogitsError(
-            "logits: a custom autograd function, or reentrant checkpointing, must be given a tensor, since it gives no gradient to anything else, "
+            "logits: a custom autograd function, or reentrant checkpointing, must be given a tensor, since it gives no "
+            "gradient to anything else, "
             "got logits that are computed on demand; call the model with keep_logits=True"
         )
 
@@ -439,14 +452,16 @@ def still_valid(logits: LazyLogits) -> None:
     """Raises LogitsError if the logits would be others than those of the forward pass."""
     if logits.view_of_another and logits.cell.changed:
         raise LogitsError(
-            "logits: a slice must be used before the logits that it was taken from are written to, they were changed in place; "
+            "logits: a slice must be used before the logits that it was taken from are written to, they were changed "
+            "in place; "
             "write to a copy made with logits.clone()"
         )
     if torch.compiler.is_compiling():
         return
     if logits.cell.version is not None and logits.cell.version != logits.hidden._version:
         raise LogitsError(
-            "logits: they must be read before the hidden states that the output head was called with are changed in place; "
+            "logits: they must be read before the hidden states that the output head was called with are changed in "
+            "place; "
             "read outputs.logits first, or change a copy of the hidden states"
         )
     if not (logits.cell.open or logits.cell.weights is None):

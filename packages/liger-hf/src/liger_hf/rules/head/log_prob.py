@@ -33,15 +33,21 @@ def head_log_prob(
 
         log_prob, entropy = head_log_prob(model.lm_head, hidden, target, return_entropy=True)
 
-    head    model.get_output_embeddings(). A plain one runs `linear_log_prob` with its weight and bias. Of any other one, a few rows of logits are
-            computed at a time by its own forward, and again in the backward pass, so that whatever it trains gets its gradient
+    head    model.get_output_embeddings(). A plain one runs `linear_log_prob` with its weight and bias. Of any other
+            one, a few rows of logits are computed at a time by its own forward, and again in the backward pass, so that
+            whatever it trains gets its gradient
     hidden  (..., H)
     target  (...) or (..., K), and the options as in `linear_log_prob`
 
-    A head that FSDP2 or ZeRO-3 gathers by itself is called once, so ranks may have different numbers of tokens. One that is sharded with the
-    rest of the model is whole only in the forward of that model: call this function there.
+    A head that FSDP2 or ZeRO-3 gathers by itself is called once, so ranks may have different numbers of tokens. One
+    that is sharded with the rest of the model is whole only in the forward of that model: call this function there.
     """
-    options = {"softcap": softcap, "logit_scale": logit_scale, "ignore_index": ignore_index, "return_entropy": return_entropy}
+    options = {
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "ignore_index": ignore_index,
+        "return_entropy": return_entropy,
+    }
     itself = gathers_itself(head)
 
     def forward(rows: Tensor) -> Any:
@@ -53,23 +59,32 @@ def head_log_prob(
 
     def compute(rows: Tensor) -> LogProb:
         if plain_linear(head):
-            found: LogProb = linear_log_prob(rows, head.weight, target, bias=head.bias, temperature=temperature, **options)
+            found: LogProb = linear_log_prob(
+                rows, head.weight, target, bias=head.bias, temperature=temperature, **options
+            )
             return found
         classes: int = head.out_features  # type: ignore[assignment]
         weight = rows.detach().new_zeros(()).expand(classes, rows.shape[-1])
         linear_log_prob.check(rows, weight, target, temperature=temperature, **options)
-        return _in_chunks(forward, rows, target, temperature, chunk_rows(rows.device, classes), options, settings_of(head))
+        return _in_chunks(
+            forward, rows, target, temperature, chunk_rows(rows.device, classes), options, settings_of(head)
+        )
 
     return in_one_call(head, compute, hidden) if itself else compute(hidden)
 
 
 def _in_chunks(
-    forward: Callable[[Tensor], Any], hidden: Tensor, target: Tensor, temperature: Tensor | float, size: int, options: dict[str, Any],
+    forward: Callable[[Tensor], Any], hidden: Tensor, target: Tensor, temperature: Tensor | float, size: int,
+    options: dict[str, Any],
     settings: Settings | None,
 ) -> LogProb:  # fmt: skip
     rows, shape = hidden.reshape(-1, hidden.shape[-1]), hidden.shape[:-1]
     index = target.reshape(rows.shape[0], -1)
-    divide = temperature.reshape(-1, 1) if isinstance(temperature, Tensor) else torch.full((rows.shape[0], 1), temperature).to(rows.device)
+    divide = (
+        temperature.reshape(-1, 1)
+        if isinstance(temperature, Tensor)
+        else torch.full((rows.shape[0], 1), temperature).to(rows.device)
+    )
     with eager_logits():
         parts = [
             checkpointed(_of_rows, forward, x, y, t, options, settings=settings)
@@ -80,7 +95,9 @@ def _in_chunks(
     return (log_prob, entropy.reshape(shape)) if options["return_entropy"] else log_prob
 
 
-def _of_rows(forward: Callable[[Tensor], Any], hidden: Tensor, target: Tensor, temperature: Tensor, options: dict[str, Any]) -> Any:
+def _of_rows(
+    forward: Callable[[Tensor], Any], hidden: Tensor, target: Tensor, temperature: Tensor, options: dict[str, Any]
+) -> Any:
     logits = forward(hidden)
     logits = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32) * options["logit_scale"]
     if options["softcap"] is not None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The projection of an output head and the steps between it and the loss: computed as written, or read as scale and cap."""
+"""The projection of an output head and the steps between it and the loss: computed as written, or read as scale and
+cap."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def replay(logits: Any, steps: tuple[Step, ...]) -> Any:
 
 
 def scale_and_cap(steps: tuple[Step, ...]) -> tuple[float, float | None, Tensor | None] | None:
-    """(logit_scale, softcap, bias) with which the steps are `softcap · tanh(logit_scale · (z + bias) / softcap)`; None if they are not."""
+    """(logit_scale, softcap, bias) with which the steps are `softcap · tanh(logit_scale · (z + bias) / softcap)`; None
+    if they are not."""
     before, after, capped, bias = [1.0, 1.0], [1.0, 1.0], False, None
     for kind, *value in steps:
         if kind == "tanh":
@@ -66,7 +68,7 @@ class Forward:
 
 
 class Lazy(threading.local):
-    """The head that this thread's forward of a model wants lazy logits from, and that forward; None in compiled code."""
+    """The head that this thread's model forward wants lazy logits from, and that forward; None in compiled code."""
 
     def __init__(self) -> None:
         self.head: nn.Module | None = None
@@ -87,7 +89,9 @@ class _Forward(nn.Module):
         return self.head.forward(hidden)
 
 
-def compute(head: nn.Module, hidden: Tensor, weights: Weights | None, autocast: tuple[str, torch.dtype] | None) -> Tensor:
+def compute(
+    head: nn.Module, hidden: Tensor, weights: Weights | None, autocast: tuple[str, torch.dtype] | None
+) -> Tensor:
     """The head's own projection, with the weights and under the autocast that its call saw."""
     if LAZY.head is head:
         with eager_logits():
@@ -101,7 +105,10 @@ def compute(head: nn.Module, hidden: Tensor, weights: Weights | None, autocast: 
 
 @contextmanager
 def eager_logits() -> Iterator[None]:
-    """Heads return real logits. Entered outside a checkpoint, since torch.compile allows no outside effects within one."""
+    """Heads return real logits.
+
+    Entered outside a checkpoint, since torch.compile allows no outside effects within one.
+    """
     before, LAZY.head = LAZY.head, None
     try:
         yield
@@ -120,12 +127,14 @@ def _project(head: nn.Module, hidden: Tensor, weights: Weights | None) -> Tensor
 
 
 def gathers_itself(head: nn.Module) -> bool:
-    """Hooks around each call of the head gather its weights from the ranks; accelerate's offloading is a forward of its own instead."""
+    """Hooks around each call of the head gather its weights from the ranks; accelerate's offloading is a forward of its
+    own instead."""
     return gathered(head) and OFFLOADED not in vars(head) and not torch.compiler.is_compiling()
 
 
 def in_one_call(head: nn.Module, compute: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-    """compute(hidden) as the forward of the head and its parts, whose hooks gather the weights for it, and again for its backward pass.
+    """compute(hidden) as the forward of the head and its parts, whose hooks gather the weights for it, and again for
+    its backward pass.
 
     Each call gathers, and ranks that called a head different numbers of times would wait for each other forever.
     """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LM head and loss, with lazy logits between the two: in training, the logits of a whole batch are never materialized.
 
-Three attributes of instances change: the head's forward (returns lazy logits while its model runs), the model's loss function
-(takes them), and the model's forward (settles at its exit what nobody used).
+Three attributes of instances change: the head's forward (returns lazy logits while its model runs), the model's loss
+function (takes them), and the model's forward (settles at its exit what nobody used).
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def look(module: nn.Module) -> Found | None:
     # Some forwards compute their loss themselves; for those the check finds whether the logits were read.
     if _loss_of(module) not in MODEL_LOSSES:
         name = getattr(module.loss_function, "__name__", type(module.loss_function).__name__)
-        return Found(OP, refusal=f"its loss function must be {' or '.join(f.__name__ for f in MODEL_LOSSES)}, it is {name}")
+        return Found(
+            OP, refusal=f"its loss function must be {' or '.join(f.__name__ for f in MODEL_LOSSES)}, it is {name}"
+        )
     sizes = _sizes(head)
     if sizes is None:
         return Found(OP, refusal=f"its head ({type(head).__name__}) has no in_features and out_features")
@@ -131,7 +133,11 @@ def _head_forward(original: Callable[..., Any], classes: int) -> Callable[..., A
         if hasattr(x, "device_mesh"):
             warnings.warn(AROUND, stacklevel=2)
             return original(self, x)
-        autocast = (x.device.type, torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else None
+        autocast = (
+            (x.device.type, torch.get_autocast_dtype(x.device.type))
+            if torch.is_autocast_enabled(x.device.type)
+            else None
+        )
         dtype = x.dtype if autocast is None else autocast[1]
         return LazyLogits(x, self, classes, dtype, Cell(x, self, autocast), constant=not torch.is_grad_enabled())
 
@@ -139,7 +145,9 @@ def _head_forward(original: Callable[..., Any], classes: int) -> Callable[..., A
 
 
 def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(self: nn.Module, *args: Any, keep_logits: bool | None = None, skip_logits: bool | None = None, **options: Any) -> Any:
+    def forward(
+        self: nn.Module, *args: Any, keep_logits: bool | None = None, skip_logits: bool | None = None, **options: Any
+    ) -> Any:
         holder = self.__dict__.get("liger_head")
         if holder is None:
             # Undone, but still called by code that has wrapped this function since.

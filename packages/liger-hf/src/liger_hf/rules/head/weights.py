@@ -32,7 +32,10 @@ HELD = Held()
 
 @contextmanager
 def held(head: nn.Module) -> Iterator[None]:
-    """Within a call of the head, or within the backward pass of one. What gathers its parts does not run: they are there."""
+    """Within a call of the head, or within the backward pass of one.
+
+    What gathers its parts does not run: they are there.
+    """
     before, HELD.head = HELD.head, head
     calls = [(part, part._compiled_call_impl) for part in gathering(head) if part is not head]
     for part, _ in calls:
@@ -47,19 +50,25 @@ def held(head: nn.Module) -> Iterator[None]:
 
 
 def gathering(head: nn.Module) -> list[nn.Module]:
-    """The modules whose calls gather the weights of a head: under ZeRO-3 each that has some, such as a linear layer and its adapters."""
+    """The modules whose calls gather the weights of a head: under ZeRO-3 each that has some, such as a linear layer and
+    its adapters."""
     # PEFT keeps the layer of which it trains a copy, and does not call it.
     copied = getattr(head, "original_module", None)
-    unused = {*copied.modules()} if isinstance(copied, nn.Module) and not getattr(head, "disable_adapters", False) else set()
+    unused = (
+        {*copied.modules()} if isinstance(copied, nn.Module) and not getattr(head, "disable_adapters", False) else set()
+    )
     sharded = [m for m in head.modules() if any(hasattr(p, "ds_id") for p in m.parameters(recurse=False))]
     return [m for m in sharded if m not in unused] or [head]
 
 
 def gathered(head: nn.Module) -> bool:
-    """The head's weights are whole only while its hooks have gathered them (ZeRO-3, a head sharded or offloaded by itself)."""
+    """The head's weights are whole only while its hooks have gathered them (ZeRO-3, a head sharded or offloaded by
+    itself)."""
     spread = not over_classes(head)
     there = HELD.head is head
-    return not there and any(hasattr(p, "ds_id") or (spread and hasattr(p, "full_tensor")) or p.is_meta for p in head.parameters())
+    return not there and any(
+        hasattr(p, "ds_id") or (spread and hasattr(p, "full_tensor")) or p.is_meta for p in head.parameters()
+    )
 
 
 def brought(head: nn.Module) -> bool:
@@ -79,7 +88,8 @@ def _brought_again(head: nn.Module) -> bool:
 
 
 class Weights:
-    """The parameters and buffers in a head during one call: its adapters' too, and those that functional_call puts there.
+    """The parameters and buffers in a head during one call: its adapters' too, and those that functional_call puts
+    there.
 
     versions  their version counters; compiled code has none
     stepped   an optimizer has updated one of them since; a fused one does not move the version counter
@@ -116,7 +126,8 @@ class Weights:
         else:
             return
         raise LogitsError(
-            f"logits: they must be read before the weight of the output head changes, it {state} since the forward pass; "
+            f"logits: they must be read before the weight of the output head changes, it {state} since the forward "
+            "pass; "
             "read outputs.logits before optimizer.step(), or call the model with keep_logits=True"
         )
 
@@ -127,7 +138,12 @@ def _tensors(head: nn.Module) -> dict[str, Tensor]:
 
 def _freed(tensor: Tensor) -> bool:
     """Whether it is a whole weight that FSDP has freed."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.numel() > 0 and not tensor.is_meta and not tensor.untyped_storage().size()
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.numel() > 0
+        and not tensor.is_meta
+        and not tensor.untyped_storage().size()
+    )
 
 
 class Optimizers:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hyper-connections (mHC): a module that projects normalized streams to coefficients, of which a matrix is made doubly stochastic.
+"""Hyper-connections (mHC): a module that projects normalized streams to coefficients, of which a matrix is made doubly
+stochastic.
 
-Its iterations, 40 launches each of which keeps its result for the backward pass, become one; norm and projection read the streams once and
-make no float32 copy of them. What the decoder layer does with the coefficients afterwards stays as it is. The norm is passed over: once
-something watches it or another one takes its place, the module runs its own forward.
+Its iterations, 40 launches each of which keeps its result for the backward pass, become one; norm and projection read
+the streams once and make no float32 copy of them. What the decoder layer does with the coefficients afterwards stays as
+it is. The norm is passed over: once something watches it or another one takes its place, the module runs its own
+forward.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.norm.rule import eps_of
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
 
-NOTHING = "no module has hyper-connections with a doubly stochastic matrix: none has fn, base, scale and a number of Sinkhorn iterations"
+NOTHING = (
+    "no module has hyper-connections with a doubly stochastic matrix: none has fn, base, scale and a number of "
+    "Sinkhorn iterations"
+)
 WEIGHTS = {"fn", "base", "scale"}
 # Hidden size of the stand-in.
 WIDTH = 16
@@ -38,7 +43,10 @@ def look(module: nn.Module) -> Found | None:
         return Found("sinkhorn", refusal=original)
     arguments = tuple(inspect.signature(original).parameters)[1:]
     if len(arguments) != 1:
-        return Found("sinkhorn", refusal=f"hyper-connections must take the streams alone, their forward takes ({', '.join(arguments)})")
+        return Found(
+            "sinkhorn",
+            refusal=f"hyper-connections must take the streams alone, their forward takes ({', '.join(arguments)})",
+        )
     fn: Any = weights["fn"]
     ((name, norm),) = module._modules.items()
     if norm is None or eps_of(norm) is None or next(norm.parameters(), None) is not None:
@@ -65,7 +73,12 @@ def _attribute(module: nn.Module, suffix: str, kind: type) -> str | None:
 def _streams(weights: dict[str, Any]) -> int | None:
     """Return the number n of streams, which have (2 + n) · n coefficients; None for weights of other shapes."""
     shapes = {name: tuple(value.shape) for name, value in weights.items() if isinstance(value, Tensor)}
-    if shapes.keys() != WEIGHTS or shapes["scale"] != (3,) or len(shapes["fn"]) != 2 or shapes["base"] != shapes["fn"][:1]:
+    if (
+        shapes.keys() != WEIGHTS
+        or shapes["scale"] != (3,)
+        or len(shapes["fn"]) != 2
+        or shapes["base"] != shapes["fn"][:1]
+    ):
         return None
     n = next((n for n in range(1, 65) if (2 + n) * n == shapes["base"][0]), None)
     return n if n is not None and shapes["fn"][1] % n == 0 else None
@@ -80,7 +93,9 @@ def _candidate(original: Callable[..., Any], argument: str, norm: str, iteration
         sizes, least = [n, n, n * n], getattr(self, eps)
         child = getattr(self, norm)
         parts = project_streams(x, self.fn, getattr(child, str(eps_of(child)))).split(sizes, dim=-1)
-        pre, post, matrix = (p * s + b for p, s, b in zip(parts, self.scale.unbind(), self.base.split(sizes), strict=True))
+        pre, post, matrix = (
+            p * s + b for p, s, b in zip(parts, self.scale.unbind(), self.base.split(sizes), strict=True)
+        )
         matrix = sinkhorn(matrix.unflatten(-1, (n, n)), getattr(self, iterations), least)
         return 2 * torch.sigmoid(post), matrix, mix_streams(x, torch.sigmoid(pre) + least)
 
@@ -92,10 +107,18 @@ def _candidate(original: Callable[..., Any], argument: str, norm: str, iteration
 
 def _cases(module: nn.Module, n: int, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
     draw, count = Draw(device), (2 + n) * n
-    weights = {"fn": draw.normal(count, n * WIDTH, scale=(n * WIDTH) ** -0.5), "base": draw.normal(count), "scale": draw.positive(3)}
+    weights = {
+        "fn": draw.normal(count, n * WIDTH, scale=(n * WIDTH) ** -0.5),
+        "base": draw.normal(count),
+        "scale": draw.positive(3),
+    }
 
     def drawn(*leading: int) -> tuple[Tensor, dict[str, Tensor]]:
-        upstream = {"post": draw.normal(*leading, n), "matrix": draw.normal(*leading, n, n), "mixed": draw.normal(*leading, WIDTH)}
+        upstream = {
+            "post": draw.normal(*leading, n),
+            "matrix": draw.normal(*leading, n, n),
+            "mixed": draw.normal(*leading, WIDTH),
+        }
         return draw.normal(*leading, n, WIDTH), upstream
 
     x, upstream = drawn(2, 9)
@@ -108,7 +131,9 @@ def _cases(module: nn.Module, n: int, device: torch.device, dtypes: Iterable[tor
 
 def _run(module: nn.Module, x: Tensor, upstream: dict[str, Tensor], weights: dict[str, Tensor]) -> Run:
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
-        return dict(zip(("post", "matrix", "mixed"), function(replica(module, parameters=weights), inputs["x"]), strict=True))
+        return dict(
+            zip(("post", "matrix", "mixed"), function(replica(module, parameters=weights), inputs["x"]), strict=True)
+        )
 
     return trial(call, {"x": x}, upstream, weights)
 

@@ -68,10 +68,21 @@ def look(module: nn.Module) -> Found | None:
     bias = getattr(base, "bias", None) is not None
     dora = adapter.magnitude is not None
     if dora and not _is_readable(base):
-        return Found(OP, refusal=f"its adapter is DoRA, which needs the norms of its weight, a {type(base.weight).__name__}")
+        return Found(
+            OP, refusal=f"its adapter is DoRA, which needs the norms of its weight, a {type(base.weight).__name__}"
+        )
     return Found(
         OP,
-        kind=(type(module), type(base), weight.dtype, adapter.a.weight.dtype, type(adapter.dropout), bias, dora, str(weight.device)),
+        kind=(
+            type(module),
+            type(base),
+            weight.dtype,
+            adapter.a.weight.dtype,
+            type(adapter.dropout),
+            bias,
+            dora,
+            str(weight.device),
+        ),
         original=original,
         candidates=lambda: [_candidate(original)],
         cases=lambda device, dtypes: _cases(module, plain, bias, narrow, device, dtypes),
@@ -121,7 +132,11 @@ def computed(module: Any, x: Any) -> Adapter | None:
     if has_global_hook():
         return None
     adapter = active_adapter(module)
-    if isinstance(adapter, str) or not _is_plain(x) or not (_is_plain(adapter.a.weight) and _is_plain(adapter.b.weight)):
+    if (
+        isinstance(adapter, str)
+        or not _is_plain(x)
+        or not (_is_plain(adapter.a.weight) and _is_plain(adapter.b.weight))
+    ):
         return None
     dtype, own = adapter.a.weight.dtype, _dtype_of(x)
     if dtype != adapter.b.weight.dtype or dtype not in (own, torch.float32) or not x.is_floating_point():
@@ -172,9 +187,12 @@ def _adapted(base: Any, x: Tensor, adapter: Adapter) -> Tensor | None:
     y = base(x)
     if kept is x:
         return _added(y if base.bias is None else y - base.bias, x, a, b, scale, column_scale=columns, bias=base.bias)
-    # As PEFT: the layer itself from all of x; c - 1 times its product and c times the adapter's from what dropout leaves.
+    # As PEFT: the layer itself from all of x; c - 1 times its product and c times the adapter's from what dropout
+    # leaves.
     product = nn.functional.linear(kept, weight.to(_dtype_of(x)))
-    total = _added(torch.addcmul(y, product, (columns - 1.0) * factor), kept, a, (columns[:, None] * b).to(b.dtype), scale * factor)
+    total = _added(
+        torch.addcmul(y, product, (columns - 1.0) * factor), kept, a, (columns[:, None] * b).to(b.dtype), scale * factor
+    )
     return None if total is None else total.to(y.dtype)
 
 
@@ -190,7 +208,12 @@ def drops(adapter: Adapter) -> bool:
 
 def brings_weight(base: Any, x: Tensor) -> bool:
     """Whether the op computes the layer itself, too."""
-    return type(base) is nn.Linear and _is_plain(base.weight) and _dtype_of(base.weight) == _dtype_of(x) and not hooked(base)
+    return (
+        type(base) is nn.Linear
+        and _is_plain(base.weight)
+        and _dtype_of(base.weight) == _dtype_of(x)
+        and not hooked(base)
+    )
 
 
 def fits(own: Any, x: Tensor) -> bool:
@@ -227,17 +250,22 @@ class _Opaque(nn.Linear):
     """A stand-in for a layer that only its own forward can compute."""
 
 
-def _cases(module: nn.Module, plain: bool, bias: bool, narrow: bool, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+def _cases(
+    module: nn.Module, plain: bool, bias: bool, narrow: bool, device: torch.device, dtypes: Iterable[torch.dtype]
+) -> Iterator[Case]:
     draw = Draw(device)
     layers: dict[str, nn.Module] = {
-        "base": draw.linear(INNER, OUTER, bias), "a": draw.linear(INNER, RANK, False), "b": draw.linear(RANK, OUTER, False),
+        "base": draw.linear(INNER, OUTER, bias), "a": draw.linear(INNER, RANK, False),
+        "b": draw.linear(RANK, OUTER, False),
     }  # fmt: skip
     magnitude: Any = module._modules.get("lora_magnitude_vector")
     if magnitude is not None and _active(module) in magnitude:
         layers["magnitude"] = replica(magnitude[_active(module)], parameters={"weight": draw.normal(OUTER).abs() + 0.5})
 
     def run(x: Tensor, upstream: Tensor) -> Run:
-        return _run(module, layers, plain, torch.float32 if x.dtype == torch.bfloat16 and not narrow else x.dtype, x, upstream)
+        return _run(
+            module, layers, plain, torch.float32 if x.dtype == torch.bfloat16 and not narrow else x.dtype, x, upstream
+        )
 
     x, upstream = draw.normal(2, 9, INNER), draw.normal(2, 9, OUTER)
     for name, dtype, scale in sized(dtypes):
@@ -251,7 +279,9 @@ def _active(module: Any) -> str:
     return name
 
 
-def _run(module: Any, layers: dict[str, nn.Module], plain: bool, adapter: torch.dtype, x: Tensor, upstream: Tensor) -> Run:
+def _run(
+    module: Any, layers: dict[str, nn.Module], plain: bool, adapter: torch.dtype, x: Tensor, upstream: Tensor
+) -> Run:
     """Return a pass through a twin of the module with these layers and an active adapter, without dropout.
 
     adapter  the dtype of the adapter's weights
@@ -273,13 +303,17 @@ def _run(module: Any, layers: dict[str, nn.Module], plain: bool, adapter: torch.
         }
         if "magnitude" in made:
             children["lora_magnitude_vector"] = {name: made["magnitude"]}
-        twin = replica(module, children={n: nn.ModuleDict(part) if isinstance(part, dict) else part for n, part in children.items()})
+        twin = replica(
+            module,
+            children={n: nn.ModuleDict(part) if isinstance(part, dict) else part for n, part in children.items()},
+        )
         enable_adapters(twin)
         twin.merged_adapters, twin.scaling = [], {name: 0.5}
         return {"output": function(twin, inputs["x"])}
 
     weights = {
-        f"{part}.{n}": p.detach().to(x.dtype if part == "base" else adapter) for part, layer in layers.items() for n, p in layer.named_parameters()
+        f"{part}.{n}": p.detach().to(x.dtype if part == "base" else adapter) for part, layer in layers.items() for n,
+        p in layer.named_parameters()
     }  # fmt: skip
     return trial(call, {"x": x}, {"output": upstream}, weights)
 

@@ -42,7 +42,9 @@ def sharing(forward: Callable[..., Any]) -> dict[str, list[str]]:
     return {argument: [_child(call) for call in calls] for argument, calls in _calls(function).items()}
 
 
-def with_shared_inputs(function: Any, chosen: Collection[str], helpers: Mapping[str, Callable[..., Any]]) -> FunctionType | None:
+def with_shared_inputs(
+    function: Any, chosen: Collection[str], helpers: Mapping[str, Callable[..., Any]]
+) -> FunctionType | None:
     """Rebuild the function with the helpers instead of calls of the chosen children; None if no two share an input."""
     if definition_of(function) is None:
         return None
@@ -59,9 +61,18 @@ def _calls(function: ast.FunctionDef) -> dict[str, list[ast.Call]]:
     sometimes = {id(part) for node in ast.walk(function) if isinstance(node, CONDITIONAL) for part in ast.walk(node)}
     allowed: set[int] = set()
     for node in ast.walk(function):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr in ("shape", "dtype", "device"):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.attr in ("shape", "dtype", "device")
+        ):
             allowed.add(id(node.value))
-        if not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords or not isinstance(node.args[0], ast.Name):
+        if (
+            not isinstance(node, ast.Call)
+            or len(node.args) != 1
+            or node.keywords
+            or not isinstance(node.args[0], ast.Name)
+        ):
             continue
         called, argument = node.func, node.args[0]
         if not isinstance(called, ast.Attribute) or not isinstance(called.value, ast.Name) or called.value.id != "self":
@@ -70,7 +81,11 @@ def _calls(function: ast.FunctionDef) -> dict[str, list[ast.Call]]:
             calls[argument.id].append(node)
             allowed.add(id(argument))
     used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and id(node) not in allowed}
-    return {name: found for name, found in calls.items() if name not in used and len({*map(_child, found)}) == len(found) > 1}
+    return {
+        name: found
+        for name, found in calls.items()
+        if name not in used and len({*map(_child, found)}) == len(found) > 1
+    }
 
 
 def _child(call: ast.Call) -> str:

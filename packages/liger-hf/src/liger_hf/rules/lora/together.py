@@ -91,7 +91,13 @@ def _shared(modules: Sequence[nn.Module], x: Any) -> dict[int, Adapter]:
 
 def _adapter(module: Any, x: Any) -> Adapter | None:
     """Return the active adapter for x if it is LoRA without dropout and the module has no hooks, else None."""
-    if not is_adapted(module) or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if (
+        not is_adapted(module)
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    ):
         return None
     adapter = computed(module, x)
     return None if adapter is None or adapter.magnitude is not None or drops(adapter) else adapter

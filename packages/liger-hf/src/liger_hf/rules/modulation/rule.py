@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modulated norms (adaLN): a module whose forward scales by 1 + scale and shifts what a child returns that is a norm of rows.
+"""Modulated norms (adaLN): a module whose forward scales by 1 + scale and shifts what a child returns that is a norm of
+rows.
 
-An instance gets a forward rebuilt from its source (`liger_hf.rules.modulation.source`). As for residuals, the norm is checked in
-every call: one that somebody watches by hooks, has wrapped or replaced is called as the module that it is.
+An instance gets a forward rebuilt from its source (`liger_hf.rules.modulation.source`). As for residuals, the norm is
+checked in every call: one that somebody watches by hooks, has wrapped or replaced is called as the module that it is.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ Step = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
 def look(module: nn.Module) -> Found | None:
-    with_eps = [name for name, child in module._modules.items() if child is not None and norms.eps_of(child) is not None]
-    names = tuple(name for name in modulated_norms(unwrapped(type(module).forward)) if name in with_eps) if with_eps else ()
+    with_eps = [
+        name for name, child in module._modules.items() if child is not None and norms.eps_of(child) is not None
+    ]
+    names = (
+        tuple(name for name in modulated_norms(unwrapped(type(module).forward)) if name in with_eps) if with_eps else ()
+    )
     if not names:
         return _unread(module, with_eps)
     children = {name: getattr(module, name) for name in names}
@@ -45,12 +50,15 @@ def look(module: nn.Module) -> Found | None:
     if isinstance(original, str):
         return Found(op, refusal=original)
     if others or len({type(child) for child in children.values()}) > 1:
-        return Found(op, refusal=f"the norms that it scales and shifts must be of one class, {', '.join(names)} are not")
+        return Found(
+            op, refusal=f"the norms that it scales and shifts must be of one class, {', '.join(names)} are not"
+        )
     found = {name: norm_in(child, kind) for name, child in children.items()}
     refusals = [reason for name, child in children.items() if (reason := _refusal(found[name], child)) is not None]
     if refusals:
         return Found(op, refusal=f"the norm that it scales and shifts must be one that it may pass over: {refusals[0]}")
-    first, distinct = children[names[0]], {found[name].kind: child for name, child in children.items()}  # type: ignore[union-attr]
+    first = children[names[0]]
+    distinct = {found[name].kind: child for name, child in children.items()}  # type: ignore[union-attr]
     return Found(
         op,
         kind=(type(module), original, names, tuple(distinct)),
@@ -66,7 +74,11 @@ def _unread(module: nn.Module, norms_in_it: list[str]) -> Found | None:
     # Most norms that are scaled and shifted have no weights of their own; those with weights are before sums.
     bare = [name for name in norms_in_it if next(getattr(module, name).parameters(), None) is None]
     lost = unread(module, bare, "+*", "norms that it scales and shifts are left alone") if bare else None
-    kind = next((kind for kind in OPS if any(norm_in(getattr(module, name), kind) is not None for name in bare)), None) if lost else None
+    kind = (
+        next((kind for kind in OPS if any(norm_in(getattr(module, name), kind) is not None for name in bare)), None)
+        if lost
+        else None
+    )
     return Found(f"modulated_{kind}", refusal=lost) if kind else None
 
 
@@ -106,7 +118,10 @@ def _fit(weight: Any, x: Any, scale: Any, shift: Any) -> bool:
     """
     if not all(isinstance(value, Tensor) for value in (x, scale, shift)) or torch.is_autocast_enabled(x.device.type):
         return False
-    if any(value.dtype != x.dtype for value in (scale, shift, weight) if value is not None) or scale.shape != shift.shape:
+    if (
+        any(value.dtype != x.dtype for value in (scale, shift, weight) if value is not None)
+        or scale.shape != shift.shape
+    ):
         return False
     return scale.shape == x.shape or (x.dim() > 1 and scale.shape == (*x.shape[:-2], 1, x.shape[-1]))
 

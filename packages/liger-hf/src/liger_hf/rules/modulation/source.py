@@ -3,8 +3,9 @@
 
     self.norm(x) * (1 + scale) + shift      →      one_call(self.norm, x, scale, shift)
 
-x, scale and shift are names, perhaps with indices, which also may stand behind the brackets, (1 + scale)[:, None]. Names have no
-effects, so the new expression has the value of the old one if one_call returns self.norm(x) * (1 + scale) + shift.
+x, scale and shift are names, perhaps with indices, which also may stand behind the brackets, (1 + scale)[:, None].
+Names have no effects, so the new expression has the value of the old one if one_call returns self.norm(x) * (1 + scale)
++ shift.
 """
 
 from __future__ import annotations

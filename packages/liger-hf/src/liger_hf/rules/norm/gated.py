@@ -34,7 +34,11 @@ def forms(eps: str, gated: bool, grouped: bool) -> Iterator[tuple[Op[..., Any], 
     for offset, (name, options) in product((0.0, 1.0), GATES.items() if gated else (("", {}),)):
         words = [*(["groups"] if grouped else []), *(["weight_offset=1"] if offset else []), *([name] if name else [])]
         if gated:
-            yield gated_rms_norm, ", ".join(words), partial(_gated, eps=eps, grouped=grouped, weight_offset=offset, **options)
+            yield (
+                gated_rms_norm,
+                ", ".join(words),
+                partial(_gated, eps=eps, grouped=grouped, weight_offset=offset, **options),
+            )
         else:
             yield rms_norm, ", ".join(words), partial(_in_groups, eps=eps, offset=offset)
 
@@ -47,7 +51,9 @@ def fits(weight: Tensor, x: Tensor, gate: Any, gated: bool) -> bool:
 
 
 def _gated(module: Any, x: Tensor, gate: Tensor, *, eps: str, grouped: bool, **options: Any) -> Tensor:
-    return gated_rms_norm(x, gate, module.weight, getattr(module, eps), group_size=module.group_size if grouped else None, **options)
+    return gated_rms_norm(
+        x, gate, module.weight, getattr(module, eps), group_size=module.group_size if grouped else None, **options
+    )
 
 
 def _in_groups(module: Any, x: Tensor, gate: None, *, eps: str, offset: float) -> Tensor:

@@ -43,7 +43,13 @@ def look(module: nn.Module) -> Found | None:
         (eps,) = constants
     weights = _weights(module)
     form = form_of(module, weights, eps) if isinstance(eps, str) else None
-    op = form.name if form is not None else "layer_norm" if len(weights) == 2 or isinstance(module, nn.LayerNorm) else "rms_norm"
+    op = (
+        form.name
+        if form is not None
+        else "layer_norm"
+        if len(weights) == 2 or isinstance(module, nn.LayerNorm)
+        else "rms_norm"
+    )
     if not weights.keys() <= {"weight", "bias"} or any(p.dim() != 1 for p in weights.values()):
         shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in weights.items())
         return Found(op, refusal=f"a norm must have at most a weight and a bias of one dimension, it has {shapes}")
@@ -52,7 +58,11 @@ def look(module: nn.Module) -> Found | None:
         return Found(op, refusal=original)
     arguments = tuple(inspect.signature(original).parameters)[1:]
     if not (len(arguments) == 1 or (len(arguments) == 2 and weights.keys() == {"weight"})):
-        return Found(op, refusal=f"a norm must take one tensor, and besides at most a gate, its forward takes ({', '.join(arguments)})")
+        return Found(
+            op,
+            refusal="a norm must take one tensor, and besides at most a gate, "
+            f"its forward takes ({', '.join(arguments)})",
+        )
     special = len(arguments) == 2 or _grouped(module, weights)
     dtype = next((p.dtype for p in weights.values()), torch.float32)
     shape = tuple((name, tuple(p.shape), p.dtype, p.device.type) for name, p in weights.items())
@@ -76,7 +86,9 @@ def look(module: nn.Module) -> Found | None:
             if special and isinstance(eps, str)
             else _candidates(original, arguments[0], eps, tuple(weights))
         ),
-        cases=lambda device, dtypes: (drawn.case(_run(module, drawn)) for drawn in inputs(module, device, dtypes, len(arguments) == 2)),
+        cases=lambda device, dtypes: (
+            drawn.case(_run(module, drawn)) for drawn in inputs(module, device, dtypes, len(arguments) == 2)
+        ),
         device=lambda: device_of(module),
         dtype=dtype,
     )
@@ -129,12 +141,19 @@ def _special_candidate(
     return Candidate(op, detail, forward, lambda module: _installed(module, forward, original, eps))
 
 
-def _candidates(original: Callable[..., Any], argument: str, eps: str | float, weights: tuple[str, ...]) -> Iterator[Candidate]:
+def _candidates(
+    original: Callable[..., Any], argument: str, eps: str | float, weights: tuple[str, ...]
+) -> Iterator[Candidate]:
     if "bias" not in weights:
         for cast, offset in CONVENTIONS if weights else CONVENTIONS[:1]:
             detail = f"weight_offset={offset:g}, cast={cast!r}" if weights else "no weight"
             yield _candidate(
-                rms_norm, detail, partial(_rms, eps=eps, weight_offset=offset, cast=cast), original, (argument, eps), promoted=False
+                rms_norm,
+                detail,
+                partial(_rms, eps=eps, weight_offset=offset, cast=cast),
+                original,
+                (argument, eps),
+                promoted=False,
             )
     for detail, added in (("", 0), ("weight + 1", 1))[: 1 + bool(weights)]:
         yield _candidate(layer_norm, detail, partial(_layer, eps=eps, added=added), original, (argument, eps))
@@ -186,9 +205,14 @@ def _candidate(
     return Candidate(op, detail, forward, lambda module: _installed(module, forward, original, eps))
 
 
-def _installed(module: nn.Module, function: Callable[..., Any], original: Callable[..., Any], eps: str | float) -> list[Patch]:
+def _installed(
+    module: nn.Module, function: Callable[..., Any], original: Callable[..., Any], eps: str | float
+) -> list[Patch]:
     # The eps is read in every call.
-    return [Patch(module, PASSED, passed_over(module, (eps,) if isinstance(eps, str) else ())), replacement(module, function, original)]
+    return [
+        Patch(module, PASSED, passed_over(module, (eps,) if isinstance(eps, str) else ())),
+        replacement(module, function, original),
+    ]
 
 
 @dataclass(frozen=True)
@@ -207,7 +231,9 @@ class Drawn:
         return of_length(length, self.dtype, run) if length in LENGTHS else Case(self.name, self.dtype, run)
 
 
-def inputs(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype], gated: bool = False) -> Iterator[Drawn]:
+def inputs(
+    module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype], gated: bool = False
+) -> Iterator[Drawn]:
     """Yield random inputs for each dtype of the weights, and of other lengths.
 
     A gated norm also gets float32 rows beside weights of another dtype, as state-space scans return them.
@@ -238,7 +264,9 @@ def _run(module: nn.Module, drawn: Drawn) -> Run:
             raise Unfit(f"it is not a norm: rows of shape {tuple(drawn.x.shape)} become {tuple(y.shape)}")
         return {"output": y}
 
-    return trial(call, dict(zip(("x", "gate"), (drawn.x, *drawn.gates), strict=False)), {"output": drawn.upstream}, drawn.values)
+    return trial(
+        call, dict(zip(("x", "gate"), (drawn.x, *drawn.gates), strict=False)), {"output": drawn.upstream}, drawn.values
+    )
 
 
 RULE = Rule("norm", look, ("rms_norm", "layer_norm", "gated_rms_norm", "group_norm"), NOTHING)

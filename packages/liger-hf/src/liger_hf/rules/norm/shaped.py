@@ -42,7 +42,11 @@ def form_of(module: nn.Module, weights: dict[str, nn.Parameter], eps: str) -> Fo
         return Form("layer_norm", lambda n: (width, 2, n), ways)
     if isinstance(heads, int) and isinstance(head_dim, int) and width == heads * head_dim:
         both = ((layer_norm, "of each head"), (rms_norm, "of each head"))
-        return Form("layer_norm", lambda n: (n, heads, head_dim), tuple((op, words, partial(_heads, op=op, eps=eps)) for op, words in both))
+        return Form(
+            "layer_norm",
+            lambda n: (n, heads, head_dim),
+            tuple((op, words, partial(_heads, op=op, eps=eps)) for op, words in both),
+        )
     return None
 
 

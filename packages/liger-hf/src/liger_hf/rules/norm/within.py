@@ -39,7 +39,9 @@ def untouched(child: Any, forward: Callable[..., Any]) -> bool:
         return False
     own = getattr(child.forward, "__func__", None)
     # What apply put there is for the class of that time.
-    return own is forward or (hasattr(own, MARK) and getattr(own, "__wrapped__", None) is type(child).forward is forward)
+    return own is forward or (
+        hasattr(own, MARK) and getattr(own, "__wrapped__", None) is type(child).forward is forward
+    )
 
 
 def _hooked(child: nn.Module) -> bool:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residual and norm in one step: a module whose forward adds two tensors and gives the sum straight to a child that is a norm of rows.
+"""Residual and norm in one step: a module whose forward adds two tensors and gives the sum straight to a child that is
+a norm of rows.
 
-An instance gets a forward rebuilt from its source (`liger_hf.rules.residual.source`). The norm is checked in every call: one
-that somebody watches by hooks, has wrapped or replaced, as ZeRO-3, accelerate and PEFT do, is called as the module that it is.
+An instance gets a forward rebuilt from its source (`liger_hf.rules.residual.source`). The norm is checked in every
+call: one that somebody watches by hooks, has wrapped or replaced, as ZeRO-3, accelerate and PEFT do, is called as the
+module that it is.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def look(module: nn.Module, norm: str = "rms_norm") -> Found | None:
 
     norm  the op that the norm rule finds for the child
     """
-    with_eps = [name for name, child in module._modules.items() if child is not None and norms.eps_of(child) is not None]
+    with_eps = [
+        name for name, child in module._modules.items() if child is not None and norms.eps_of(child) is not None
+    ]
     summed = [name for name in norms_of_sums(unwrapped(type(module).forward)) if name in with_eps] if with_eps else []
     children = {name: found for name in summed if (found := norm_in(getattr(module, name), norm)) is not None}
     names, op = tuple(children), f"add_{norm}"
@@ -44,7 +48,9 @@ def look(module: nn.Module, norm: str = "rms_norm") -> Found | None:
     if isinstance(original, str):
         return Found(op, refusal=original)
     after = {name: getattr(module, name) for name in names}
-    refusals = [reason for name, child in after.items() if (reason := children[name].refusal or refusal(child)) is not None]
+    refusals = [
+        reason for name, child in after.items() if (reason := children[name].refusal or refusal(child)) is not None
+    ]
     if refusals:
         return Found(op, refusal=f"the norm after its sum must be one that it may pass over: {refusals[0]}")
     if len({type(child) for child in after.values()}) > 1:
@@ -79,7 +85,14 @@ def _candidates(original: Any, names: tuple[str, ...], child: nn.Module, op: str
     forward = type(child).forward
     if op == "add_rms_norm":
         for cast, offset in norms.CONVENTIONS:
-            yield _candidate(add_rms_norm, f"weight_offset={offset:g}, cast={cast!r}", original, names, forward, _rms(eps, cast, offset))
+            yield _candidate(
+                add_rms_norm,
+                f"weight_offset={offset:g}, cast={cast!r}",
+                original,
+                names,
+                forward,
+                _rms(eps, cast, offset),
+            )
     else:
         for words, offset in (("", 0.0), ("weight + 1", 1.0)):
             yield _candidate(add_layer_norm, words, original, names, forward, _layer(eps, offset))
@@ -88,8 +101,11 @@ def _candidates(original: Any, names: tuple[str, ...], child: nn.Module, op: str
 def _rms(eps: str, cast: Any, offset: float) -> Step:
     def step(child: Any, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         weight = getattr(child, "weight", None)
-        # In the order of the sum: its results are laid out in memory like its first part, and Inkling takes views of them.
-        return add_rms_norm(left, right, weight, getattr(child, eps), weight_offset=0.0 if weight is None else offset, cast=cast)
+        # In the order of the sum: its results are laid out in memory like its first part, and Inkling takes views of
+        # them.
+        return add_rms_norm(
+            left, right, weight, getattr(child, eps), weight_offset=0.0 if weight is None else offset, cast=cast
+        )
 
     return step
 
@@ -104,7 +120,9 @@ def _layer(eps: str, offset: float) -> Step:
     return step
 
 
-def _candidate(op: Op[..., Any], words: str, original: Any, names: tuple[str, ...], forward: Callable[..., Any], step: Step) -> Candidate:
+def _candidate(
+    op: Op[..., Any], words: str, original: Any, names: tuple[str, ...], forward: Callable[..., Any], step: Step
+) -> Candidate:
     layer = op is add_layer_norm
 
     def add_norm(child: Any, left: Any, right: Any) -> tuple[Any, Any]:
@@ -146,4 +164,6 @@ def _run(child: nn.Module, drawn: norms.Drawn) -> Run:
 
 
 RULE = Rule("residual", look, ("add_rms_norm",), NOTHING.format("an RMSNorm"))
-LAYER_NORM = Rule("residual layer norm", partial(look, norm="layer_norm"), ("add_layer_norm",), NOTHING.format("a layer norm"))
+LAYER_NORM = Rule(
+    "residual layer norm", partial(look, norm="layer_norm"), ("add_layer_norm",), NOTHING.format("a layer norm")
+)

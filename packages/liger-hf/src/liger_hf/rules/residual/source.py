@@ -7,8 +7,8 @@
 
     y = self.norm(a + b)                        →          y = one_call(self.norm, a, b)[0]
 
-Only these statements, one behind the other, of plain names. Whatever the pair is called and whatever a and b are, the new
-statements leave every name what the old ones do, if one_call returns (self.norm(a + b), a + b).
+Only these statements, one behind the other, of plain names. Whatever the pair is called and whatever a and b are, the
+new statements leave every name what the old ones do, if one_call returns (self.norm(a + b), a + b).
 """
 
 from __future__ import annotations
@@ -86,7 +86,11 @@ def _steps_of(block: list[ast.stmt], module: str) -> Iterator[Step]:
                             continue
                         case (
                             result,
-                            ast.Call(func=ast.Attribute(value=ast.Name(id=of)) as norm, args=[ast.Name(id=source)], keywords=[]),
+                            ast.Call(
+                                func=ast.Attribute(value=ast.Name(id=of)) as norm,
+                                args=[ast.Name(id=source)],
+                                keywords=[],
+                            ),
                         ) if (of, source) == (module, total) and result not in copies:
                             yield Step(block, first, last, norm, left, right, (total, *copies), result)
                     break
@@ -103,7 +107,9 @@ def _one_step(step: Step) -> list[ast.stmt]:
     else:
         pair = ast.Tuple([ast.Name(name, ast.Store()) for name in (step.result, holders[0])], ast.Store())
         statements = [ast.Assign([pair], call)]
-        statements += [ast.Assign([ast.Name(name, ast.Store())], ast.Name(holders[0], ast.Load())) for name in holders[1:]]
+        statements += [
+            ast.Assign([ast.Name(name, ast.Store())], ast.Name(holders[0], ast.Load())) for name in holders[1:]
+        ]
     for statement in statements:
         ast.copy_location(statement, step.block[step.first])
         ast.fix_missing_locations(statement)

@@ -169,7 +169,8 @@ def _takes(states: list[Any], tables: list[Any], axis: Any, tried: Tried) -> boo
     if any(s.dim() != 4 or s.dtype != states[0].dtype for s in states):
         return False
     if any(
-        s.shape[0] != states[0].shape[0] or s.shape[3] != states[0].shape[3] or s.shape[3 - axis] != tables[0].shape[-2] for s in states
+        s.shape[0] != states[0].shape[0] or s.shape[3] != states[0].shape[3] or s.shape[3 - axis] != tables[0].shape[-2]
+        for s in states
     ):
         return False
     if not tried.covers(tables[0].shape[-1] / states[0].shape[3]):

@@ -27,7 +27,10 @@ def of_a_method(module: nn.Module, name: str) -> Found:
         return Found("rope", refusal=reason)
     count = len(inspect.signature(own).parameters) - 1 if isinstance(static, staticmethod) else 0
     if count not in (2, 3):
-        return Found("rope", refusal=f"it calls {name}, a method, which takes other arguments than a table of angles, queries and keys")
+        return Found(
+            "rope",
+            refusal=f"it calls {name}, a method, which takes other arguments than a table of angles, queries and keys",
+        )
     parameter = next(module.parameters(), None)
     dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else torch.float32
     return Found(
@@ -74,9 +77,18 @@ def _rotated(own: Callable[..., Any], sines_first: bool, interleaved: bool, *arg
 
 def _fit(table: Any, states: list[Any]) -> bool:
     """Whether the table is (1, 1, tokens, width) and each state (batch, heads, tokens, width), all of one dtype."""
-    if len(states) < 2 or not isinstance(table, Tensor) or table.dim() != 4 or table.shape[:2] != (1, 1) or table.requires_grad:
+    if (
+        len(states) < 2
+        or not isinstance(table, Tensor)
+        or table.dim() != 4
+        or table.shape[:2] != (1, 1)
+        or table.requires_grad
+    ):
         return False
-    return all(s.dim() == 4 and s.shape[2:] == table.shape[2:] and s.shape == states[0].shape and s.dtype == table.dtype for s in states)
+    return all(
+        s.dim() == 4 and s.shape[2:] == table.shape[2:] and s.shape == states[0].shape and s.dtype == table.dtype
+        for s in states
+    )
 
 
 def _cases(count: int, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embedding: a module whose forward calls functions `apply_rotary…` of its modeling file, or a method of such a name.
+"""Rotary embedding: a module whose forward calls functions `apply_rotary…` of its modeling file, or a method of such a
+name.
 
-Each instance gets a forward with a private namespace in which they are replaced (`liger_hf.rebinding`). A global that is rebound in
-the modeling file after `apply` is therefore not seen by a patched instance.
+Each instance gets a forward with a private namespace in which they are replaced (`liger_hf.rebinding`). A global that
+is rebound in the modeling file after `apply` is therefore not seen by a patched instance.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, trial
 
 NOTHING = "no module calls a function or a method apply_rotary…"
 PREFIX = "apply_rotary"
-# Calls with tables of (tokens, columns): dimensions of what is rotated, and the axis of the heads behind a batch. Packed sequences and images,
-# and images or sequences that share their tables.
+# Calls with tables of (tokens, columns): dimensions of what is rotated, and the axis of the heads behind a batch.
+# Packed sequences and images, and images or sequences that share their tables.
 FLAT = ((3, 2), (4, 2), (4, 1))
 
 
@@ -44,7 +45,10 @@ def look(module: nn.Module) -> Found | None:
         return None if method is None else of_a_method(module, method)
     readable = {name: found for name, function in functions.items() if (found := signature(function)) is not None}
     if not readable:
-        return Found("rope", refusal=f"it calls {', '.join(functions)}, which takes other arguments than queries, keys and their angles")
+        return Found(
+            "rope",
+            refusal=f"it calls {', '.join(functions)}, which takes other arguments than queries, keys and their angles",
+        )
     width = getattr(module, "head_dim", None)
     width = width if isinstance(width, int) and width % 8 == 0 else 64
     parameter = next(module.parameters(), None)
@@ -71,7 +75,9 @@ def rotary_method(module: nn.Module, function: Any) -> str | None:
     """Return the name of the method that applies the rotary embedding, in models without such a function."""
     code = getattr(innermost(function), "__code__", None)
     called_ones = names_in(code) if code is not None else ()
-    return next((name for name in called_ones if _rotates(name) and inspect.isroutine(getattr(type(module), name, None))), None)
+    return next(
+        (name for name in called_ones if _rotates(name) and inspect.isroutine(getattr(type(module), name, None))), None
+    )
 
 
 def _rotates(name: str) -> bool:
@@ -139,7 +145,10 @@ def _same(candidate: Callable[..., Any], given: dict[str, Any], result: Any) -> 
 
 
 def _candidate(
-    original: Callable[..., Any], functions: Functions, readable: Mapping[str, Signature], chosen: Mapping[str, tuple[Form, Tried]]
+    original: Callable[..., Any],
+    functions: Functions,
+    readable: Mapping[str, Signature],
+    chosen: Mapping[str, tuple[Form, Tried]],
 ) -> Candidate:
     replaced = {name: with_rope(readable[name], form, functions[name], tried) for name, (form, tried) in chosen.items()}
     forward: list[Callable[..., Any]] = []
@@ -161,7 +170,9 @@ def _candidate(
 # -- cases
 
 
-def calls(function: Callable[..., Any], found: Signature, width: int, device: torch.device, length: int = 5) -> Iterator[dict[str, Any]]:
+def calls(
+    function: Callable[..., Any], found: Signature, width: int, device: torch.device, length: int = 5
+) -> Iterator[dict[str, Any]]:
     """Yield random arguments that the function takes.
 
     The tables are as wide as the heads or narrower, and shared by the batch or not; the heads are on either axis.
@@ -174,7 +185,9 @@ def calls(function: Callable[..., Any], found: Signature, width: int, device: to
             tables = [torch.complex(tables[0], draw.normal(batch, length, rotary))]
         for axis in (1, 2):
             states = [draw.normal(2, length, heads, width) for heads in (4, 2)[: len(found.rotated)]]
-            given: dict[str, Any] = dict(zip(found.rotated, (s.transpose(1, 2) if axis == 1 else s for s in states), strict=True))
+            given: dict[str, Any] = dict(
+                zip(found.rotated, (s.transpose(1, 2) if axis == 1 else s for s in states), strict=True)
+            )
             given |= dict(zip(found.tables, tables, strict=True))
             if found.heads is not None:
                 given["unsqueeze_dim"] = axis
@@ -216,7 +229,11 @@ def results_of(value: Any) -> tuple[Tensor, ...]:
 
 
 def _cases(
-    functions: Functions, readable: Mapping[str, Signature], width: int, device: torch.device, dtypes: Iterable[torch.dtype]
+    functions: Functions,
+    readable: Mapping[str, Signature],
+    width: int,
+    device: torch.device,
+    dtypes: Iterable[torch.dtype],
 ) -> Iterator[Case]:
     for name, function in functions.items():
         for number, given in enumerate(calls(function, readable[name], width, device)):
@@ -226,7 +243,10 @@ def _cases(
                     if table_dtype == dtype or keeps_dtype(function, chosen):
                         tables = next(given[t] for t in readable[name].tables)
                         words = f"{tables.shape[-1]} table columns for {width}, tables of batch {tables.shape[0]}"
-                        label = f"{str(dtype).removeprefix('torch.')}, {name}, {words}{', float32 tables' if table_dtype != dtype else ''}"
+                        label = (
+                            f"{str(dtype).removeprefix('torch.')}, {name}, "
+                            f"{words}{', float32 tables' if table_dtype != dtype else ''}"
+                        )
                         yield Case(f"{label}, call {number + 1}", dtype, _run(name, chosen, readable[name]))
         for number, (_, given) in enumerate(flat_calls(function, readable[name], width, device)):
             for dtype in dtypes:
@@ -240,7 +260,11 @@ def _cases(
 def cast_call(given: dict[str, Any], found: Signature, dtype: torch.dtype, tables: torch.dtype) -> dict[str, Any]:
     """Cast the arguments of a call, except complex tables."""
     changed = {name: given[name].to(dtype) for name in found.rotated}
-    return {**given, **changed, **{name: given[name].to(tables) for name in found.tables if not given[name].is_complex()}}
+    return {
+        **given,
+        **changed,
+        **{name: given[name].to(tables) for name in found.tables if not given[name].is_complex()},
+    }
 
 
 def _run(name: str, given: dict[str, Any], found: Signature) -> Run:

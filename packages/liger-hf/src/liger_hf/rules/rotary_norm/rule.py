@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm of each head of queries and keys, and the rotary function after it, in one step.
 
-An instance gets a forward rebuilt from its source (`liger_hf.rules.rotary_norm.source`). The norms are checked in every call: where
-somebody watches one by hooks, has wrapped or replaced it, as ZeRO-3, tensor parallelism and PEFT do, both are called as the modules
-that they are, and the rotary function computes `rope`.
+An instance gets a forward rebuilt from its source (`liger_hf.rules.rotary_norm.source`). The norms are checked in every
+call: where somebody watches one by hooks, has wrapped or replaced it, as ZeRO-3, tensor parallelism and PEFT do, both
+are called as the modules that they are, and the rotary function computes `rope`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,23 @@ from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.norm import rule as norms
 from liger_hf.rules.norm.within import norm_in, refusal, untouched
 from liger_hf.rules.rotary.forms import Form, Signature, Tried, read, returned, signature, with_rope
-from liger_hf.rules.rotary.rule import PREFIX, calls, cast_call, fitting_forms, keeps_dtype, results_of, rotary_functions
+from liger_hf.rules.rotary.rule import (
+    PREFIX,
+    calls,
+    cast_call,
+    fitting_forms,
+    keeps_dtype,
+    results_of,
+    rotary_functions,
+)
 from liger_hf.rules.rotary_norm.source import CATCH_UP, MAY, NORM, ROTATE, norms_before_rotary, with_held_norms
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, of_length, replica, trial
 from liger_hf.unread import unread
 
-NOTHING = "no forward normalizes queries and keys by an RMSNorm of each head and passes them straight to a function apply_rotary…"
+NOTHING = (
+    "no forward normalizes queries and keys by an RMSNorm of each head and passes them straight to a function "
+    "apply_rotary…"
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,9 @@ def look(module: nn.Module) -> Found | None:
         return Found("qk_norm_rope", refusal=original)
     reasons = [reason for child in children if (reason := _refusal(child)) is not None]
     if reasons:
-        return Found("qk_norm_rope", refusal=f"the norms of queries and keys must be ones that it may pass over: {reasons[0]}")
+        return Found(
+            "qk_norm_rope", refusal=f"the norms of queries and keys must be ones that it may pass over: {reasons[0]}"
+        )
     kinds = {found.kind for child in children if (found := norm_in(child)) is not None}
     if len(kinds) > 1:
         return Found("qk_norm_rope", refusal="the norms of queries and keys must be of one class, width, eps and dtype")
@@ -81,12 +94,20 @@ def _step(module: nn.Module) -> Step | None:
         return None
     (name,) = names
     readable = signature(functions[name])
-    places = tuple(dict.fromkeys(names for function, names in found if readable is not None and len(names) == len(readable.rotated)))
+    places = tuple(
+        dict.fromkeys(
+            names for function, names in found if readable is not None and len(names) == len(readable.rotated)
+        )
+    )
     return Step(name, functions[name], readable, places) if readable is not None and places else None
 
 
 def _norms_in(module: nn.Module) -> set[str]:
-    children = {name: child for name, child in module._modules.items() if child is not None and child._parameters.get("weight") is not None}
+    children = {
+        name: child
+        for name, child in module._modules.items()
+        if child is not None and child._parameters.get("weight") is not None
+    }
     return {name for name, child in children.items() if norm_in(child) is not None}
 
 
@@ -138,7 +159,9 @@ def _candidate(original: Any, step: Step, child: nn.Module, form: Form, tried: T
             # The op has keys, too: none where a function takes one tensor.
             q, k = states if len(states) == 2 else (states[0], states[0][:, :0])
             weights = children[0].weight, children[-1].weight
-            done = qk_norm_rope(q, k, *weights, cos, sin, getattr(children[0], eps), interleaved=form.interleaved, **options)
+            done = qk_norm_rope(
+                q, k, *weights, cos, sin, getattr(children[0], eps), interleaved=form.interleaved, **options
+            )
             return returned(done[: len(states)], call)
         if held:
             args = (*catch_up(held, children, *args[: len(children)]), *args[len(children) :])
@@ -153,7 +176,11 @@ def _candidate(original: Any, step: Step, child: nn.Module, form: Form, tried: T
         held = with_held_norms(original, PREFIX, lambda function, names: (function, names) in places, helpers)
         return rebound(held, {step.name: rotated_alone})
 
-    words = [*([form.name] if form.name else []), f"weight_offset={options['weight_offset']:g}", f"cast={options['cast']!r}"]
+    words = [
+        *([form.name] if form.name else []),
+        f"weight_offset={options['weight_offset']:g}",
+        f"cast={options['cast']!r}",
+    ]
     return Candidate(qk_norm_rope, ", ".join(words), rotate, replacing(original, build), covers=(rope,))
 
 
@@ -180,7 +207,10 @@ def _cases(step: Step, child: nn.Module, device: torch.device, dtypes: Iterable[
                 chosen = cast_call(given, found, dtype, table)
                 if table == dtype or keeps_dtype(step.function, chosen):
                     for held in (True, False):
-                        words = f"{str(dtype).removeprefix('torch.')}, {step.name}{', float32 tables' if table != dtype else ''}"
+                        words = (
+                            f"{str(dtype).removeprefix('torch.')}, "
+                            f"{step.name}{', float32 tables' if table != dtype else ''}"
+                        )
                         label = f"{words}{'' if held else ', without norms'}, call {number + 1}"
                         yield Case(label, dtype, _run(step, child, chosen, held))
     for length in LENGTHS:
@@ -194,7 +224,11 @@ def _run(step: Step, child: nn.Module, given: dict[str, Any], held: bool) -> Run
     upstream = {f"rotated {key}": draw.normal(*given[key].shape).to(given[key].dtype) for key in found.rotated}
     # Small rows show where eps is added.
     inputs = {key: given[key] * (0.01 if number else 1.0) for number, key in enumerate(found.rotated)}
-    weights = {f"weight of {key}": draw.positive(given[key].shape[-1]).to(given[key].dtype) for key in found.rotated} if held else {}
+    weights = (
+        {f"weight of {key}": draw.positive(given[key].shape[-1]).to(given[key].dtype) for key in found.rotated}
+        if held
+        else {}
+    )
 
     def call(function: Callable[..., Any], states: Any, parameters: Any, cast: Any) -> dict[str, Tensor]:
         tables = {table: cast(given[table]) for table in found.tables}

@@ -7,9 +7,9 @@
     …                                                  …
     q, k = apply_rotary(q, k, cos, sin)                q, k = rotate(held, (self.q_norm, self.k_norm), q, k, cos, sin)
 
-While they are held, q and k have not been normalized, and no statement but a transpose sees them. Norms may be in a branch
-(then held is False before it), and the rotary function too (then the other branch catches up on them). A function of one tensor
-is treated alike.
+While they are held, q and k have not been normalized, and no statement but a transpose sees them. Norms may be in a
+branch (then held is False before it), and the rotary function too (then the other branch catches up on them). A
+function of one tensor is treated alike.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ def norms_before_rotary(function: Any, prefix: str) -> list[tuple[str, tuple[str
 
 
 def with_held_norms(
-    function: FunctionType, prefix: str, chosen: Callable[[str, tuple[str, ...]], bool], helpers: Mapping[str, Callable[..., Any]]
+    function: FunctionType,
+    prefix: str,
+    chosen: Callable[[str, tuple[str, ...]], bool],
+    helpers: Mapping[str, Callable[..., Any]],
 ) -> FunctionType:
     """The function with the helpers may, norm, rotate and catch_up at the chosen sites; its globals stay its own."""
     definition = copy_of(function)
@@ -98,25 +101,36 @@ def _sites_of(block: list[ast.stmt], module: str, prefix: str) -> Iterator[Site]
         elif isinstance(statement, ast.If):
             for number, inner in enumerate(statement.body):
                 found = _rotary(inner, prefix)
-                if found is not None and not any(_touches(s, found[0]) for s in (statement.test, *statement.body[:number])):
+                if found is not None and not any(
+                    _touches(s, found[0]) for s in (statement.test, *statement.body[:number])
+                ):
                     yield from _site(block[:last], block, *found, statement.orelse, module)
 
 
 def _rotary(statement: ast.stmt, prefix: str) -> tuple[tuple[str, ...], ast.Call] | None:
     """Return the names and the call of `q, k = apply_rotary…(q, k, …)` or `q = apply_rotary…(q, …)`, or None."""
     match statement:
-        case ast.Assign(targets=[target], value=ast.Call(func=ast.Name(id=function), args=args) as call) if function.startswith(prefix):
+        case ast.Assign(targets=[target], value=ast.Call(func=ast.Name(id=function), args=args) as call) if (
+            function.startswith(prefix)
+        ):
             elements = target.elts if isinstance(target, ast.Tuple) else [target]
             names = tuple(e.id for e in elements if isinstance(e, ast.Name))
             first, rest = args[: len(elements)], [*args[len(elements) :], *call.keywords]
-            same = [a.id for a in first if isinstance(a, ast.Name)] == list(names) and len(set(names)) == len(elements) in (1, 2)
+            same = [a.id for a in first if isinstance(a, ast.Name)] == list(names) and len(set(names)) == len(
+                elements
+            ) in (1, 2)
             if same and not any(_touches(a, names) or isinstance(a, ast.Starred) for a in rest):
                 return names, call
     return None
 
 
 def _site(
-    above: list[ast.stmt], block: list[ast.stmt], names: tuple[str, ...], rotary: ast.Call, skipped: list[ast.stmt] | None, module: str
+    above: list[ast.stmt],
+    block: list[ast.stmt],
+    names: tuple[str, ...],
+    rotary: ast.Call,
+    skipped: list[ast.stmt] | None,
+    module: str,
 ) -> Iterator[Site]:
     """Yield the site if the last statements above that use these names are their norms, all in one block."""
     found = _norms(above, names, module)
@@ -136,7 +150,9 @@ def _site(
         yield Site(names, tuple(found[name][1] for name in names), rotary, inner, first[0], branch, skipped)
 
 
-def _norms(above: list[ast.stmt], names: tuple[str, ...], module: str) -> dict[str, tuple[ast.stmt, ast.Call]] | ast.If | None:
+def _norms(
+    above: list[ast.stmt], names: tuple[str, ...], module: str
+) -> dict[str, tuple[ast.stmt, ast.Call]] | ast.If | None:
     """Return, for each name, the statement that normalizes it, after which it is only transposed.
 
     If a branch must contain these statements instead, return the branch.
@@ -160,7 +176,9 @@ def _norm(statement: ast.stmt, names: Collection[str], module: str) -> tuple[str
     match assignment(statement):
         case (name, value) if name in names:
             match _without_transpose(value):
-                case ast.Call(func=ast.Attribute(value=ast.Name(id=of)), args=[given], keywords=[]) as call if of == module:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=of)), args=[given], keywords=[]) as call if (
+                    of == module
+                ):
                     return None if isinstance(given, ast.Starred) else (name, call)
     return None
 
@@ -175,7 +193,11 @@ def _transposes(statement: ast.stmt, names: Collection[str]) -> bool:
 
 def _without_transpose(value: ast.expr) -> ast.expr:
     match value:
-        case ast.Call(func=ast.Attribute(value=inner, attr="transpose"), args=[ast.Constant(value=1), ast.Constant(value=2)], keywords=[]):
+        case ast.Call(
+            func=ast.Attribute(value=inner, attr="transpose"),
+            args=[ast.Constant(value=1), ast.Constant(value=2)],
+            keywords=[],
+        ):
             return inner
     return value
 
@@ -188,7 +210,8 @@ def _touches(node: ast.AST, names: Collection[str]) -> bool:
 
 
 def _rewrite(site: Site, held: str) -> None:
-    norms = [ast.Attribute(call.func.value, call.func.attr, ast.Load()) for call in site.calls]  # type: ignore[attr-defined]
+    methods: list[Any] = [call.func for call in site.calls]
+    norms = [ast.Attribute(method.value, method.attr, ast.Load()) for method in methods]
     pair = ast.Tuple([*norms], ast.Load())
     _insert(site.inner, site.before, _assign(held, _call(MAY, *norms)))
     if site.branch is not None:
