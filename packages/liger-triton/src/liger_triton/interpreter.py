@@ -100,6 +100,22 @@ def ignore_nan() -> None:
     builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
 
 
+def compare_to_booleans() -> None:
+    """Give the result of a comparison the dtype int1: the interpreter (Triton 3.6 to 3.9) gives it that of the operands,
+    by which later casts and splats read it; 3.9 refuses such a mask."""
+    builder: Any = interpreter.InterpreterBuilder
+    if getattr(builder.binary_op, "compares_to_booleans", False):
+        return
+    inner = builder.binary_op
+
+    def binary_op(self: Any, left: Any, right: Any, op: Any) -> Any:
+        result = inner(self, left, right, op)
+        return interpreter.TensorHandle(result.data, tl.int1) if result.data.dtype == np.bool_ else result
+
+    binary_op.compares_to_booleans = True  # type: ignore[attr-defined]
+    builder.binary_op = binary_op
+
+
 def find_builtins_once() -> None:
     """Cache the names of the builtins that the interpreter replaces; it searches all of triton.language for them at
     every call."""

@@ -19,6 +19,7 @@ from liger_core import Unsupported
 from liger_core.kernels import Kernel, Outputs
 from liger_core.private_torch import current_device, raw_stream
 from liger_triton.interpreter import (
+    compare_to_booleans,
     find_builtins_once,
     ignore_nan,
     multiply_bfloat16,
@@ -33,6 +34,7 @@ if knobs.runtime.interpret:
     round_once()
     narrow_floats()
     ignore_nan()
+    compare_to_booleans()
     find_builtins_once()
 
 NAMESPACE = "liger_triton"
