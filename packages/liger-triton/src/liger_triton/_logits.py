@@ -23,6 +23,7 @@ class Shape(NamedTuple):
 STATISTICS = Shape(4096, 8)
 # Gradient alone: .94 · .94 · .94; most shapes do.
 GRADIENT = Shape(2048, 4)
+EXPONENTIALS = Shape(4096, 8)
 
 
 @triton.jit
@@ -49,11 +50,17 @@ def capped(logits, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def bend(logits, logit_scale, softcap):
+    """Return 1 - tanh², the derivative of the cap, from the exponential: that does not cancel."""
+    decay = tl.exp(-2.0 * tl.abs(logits.to(tl.float32) * logit_scale * (1.0 / softcap)))
+    share = 1.0 / (1.0 + decay)
+    return 4.0 * decay * share * share
+
+
+@triton.jit
 def through_cap(slope, logits, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Turn the gradient over x into that over the logits; 1 - tanh² comes from the exponential and does not cancel."""
+    """Turn the gradient over x into that over the logits."""
     slope = slope * logit_scale
     if HAS_SOFTCAP:
-        decay = tl.exp(-2.0 * tl.abs(logits.to(tl.float32) * logit_scale * (1.0 / softcap)))
-        share = 1.0 / (1.0 + decay)
-        slope = slope * (4.0 * decay * share * share)
+        slope = slope * bend(logits, logit_scale, softcap)
     return slope

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.ops._token_passes import LogitOptions, Slopes, Sums
-from liger_triton._logits import GRADIENT, STATISTICS, capped, through_cap
+from liger_triton._logits import EXPONENTIALS, GRADIENT, STATISTICS, bend, capped, through_cap
 from liger_triton.launch import VECTOR, Launcher, cdiv, contiguous, fuses, power_of_two, rows_of
 
 # Chosen classes, of whatever row, that a program takes.
@@ -82,19 +82,19 @@ class TritonTokenPasses:
             BLOCK=block,
         )
 
-    def scaled_rows(self, tensor: Tensor, factor: Tensor) -> None:
-        rows, width = tensor.shape
+    def exponentials(
+        self, logits: Tensor, counted: Tensor, options: LogitOptions, sums: Sums, total: Tensor, first: int
+    ) -> None:
+        rows, width = logits.shape
         if rows:
-            block = min(GRADIENT.block, power_of_two(width))
-            scaled_rows_launch(
-                (rows, cdiv(width, block)),
-                tensor,
-                factor,
-                tensor.stride(0),
-                width,
-                BLOCK=block,
-                num_warps=GRADIENT.warps,
-            )
+            block = min(EXPONENTIALS.block, power_of_two(width))
+            exponentials_launch(
+                (rows,), logits, counted, options.inverse_temperature, sums.moments, sums.prediction, total,
+                logits.stride(0), total.stride(0), width, total.shape[1], first, options.logit_scale,
+                options.softcap or 1.0,
+                HAS_SOFTCAP=options.softcap is not None, CONTINUES=first > 0, BLOCK=block, num_warps=EXPONENTIALS.warps,
+                enable_fp_fusion=fuses(block),
+            )  # fmt: skip
 
 
 @triton.jit
@@ -308,15 +308,75 @@ def scatter_kernel(index, values, out, out_stride, first, count, entries, width,
 
 
 @triton.jit
-def scaled_rows_kernel(tensor, factor, row_stride, width, BLOCK: tl.constexpr):
-    """One program scales one block of one row in place, and reads it only where the factor is not 1."""
+def exponentials_kernel(
+    logits, counted, inverse_temperature, moments, prediction, total, row_stride, total_stride, width, hidden, first,
+    logit_scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, CONTINUES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program reads one row of a block of classes for its largest x, and again from the cache to overwrite it."""
     row = tl.program_id(0).to(tl.int64)
-    scale = tl.load(factor + row)
-    if scale == 1.0:
+    base = logits + row * row_stride
+    moments += 6 * row
+    lane = tl.arange(0, BLOCK)
+    if tl.load(counted + row) == 0:
+        number = tl.arange(0, 8)
+        tl.store(moments + number, tl.where(number == 1, 1.0, 0.0), mask=number < 6)
+        for start in range(0, width, BLOCK):
+            column = start + lane
+            tl.store(base + column, tl.zeros((BLOCK,), dtype=logits.dtype.element_ty), mask=column < width)
         return
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = tensor + row * row_stride + column
-    tl.store(at, tl.load(at, mask=column < width) * scale, mask=column < width)
+    if inverse_temperature is not None:
+        inverse = tl.load(inverse_temperature + row)
+        logit_scale = logit_scale * inverse
+        softcap = softcap * inverse
+    # The lowest finite number, as in statistics_kernel.
+    highest = tl.zeros((BLOCK,), dtype=tl.float32) - 3.4028234663852886e38
+    best = tl.zeros((BLOCK,), dtype=tl.int64)
+    for start in range(0, width, BLOCK):
+        column = start + lane
+        mask = column < width
+        x = capped(tl.load(base + column, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
+        x = tl.where(mask, x, float("-inf"))
+        if prediction is not None:
+            best = tl.where(x > highest, first + column, best)
+        highest = tl.where(x > highest, x, highest)
+    top = tl.max(highest, 0)
+    exp_sum = 0.0
+    if prediction is not None:
+        chosen = tl.min(tl.where(highest == top, best, first + width), 0)
+    if CONTINUES:
+        before = tl.load(moments)
+        if top > before:
+            factor = tl.exp2((before - top) * 1.4426950408889634)
+            for start in range(0, hidden, BLOCK):
+                at = total + row * total_stride + start + lane
+                mask = start + lane < hidden
+                tl.store(at, tl.load(at, mask=mask) * factor, mask=mask)
+            exp_sum = tl.load(moments + 1) * factor
+            if prediction is not None:
+                tl.store(prediction + row, chosen)
+        else:
+            top = before
+            exp_sum = tl.load(moments + 1)
+    else:
+        number = tl.arange(0, 8)
+        tl.store(moments + number, tl.zeros((8,), dtype=tl.float32), mask=(number > 1) & (number < 6))
+        if prediction is not None:
+            tl.store(prediction + row, chosen)
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + lane
+        mask = column < width
+        loaded = tl.load(base + column, mask=mask, other=0.0)
+        # The mask keeps the product that x may be from being fused into x - m, where m is a rounded one.
+        x = tl.where(mask, capped(loaded, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
+        e = tl.exp2((x - top) * 1.4426950408889634)
+        sums += e
+        if HAS_SOFTCAP:
+            e = e * bend(loaded, logit_scale, softcap)
+        tl.store(base + column, e.to(logits.dtype.element_ty), mask=mask)
+    tl.store(moments, top)
+    tl.store(moments + 1, exp_sum + tl.sum(sums, 0))
 
 
 statistics_launch = Launcher(statistics_kernel)
@@ -324,4 +384,4 @@ selected_launch = Launcher(selected_kernel)
 derivative_launch = Launcher(derivative_kernel)
 chosen_launch = Launcher(chosen_kernel)
 scatter_launch = Launcher(scatter_kernel)
-scaled_rows_launch = Launcher(scaled_rows_kernel)
+exponentials_launch = Launcher(exponentials_kernel)

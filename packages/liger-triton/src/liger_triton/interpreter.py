@@ -101,8 +101,10 @@ def ignore_nan() -> None:
 
 
 def compare_to_booleans() -> None:
-    """Give the result of a comparison the dtype int1: the interpreter (Triton 3.6 to 3.9) gives it that of the operands,
-    by which later casts and splats read it; 3.9 refuses such a mask."""
+    """Give the result of a comparison the dtype int1: the interpreter (Triton 3.6 to 3.9) gives it that of its operands.
+
+    Casts and splats read the data by that dtype, and Triton 3.9 refuses such a mask.
+    """
     builder: Any = interpreter.InterpreterBuilder
     if getattr(builder.binary_op, "compares_to_booleans", False):
         return

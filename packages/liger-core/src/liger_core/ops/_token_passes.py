@@ -122,8 +122,14 @@ class TokenPasses(Protocol):
         Rows that are not counted get 0; out may be logits.
         """
 
-    def scaled_rows(self, tensor: Tensor, factor: Tensor) -> None:
-        """Multiply each row by its factor, in place; most factors are 1, and their rows need not be read."""
+    def exponentials(
+        self, logits: Tensor, counted: Tensor, options: LogitOptions, sums: Sums, total: Tensor, first: int
+    ) -> None:
+        """Add a block to the sums m and d, overwrite it by e^(x - m) · 1/s · d x / d logits, where s is the scale of x,
+        and multiply those rows of `total` (rows, width) whose m has risen by e^(m before - m).
+
+        Rows that are not counted get 0; with first = 0 the sums begin, and `total` is not read.
+        """
 
 
 class Slopes(NamedTuple):
@@ -208,8 +214,18 @@ class TorchTokenPasses:
                 slope = slope * (1.0 - (x / softcap).square())
             out[rows] = torch.where(part.counted[:, None], slope, 0.0).to(out.dtype)
 
-    def scaled_rows(self, tensor: Tensor, factor: Tensor) -> None:
-        tensor.mul_(factor[:, None])
+    def exponentials(
+        self, logits: Tensor, counted: Tensor, options: LogitOptions, sums: Sums, total: Tensor, first: int
+    ) -> None:
+        before = sums.moments[:, 0].clone()
+        self.statistics(logits, counted, options, sums, first)
+        top = sums.moments[:, 0]
+        if first:
+            total.mul_(torch.where(counted, (before - top).exp(), 1.0)[:, None])
+        for rows in blocks(logits):
+            x = _transformed(logits[rows], options, rows)
+            slope = (x - top[rows, None]).exp() * options.of(rows, slice(None)).bend(x)
+            logits[rows] = torch.where(counted[rows, None], slope, 0.0).to(logits.dtype)
 
 
 def blocks(tensor: Tensor) -> list[slice]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from liger_core.matmul import multiply
 from liger_core.ops._inputs import accumulator
-from liger_core.ops._token_passes import MOMENTS, LogitOptions, Slopes, TokenPasses
+from liger_core.ops._token_passes import LogitOptions, Sums, TokenPasses
 from liger_core.ops.head.head import Head
 from liger_core.ops.head.loop import Cut, Tile
 from liger_core.ops.head.rows import slices
@@ -59,25 +59,12 @@ class HeadDerivative:
         """Return the memory of E for these rows."""
         return self.kept[rows] if self.total is self.kept else self.total[: rows.stop - rows.start]
 
-    def add(self, tile: Tile, options: LogitOptions, moments: Tensor) -> None:
-        """Add the classes of a tile, whose logits it overwrites. `moments`: those of its rows, this tile included."""
-        total, first, top = self.sum_of(tile.rows), tile.classes.start, moments[:, 0]
-        if first:
-            counted = self.head.target[tile.rows]
-            self.passes.scaled_rows(total, torch.where(counted, (self.top[tile.rows] - top).exp(), 1.0))
-        self.top[tile.rows] = top
-        # (a + …) · p with p = e^(x - m) / 1: the slope of the log-normalizer, but for the factor that all of a row
-        # have.
-        unit = options.unit(top)
-        terms, sums = top.new_zeros(top.shape[0], 4), top.new_zeros(top.shape[0], MOMENTS)
-        terms[:, 0] = torch.where(unit == 0, 1.0, 1.0 / unit)
-        sums[:, 0], sums[:, 1] = top, 1.0
-        nothing = top.new_zeros(top.shape[0], 1)
-        slopes = Slopes(
-            self.head.target[tile.rows], sums, terms, torch.full_like(nothing, -1, dtype=torch.int64), nothing, nothing
-        )
-        self.passes.derivative(tile.logits, slopes, options, tile.slope, first)
-        multiply(total, tile.slope, self.head.weight[tile.classes], None if first == 0 else total)
+    def add(self, tile: Tile, options: LogitOptions, sums: Sums) -> None:
+        """Add the classes of a tile to the sums of its rows and to E; the tile's logits are overwritten."""
+        total, first = self.sum_of(tile.rows), tile.classes.start
+        self.passes.exponentials(tile.logits, self.head.target[tile.rows], options, sums, total, first)
+        self.top[tile.rows] = sums.moments[:, 0]
+        multiply(total, tile.logits, self.head.weight[tile.classes], None if first == 0 else total)
 
     def finish(self, rows: slice, moments: Tensor, selected: Tensor) -> None:
         """Turn the sums of these rows into what is kept, from their moments over all shards and the targets' logits."""

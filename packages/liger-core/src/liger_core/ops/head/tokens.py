@@ -131,10 +131,11 @@ class TokenLoop:
         for tile in Tiles(head, cut, kept, wide) if classes else ():
             part, first, of_tile = tile.rows, tile.classes.start, ours.of(tile.rows, tile.classes)
             sums = Sums(inner.moments[part], None if inner.prediction is None else inner.prediction[part], asked)
-            self.passes.statistics(tile.logits, counted[part], of_tile, sums, first)
+            if derivative is None:
+                self.passes.statistics(tile.logits, counted[part], of_tile, sums, first)
             self.passes.selected(tile.logits, local[part], of_tile, inner.selected[part], first)
             if derivative is not None:
-                derivative.add(tile, of_tile, inner.moments[part])
+                derivative.add(tile, of_tile, sums)
                 if vocab.group is None and tile.classes.stop == classes:
                     derivative.finish(part, inner.moments[part], inner.selected[part])
         Exchange(vocab, asked).merge(
