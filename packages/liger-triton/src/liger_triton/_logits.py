@@ -23,7 +23,6 @@ class Shape(NamedTuple):
 STATISTICS = Shape(4096, 8)
 # Gradient alone: .94 · .94 · .94; most shapes do.
 GRADIENT = Shape(2048, 4)
-EXPONENTIALS = Shape(4096, 8)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.ops._token_passes import LogitOptions, Slopes, Sums
-from liger_triton._logits import EXPONENTIALS, GRADIENT, STATISTICS, bend, capped, through_cap
+from liger_triton._logits import GRADIENT, STATISTICS, bend, capped, through_cap
 from liger_triton.launch import VECTOR, Launcher, cdiv, contiguous, fuses, power_of_two, rows_of
 
 # Chosen classes, of whatever row, that a program takes.
@@ -87,13 +87,25 @@ class TritonTokenPasses:
     ) -> None:
         rows, width = logits.shape
         if rows:
-            block = min(EXPONENTIALS.block, power_of_two(width))
+            block = power_of_two(width)
             exponentials_launch(
                 (rows,), logits, counted, options.inverse_temperature, sums.moments, sums.prediction, total,
                 logits.stride(0), total.stride(0), width, total.shape[1], first, options.logit_scale,
                 options.softcap or 1.0,
-                HAS_SOFTCAP=options.softcap is not None, CONTINUES=first > 0, BLOCK=block, num_warps=EXPONENTIALS.warps,
-                enable_fp_fusion=fuses(block),
+                HAS_SOFTCAP=options.softcap is not None, CONTINUES=first > 0, BLOCK=block,
+                num_warps=max(1, min(16, block // 1024)), enable_fp_fusion=fuses(block),
+            )  # fmt: skip
+
+    def combined(
+        self, out: Tensor, total: Tensor, factor: Tensor, weight: Tensor, index: Tensor, slope: Tensor
+    ) -> None:
+        rows, width = total.shape
+        if rows:
+            block = min(GRADIENT.block, power_of_two(width))
+            combined_launch(
+                (rows, cdiv(width, block)), out, total, factor, weight, index.contiguous(), slope.contiguous(),
+                out.stride(0), total.stride(0), weight.stride(0), weight.stride(1), width, weight.shape[0],
+                index.shape[1], BLOCK=block, num_warps=GRADIENT.warps,
             )  # fmt: skip
 
 
@@ -313,7 +325,7 @@ def exponentials_kernel(
     logit_scale, softcap,
     HAS_SOFTCAP: tl.constexpr, CONTINUES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program reads one row of a block of classes for its largest x, and again from the cache to overwrite it."""
+    """One program holds one row of a block of classes and overwrites it."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
     moments += 6 * row
@@ -321,62 +333,64 @@ def exponentials_kernel(
     if tl.load(counted + row) == 0:
         number = tl.arange(0, 8)
         tl.store(moments + number, tl.where(number == 1, 1.0, 0.0), mask=number < 6)
-        for start in range(0, width, BLOCK):
-            column = start + lane
-            tl.store(base + column, tl.zeros((BLOCK,), dtype=logits.dtype.element_ty), mask=column < width)
+        tl.store(base + lane, tl.zeros((BLOCK,), dtype=logits.dtype.element_ty), mask=lane < width)
         return
     if inverse_temperature is not None:
         inverse = tl.load(inverse_temperature + row)
         logit_scale = logit_scale * inverse
         softcap = softcap * inverse
+    mask = lane < width
+    loaded = tl.load(base + lane, mask=mask, other=0.0)
+    # The mask keeps the product that x may be from being fused into x - m, where m is a rounded one.
+    x = tl.where(mask, capped(loaded, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
     # The lowest finite number, as in statistics_kernel.
-    highest = tl.zeros((BLOCK,), dtype=tl.float32) - 3.4028234663852886e38
-    best = tl.zeros((BLOCK,), dtype=tl.int64)
-    for start in range(0, width, BLOCK):
-        column = start + lane
-        mask = column < width
-        x = capped(tl.load(base + column, mask=mask, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
-        x = tl.where(mask, x, float("-inf"))
-        if prediction is not None:
-            best = tl.where(x > highest, first + column, best)
-        highest = tl.where(x > highest, x, highest)
-    top = tl.max(highest, 0)
+    highest = tl.maximum(tl.max(x, 0), -3.4028234663852886e38)
+    top = highest
     exp_sum = 0.0
-    if prediction is not None:
-        chosen = tl.min(tl.where(highest == top, best, first + width), 0)
+    number = tl.arange(0, 8)
     if CONTINUES:
         before = tl.load(moments)
+        exp_sum = tl.load(moments + 1)
+        top = tl.maximum(before, top)
         if top > before:
             factor = tl.exp2((before - top) * 1.4426950408889634)
+            exp_sum *= factor
             for start in range(0, hidden, BLOCK):
+                inside = start + lane < hidden
                 at = total + row * total_stride + start + lane
-                mask = start + lane < hidden
-                tl.store(at, tl.load(at, mask=mask) * factor, mask=mask)
-            exp_sum = tl.load(moments + 1) * factor
-            if prediction is not None:
-                tl.store(prediction + row, chosen)
-        else:
-            top = before
-            exp_sum = tl.load(moments + 1)
+                tl.store(at, tl.load(at, mask=inside) * factor, mask=inside)
     else:
-        number = tl.arange(0, 8)
+        before = float("-inf")
         tl.store(moments + number, tl.zeros((8,), dtype=tl.float32), mask=(number > 1) & (number < 6))
-        if prediction is not None:
-            tl.store(prediction + row, chosen)
-    sums = tl.zeros((BLOCK,), dtype=tl.float32)
-    for start in range(0, width, BLOCK):
-        column = start + lane
-        mask = column < width
-        loaded = tl.load(base + column, mask=mask, other=0.0)
-        # The mask keeps the product that x may be from being fused into x - m, where m is a rounded one.
-        x = tl.where(mask, capped(loaded, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
-        e = tl.exp2((x - top) * 1.4426950408889634)
-        sums += e
-        if HAS_SOFTCAP:
-            e = e * bend(loaded, logit_scale, softcap)
-        tl.store(base + column, e.to(logits.dtype.element_ty), mask=mask)
+    if prediction is not None:  # noqa: SIM102
+        if highest > before:
+            # The first class of a row without a possible one.
+            tl.store(prediction + row, first + tl.min(tl.where(x == highest, lane, BLOCK), 0) % BLOCK)
+    e = tl.exp2((x - top) * 1.4426950408889634)
     tl.store(moments, top)
-    tl.store(moments + 1, exp_sum + tl.sum(sums, 0))
+    tl.store(moments + 1, exp_sum + tl.sum(e, 0))
+    if HAS_SOFTCAP:
+        e = e * bend(loaded, logit_scale, softcap)
+    tl.store(base + lane, e.to(logits.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def combined_kernel(
+    out, total, factor, weight, index, slope, out_stride, total_stride, weight_row, weight_column, width, classes,
+    count, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program writes one block of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    value = tl.load(total + row * total_stride + column, mask=mask, other=0.0).to(tl.float32)
+    value *= tl.load(factor + row)
+    for k in range(0, count):
+        chosen = tl.load(index + row * count + k)
+        if (chosen >= 0) & (chosen < classes):
+            part = tl.load(weight + chosen * weight_row + column * weight_column, mask=mask, other=0.0)
+            value += tl.load(slope + row * count + k) * part.to(tl.float32)
+    tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=mask)
 
 
 statistics_launch = Launcher(statistics_kernel)
@@ -385,3 +399,4 @@ derivative_launch = Launcher(derivative_kernel)
 chosen_launch = Launcher(chosen_kernel)
 scatter_launch = Launcher(scatter_kernel)
 exponentials_launch = Launcher(exponentials_kernel)
+combined_launch = Launcher(combined_kernel)

@@ -101,7 +101,7 @@ def ignore_nan() -> None:
 
 
 def compare_to_booleans() -> None:
-    """Give the result of a comparison the dtype int1: the interpreter (Triton 3.6 to 3.9) gives it that of its operands.
+    """Give a comparison the dtype int1: the interpreter (Triton 3.6 to 3.9) gives it that of its operands.
 
     Casts and splats read the data by that dtype, and Triton 3.9 refuses such a mask.
     """

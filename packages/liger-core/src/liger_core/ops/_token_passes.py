@@ -131,6 +131,14 @@ class TokenPasses(Protocol):
         Rows that are not counted get 0; with first = 0 the sums begin, and `total` is not read.
         """
 
+    def combined(
+        self, out: Tensor, total: Tensor, factor: Tensor, weight: Tensor, index: Tensor, slope: Tensor
+    ) -> None:
+        """Write out = factor · total + Σ_k slope_k · weight[index_k] for each row, rounded once; out may be total.
+
+        Classes that are not in weight add nothing; index and slope are (rows, K).
+        """
+
 
 class Slopes(NamedTuple):
     """The tensors from which the gradient with respect to the logits is computed.
@@ -226,6 +234,17 @@ class TorchTokenPasses:
             x = _transformed(logits[rows], options, rows)
             slope = (x - top[rows, None]).exp() * options.of(rows, slice(None)).bend(x)
             logits[rows] = torch.where(counted[rows, None], slope, 0.0).to(logits.dtype)
+
+    def combined(
+        self, out: Tensor, total: Tensor, factor: Tensor, weight: Tensor, index: Tensor, slope: Tensor
+    ) -> None:
+        inside, local = _local(index, 0, weight.shape[0])
+        slope = torch.where(inside, slope, 0.0)
+        for rows in blocks(total):
+            value = total[rows] * factor[rows, None]
+            for k in range(index.shape[1] if weight.shape[0] else 0):
+                value.addcmul_(weight.index_select(0, local[rows, k]), slope[rows, k, None])
+            out[rows] = value
 
 
 def blocks(tensor: Tensor) -> list[slice]:

@@ -25,11 +25,7 @@ from liger_core.ops._inputs import accumulator
 from liger_core.ops._token_passes import LogitOptions, Sums, TokenPasses
 from liger_core.ops.head.head import Head
 from liger_core.ops.head.loop import Cut, Tile
-from liger_core.ops.head.rows import slices
 from liger_core.ops.head.shards import RowSum
-
-# Rows of the gradient that are held in float32 at a time.
-ROWS = 4096
 
 
 class HeadDerivative:
@@ -75,20 +71,15 @@ class HeadDerivative:
             total.zero_()
         # An ignored row has no gradient, whatever its logits are.
         counted = self.head.target[rows]
-        total.mul_(torch.where(counted, -factor, 0.0)[:, None])
-        if local.shape[1] == 1:
-            memory = None if self.total is self.kept else kept
-            add_chosen(
-                total,
-                self.head.weight,
-                torch.where(counted, local[:, 0], -1),
-                chosen_slopes(options, selected, kept.dtype)[:, 0],
-                memory,
-            )
-        self.ranks.start(total)
-        self.ranks.end(total)
-        if self.total is not self.kept:
-            kept.copy_(total)
+        index = torch.where(counted[:, None], local, -1) if local.shape[1] == 1 else local[:, :0]
+        slope = chosen_slopes(options, selected, kept.dtype)[:, : index.shape[1]]
+        out = total if self.ranks.shared else kept
+        self.passes.combined(out, total, torch.where(counted, -factor, 0.0), self.head.weight, index, slope)
+        if self.ranks.shared:
+            self.ranks.start(total)
+            self.ranks.end(total)
+            if total is not kept:
+                kept.copy_(total)
 
 
 def chosen_slopes(options: LogitOptions, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -96,22 +87,9 @@ def chosen_slopes(options: LogitOptions, x: Tensor, dtype: torch.dtype) -> Tenso
     return options.unit(x[:, 0])[:, None] * options.bend(x).to(dtype).to(x.dtype)
 
 
-def add_chosen(total: Tensor, weight: Tensor, index: Tensor, factor: Tensor, memory: Tensor | None = None) -> None:
-    """total += factor · weight[index], row by row, in those rows whose index is one of weight."""
-    if not weight.shape[0]:
-        return
-    inside = (index >= 0) & (index < weight.shape[0])
-    chosen = torch.index_select(weight, 0, torch.where(inside, index, 0), out=memory)
-    total.addcmul_(chosen, torch.where(inside, factor, 0.0)[:, None])
-
-
-def derived(out: Tensor, kept: Tensor, gradient: Tensor, weight: Tensor, chosen: Tensor, slope: Tensor) -> None:
+def derived(
+    passes: TokenPasses, out: Tensor, kept: Tensor, gradient: Tensor, weight: Tensor, chosen: Tensor, slope: Tensor
+) -> None:
     """out = the gradient of hidden, from what is kept and the gradients (N, K) of the log-probabilities."""
-    if gradient.shape[1] == 1:
-        torch.mul(kept, gradient, out=out)
-        return
-    for rows in slices(slice(0, kept.shape[0]), ROWS):
-        total = kept[rows] * gradient[rows].sum(-1, keepdim=True)
-        for index, factor in zip(chosen[rows].unbind(1), (gradient[rows] * slope[rows]).unbind(1), strict=True):
-            add_chosen(total, weight, index, factor)
-        out[rows] = total
+    several = slice(None if gradient.shape[1] > 1 else 0)
+    passes.combined(out, kept, gradient.sum(-1), weight, chosen[:, several], (gradient * slope)[:, several])

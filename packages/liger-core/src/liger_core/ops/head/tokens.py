@@ -181,6 +181,7 @@ class TokenLoop:
                 rows.like(gradients.grad_hidden),
             )
             derived(
+                self.passes,
                 out,
                 derivative[: chosen.shape[0]],
                 gradient,
