@@ -79,14 +79,6 @@ def test_a_graph_that_is_kept_gives_the_same_gradient_again(device: torch.device
     assert torch.equal(first, last)
 
 
-@pytest.mark.parametrize("budget", [BUDGET, NARROW])
-def test_predictions_are_the_classes_of_the_largest_logits(budget: int, device: torch.device) -> None:
-    hidden, weight = hidden_and_weight(device)
-    target = targets(device)
-    _, prediction = linear_log_prob(hidden, weight, target, budget=budget, return_prediction=True)
-    assert torch.equal(prediction, torch.where(target == -100, -1, (hidden @ weight.t()).argmax(-1)))
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "narrow": {"budget": NARROW},

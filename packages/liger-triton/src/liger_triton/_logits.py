@@ -23,6 +23,8 @@ class Shape(NamedTuple):
 STATISTICS = Shape(4096, 8)
 # Gradient alone: .94 · .94 · .94; most shapes do.
 GRADIENT = Shape(2048, 4)
+# In place: .97 of a copy with hints for the cache, .68 without; few rows at a time, which fit in it.
+EXPONENTIALS = Shape(4096, 16)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.ops._token_passes import LogitOptions, Slopes, Sums
-from liger_triton._logits import GRADIENT, STATISTICS, bend, capped, through_cap
+from liger_triton._logits import EXPONENTIALS, GRADIENT, STATISTICS, bend, capped, through_cap
 from liger_triton.launch import VECTOR, Launcher, cdiv, contiguous, fuses, power_of_two, rows_of
 
 # Chosen classes, of whatever row, that a program takes.
@@ -83,17 +83,16 @@ class TritonTokenPasses:
         )
 
     def exponentials(
-        self, logits: Tensor, counted: Tensor, options: LogitOptions, sums: Sums, total: Tensor, first: int
+        self, logits: Tensor, counted: Tensor, options: LogitOptions, moments: Tensor, total: Tensor, first: int
     ) -> None:
         rows, width = logits.shape
         if rows:
-            block = power_of_two(width)
+            block = min(EXPONENTIALS.block, power_of_two(width))
             exponentials_launch(
-                (rows,), logits, counted, options.inverse_temperature, sums.moments, sums.prediction, total,
-                logits.stride(0), total.stride(0), width, total.shape[1], first, options.logit_scale,
-                options.softcap or 1.0,
+                (rows,), logits, counted, options.inverse_temperature, moments, total, logits.stride(0),
+                total.stride(0), width, total.shape[1], options.logit_scale, options.softcap or 1.0,
                 HAS_SOFTCAP=options.softcap is not None, CONTINUES=first > 0, BLOCK=block,
-                num_warps=max(1, min(16, block // 1024)), enable_fp_fusion=fuses(block),
+                num_warps=EXPONENTIALS.warps, enable_fp_fusion=fuses(block),
             )  # fmt: skip
 
     def combined(
@@ -321,11 +320,10 @@ def scatter_kernel(index, values, out, out_stride, first, count, entries, width,
 
 @triton.jit
 def exponentials_kernel(
-    logits, counted, inverse_temperature, moments, prediction, total, row_stride, total_stride, width, hidden, first,
-    logit_scale, softcap,
+    logits, counted, inverse_temperature, moments, total, row_stride, total_stride, width, hidden, logit_scale, softcap,
     HAS_SOFTCAP: tl.constexpr, CONTINUES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program holds one row of a block of classes and overwrites it."""
+    """One program reads one row of a block of classes for its largest x, and again from the cache to overwrite it."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
     moments += 6 * row
@@ -333,25 +331,26 @@ def exponentials_kernel(
     if tl.load(counted + row) == 0:
         number = tl.arange(0, 8)
         tl.store(moments + number, tl.where(number == 1, 1.0, 0.0), mask=number < 6)
-        tl.store(base + lane, tl.zeros((BLOCK,), dtype=logits.dtype.element_ty), mask=lane < width)
+        for start in range(0, width, BLOCK):
+            tl.store(base + start + lane, tl.zeros((BLOCK,), logits.dtype.element_ty), mask=start + lane < width)
         return
     if inverse_temperature is not None:
         inverse = tl.load(inverse_temperature + row)
         logit_scale = logit_scale * inverse
         softcap = softcap * inverse
-    mask = lane < width
-    loaded = tl.load(base + lane, mask=mask, other=0.0)
-    # The mask keeps the product that x may be from being fused into x - m, where m is a rounded one.
-    x = tl.where(mask, capped(loaded, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
     # The lowest finite number, as in statistics_kernel.
-    highest = tl.maximum(tl.max(x, 0), -3.4028234663852886e38)
-    top = highest
+    highest = tl.zeros((BLOCK,), dtype=tl.float32) - 3.4028234663852886e38
+    for start in range(0, width, BLOCK):
+        column = start + lane
+        mask = column < width
+        loaded = tl.load(base + column, mask=mask, other=0.0, eviction_policy="evict_last")
+        x = tl.where(mask, capped(loaded, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
+        highest = tl.maximum(highest, x)
+    top = tl.max(highest, 0)
     exp_sum = 0.0
-    number = tl.arange(0, 8)
     if CONTINUES:
         before = tl.load(moments)
         exp_sum = tl.load(moments + 1)
-        top = tl.maximum(before, top)
         if top > before:
             factor = tl.exp2((before - top) * 1.4426950408889634)
             exp_sum *= factor
@@ -359,19 +358,24 @@ def exponentials_kernel(
                 inside = start + lane < hidden
                 at = total + row * total_stride + start + lane
                 tl.store(at, tl.load(at, mask=inside) * factor, mask=inside)
+        top = tl.maximum(before, top)
     else:
-        before = float("-inf")
+        number = tl.arange(0, 8)
         tl.store(moments + number, tl.zeros((8,), dtype=tl.float32), mask=(number > 1) & (number < 6))
-    if prediction is not None:  # noqa: SIM102
-        if highest > before:
-            # The first class of a row without a possible one.
-            tl.store(prediction + row, first + tl.min(tl.where(x == highest, lane, BLOCK), 0) % BLOCK)
-    e = tl.exp2((x - top) * 1.4426950408889634)
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + lane
+        mask = column < width
+        loaded = tl.load(base + column, mask=mask, other=0.0, eviction_policy="evict_first")
+        # The mask keeps the product that x may be from being fused into x - m, where m is a rounded one.
+        x = tl.where(mask, capped(loaded, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
+        e = tl.exp2((x - top) * 1.4426950408889634)
+        sums += e
+        if HAS_SOFTCAP:
+            e = e * bend(loaded, logit_scale, softcap)
+        tl.store(base + column, e.to(logits.dtype.element_ty), mask=mask)
     tl.store(moments, top)
-    tl.store(moments + 1, exp_sum + tl.sum(e, 0))
-    if HAS_SOFTCAP:
-        e = e * bend(loaded, logit_scale, softcap)
-    tl.store(base + lane, e.to(logits.dtype.element_ty), mask=mask)
+    tl.store(moments + 1, exp_sum + tl.sum(sums, 0))
 
 
 @triton.jit

@@ -123,7 +123,7 @@ class TokenPasses(Protocol):
         """
 
     def exponentials(
-        self, logits: Tensor, counted: Tensor, options: LogitOptions, sums: Sums, total: Tensor, first: int
+        self, logits: Tensor, counted: Tensor, options: LogitOptions, moments: Tensor, total: Tensor, first: int
     ) -> None:
         """Add a block to the sums m and d, overwrite it by e^(x - m) · 1/s · d x / d logits, where s is the scale of x,
         and multiply those rows of `total` (rows, width) whose m has risen by e^(m before - m).
@@ -223,11 +223,11 @@ class TorchTokenPasses:
             out[rows] = torch.where(part.counted[:, None], slope, 0.0).to(out.dtype)
 
     def exponentials(
-        self, logits: Tensor, counted: Tensor, options: LogitOptions, sums: Sums, total: Tensor, first: int
+        self, logits: Tensor, counted: Tensor, options: LogitOptions, moments: Tensor, total: Tensor, first: int
     ) -> None:
-        before = sums.moments[:, 0].clone()
-        self.statistics(logits, counted, options, sums, first)
-        top = sums.moments[:, 0]
+        before = moments[:, 0].clone()
+        self.statistics(logits, counted, options, Sums(moments, None, ResultOptions()), first)
+        top = moments[:, 0]
         if first:
             total.mul_(torch.where(counted, (before - top).exp(), 1.0)[:, None])
         for rows in blocks(logits):

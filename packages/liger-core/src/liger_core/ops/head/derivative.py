@@ -22,7 +22,7 @@ from torch import Tensor
 
 from liger_core.matmul import multiply
 from liger_core.ops._inputs import accumulator
-from liger_core.ops._token_passes import LogitOptions, Sums, TokenPasses
+from liger_core.ops._token_passes import LogitOptions, TokenPasses
 from liger_core.ops.head.head import Head
 from liger_core.ops.head.loop import Cut, Tile
 from liger_core.ops.head.shards import RowSum
@@ -55,11 +55,11 @@ class HeadDerivative:
         """Return the memory of E for these rows."""
         return self.kept[rows] if self.total is self.kept else self.total[: rows.stop - rows.start]
 
-    def add(self, tile: Tile, options: LogitOptions, sums: Sums) -> None:
+    def add(self, tile: Tile, options: LogitOptions, moments: Tensor) -> None:
         """Add the classes of a tile to the sums of its rows and to E; the tile's logits are overwritten."""
         total, first = self.sum_of(tile.rows), tile.classes.start
-        self.passes.exponentials(tile.logits, self.head.target[tile.rows], options, sums, total, first)
-        self.top[tile.rows] = sums.moments[:, 0]
+        self.passes.exponentials(tile.logits, self.head.target[tile.rows], options, moments, total, first)
+        self.top[tile.rows] = moments[:, 0]
         multiply(total, tile.logits, self.head.weight[tile.classes], None if first == 0 else total)
 
     def finish(self, rows: slice, moments: Tensor, selected: Tensor) -> None:

@@ -44,8 +44,8 @@ HALF_CHUNK = 4096
 # multiple of. The gradient of hidden is read and written in float32 once a block, which takes 1 % of a step on an H200;
 # 64 classes for each of its 132 processors fill these with whole waves of tiles (8192: 3 % slower).
 BLOCK, NARROW, BLOCKS, MULTIPLE = 8448, 2048, 4, 128
-# Classes of a block that is held in registers while it is overwritten.
-HELD = 16384
+# A sum in float32 beside a block gets one part in SUMMED of the budget.
+SUMMED = 4
 # Blocks of the gradient where all logits are kept and must stay.
 KEPT_BLOCKS = 8
 
@@ -193,11 +193,11 @@ def summing(
         return None
     held -= min(64 * rows, held // 64) + (rows * width * wide.itemsize if several else 0)
     beside, block = 0 if several or wide == dtype else width * wide.itemsize, min(BLOCK, -(-classes // BLOCKS))
-    if beside:
-        # The sum is read and written once a block, which a pass holds in registers.
-        block = max(block, min(HELD, classes))
-    length = rows if several or shared else _rounded(max(0, held) // (beside + block * dtype.itemsize), rows)
+    # The sum is read and written once a block: fewer rows with more classes each take less time.
+    most = held // SUMMED // beside if beside else held // (block * dtype.itemsize)
+    length = rows if several or shared else _rounded(max(0, most), rows)
     room = (held - length * beside) // max(1, length * dtype.itemsize)
+    block = classes if beside else block
     return None if room < min(NARROW, -(-classes // BLOCKS)) else Cut(length, _rounded(room, block), 0, dtype)
 
 

@@ -130,12 +130,12 @@ class TokenLoop:
             derivative = HeadDerivative(self.passes, head, ours, cut, results.derivative, local, ranks)
         for tile in Tiles(head, cut, kept, wide) if classes else ():
             part, first, of_tile = tile.rows, tile.classes.start, ours.of(tile.rows, tile.classes)
-            sums = Sums(inner.moments[part], None if inner.prediction is None else inner.prediction[part], asked)
             if derivative is None:
+                sums = Sums(inner.moments[part], None if inner.prediction is None else inner.prediction[part], asked)
                 self.passes.statistics(tile.logits, counted[part], of_tile, sums, first)
             self.passes.selected(tile.logits, local[part], of_tile, inner.selected[part], first)
             if derivative is not None:
-                derivative.add(tile, of_tile, sums)
+                derivative.add(tile, of_tile, inner.moments[part])
                 if vocab.group is None and tile.classes.stop == classes:
                     derivative.finish(part, inner.moments[part], inner.selected[part])
         Exchange(vocab, asked).merge(
@@ -313,4 +313,4 @@ def _derivative_cut(
     head: Head, wide: bool, chunks: ChunkOptions, vocab: Vocabulary, asked: ResultOptions, needs: list[bool]
 ) -> Cut | None:
     """Return the cut where only hidden needs a gradient, of log-probabilities alone, and the logits do not fit."""
-    return chunks.derivative(head, vocab) if needs == [True, False, False] and not wide and not any(asked[:5]) else None
+    return chunks.derivative(head, vocab) if needs == [True, False, False] and not wide and not any(asked) else None
