@@ -452,7 +452,7 @@ MODELS = (
     ),
     Mutant(
         "a rule of a plugin that fails takes apply with it",
-        "liger_hf.discovery:_rules_of",
+        "liger_hf.discovery:_load_rules",
         "replace(rule, look=_1)",
         "rule",
         "tests/hf/test_rules.py::test_a_rule_of_a_plugin_that_fails_leaves_the_others_alone",

@@ -54,7 +54,7 @@ def inspect(
         raise OptionError(
             f"liger inspect: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.{nearest(dtype, DTYPES)}"
         )
-    # Here: the other commands need no Transformers, whose import takes seconds; nor does a wrong name need all of it.
+    # Imported here: Transformers takes seconds to import, and other commands and a wrong name do without it.
     from liger_hf.configs import config_of
 
     config = config_of(model)

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from liger_core import OptionError
@@ -18,11 +18,11 @@ from liger_hf.private_transformers import LIGER_KERNEL, forget_liger_kernel
 from liger_hf.report import Report
 
 NAME = "liger_kernel"
-# The oldest that Transformers takes; the label says whose it is.
+# The oldest version that Transformers accepts; the label says that it is ours.
 VERSION = "0.3.0+liger.hf"
 # Keys of liger_kernel_config beside the names of our ops. cross_entropy alone would keep all the logits.
 OTHER_KEYS = {"fused_linear_cross_entropy": "linear_cross_entropy", "cross_entropy": None}
-# liger-kernel has one op for norms: leaving it out also leaves out those that do more.
+# liger-kernel has one op for norms, so leaving it out also leaves out the ops that contain a norm.
 MORE_THAN_NORMS = {
     "rms_norm": ("add_rms_norm", "qk_norm_rope", "gated_rms_norm", "modulated_rms_norm"),
     "layer_norm": ("add_layer_norm", "modulated_layer_norm"),
@@ -38,7 +38,7 @@ class StandIn:
         self.modules = modules
 
     def undo(self) -> None:
-        """Remove the stand-in; models stay as they are, and a second call does nothing."""
+        """Remove the stand-in; models are unchanged, and a second call does nothing."""
         for name, module in self.modules.items():
             if sys.modules.get(name) is module:
                 del sys.modules[name]
@@ -49,9 +49,7 @@ class StandIn:
     def __enter__(self) -> StandIn:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
 
@@ -68,11 +66,11 @@ def install(show: Callable[[Report], Any] | None = print) -> StandIn:
     """
     if _installed:
         return _installed[0]
-    found = sys.modules.get(NAME) or importlib.util.find_spec(NAME)
-    if found is not None:
+    installed = sys.modules.get(NAME) or importlib.util.find_spec(NAME)
+    if installed is not None:
         raise OptionError(
             "liger_hf.compat.install: liger-kernel must not be installed, since it has the name that Transformers "
-            f"looks for, found {found}; "
+            f"looks for, found {installed}; "
             "use Trainer(..., callbacks=[liger_hf.LigerCallback()]) instead, or uninstall it"
         )
     package, inner = _module(NAME), _module(f"{NAME}.transformers")
@@ -120,6 +118,6 @@ def _applier(show: Callable[[Report], Any] | None) -> Callable[..., None]:
 def _excluded(config: dict[str, Any]) -> list[str]:
     if any(not isinstance(value, bool) for value in config.values()):
         raise OptionError(f"liger_kernel_config: every value must be True or False, got {config}")
-    given = {op: config[norm] for norm, ops in MORE_THAN_NORMS.items() if norm in config for op in ops} | config
-    names = ((OTHER_KEYS.get(key, key if key in replaceable_ops() else None), value) for key, value in given.items())
+    flags = {op: config[norm] for norm, ops in MORE_THAN_NORMS.items() if norm in config for op in ops} | config
+    names = ((OTHER_KEYS.get(key, key if key in replaceable_ops() else None), value) for key, value in flags.items())
     return [name for name, value in names if name is not None and not value]

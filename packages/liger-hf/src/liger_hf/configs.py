@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of a model that is given by name."""
+"""Find the config of a model by its name."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ LIKENESS = 0.7
 
 
 def config_of(source: str) -> PretrainedConfig:
-    """The config in a folder, that of a preset, the default one of a model type, or that of a name on the hub; in this
-    order.
+    """Return the config of a folder, a preset, a model type or a name on the hub, tried in this order.
 
     Raises ModelError if there is none.
     """

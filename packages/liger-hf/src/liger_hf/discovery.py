@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of this package and of plugins. A faulty rule of a plugin does not affect the others."""
+"""Collect the rules of this package and of plugins; a faulty rule of a plugin does not affect the others."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from liger_core.plugins import Plugin, Registry, attempt, blaming, offers, one_o
 from liger_hf.rule import Found, Rule
 from liger_hf.rules import RULES
 
-OURSELVES = Plugin("hf", "liger-hf")
+BUILT_IN = Plugin("hf", "liger-hf")
 
 
 def rules() -> tuple[Rule, ...]:
-    """Return the rules of this package, then those that plugins return from `liger_rules()`."""
-    return _rules_of(registry())
+    """Return the rules of this package, then the rules that plugins return from `liger_rules()`."""
+    return _load_rules(registry())
 
 
 def replaceable_ops(on_request: bool = True) -> tuple[str, ...]:
@@ -30,22 +30,22 @@ def replaceable_ops(on_request: bool = True) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1)
-def _rules_of(found: Registry) -> tuple[Rule, ...]:
-    own = [(OURSELVES, rule.name, rule) for rule in RULES]
-    kept: list[Rule] = []
-    for plugin, rule in one_of_each(found, "rule", [*own, *offers(found, "liger_rules", Rule)]):
-        if plugin == OURSELVES:
-            kept.append(rule)
+def _load_rules(registry: Registry) -> tuple[Rule, ...]:
+    built_in = [(BUILT_IN, rule.name, rule) for rule in RULES]
+    loaded: list[Rule] = []
+    for plugin, rule in one_of_each(registry, "rule", [*built_in, *offers(registry, "liger_rules", Rule)]):
+        if plugin == BUILT_IN:
+            loaded.append(rule)
             continue
-        with blaming(found, [plugin], f"rule {rule.name!r}"):
-            rule.check(found.ops)
-            kept.append(replace(rule, look=_guarded(found, plugin, rule)))
-    return tuple(kept)
+        with blaming(registry, [plugin], f"rule {rule.name!r}"):
+            rule.check(registry.ops)
+            loaded.append(replace(rule, look=_guarded(registry, plugin, rule)))
+    return tuple(loaded)
 
 
-def _guarded(found: Registry, plugin: Plugin, rule: Rule) -> Callable[[nn.Module], Found | None]:
+def _guarded(registry: Registry, plugin: Plugin, rule: Rule) -> Callable[[nn.Module], Found | None]:
     def look(module: nn.Module) -> Found | None:
-        with blaming(found, [plugin], f"what rule {rule.name!r} makes of {type(module).__name__}"):
+        with blaming(registry, [plugin], f"what rule {rule.name!r} makes of {type(module).__name__}"):
             return attempt(f"rule {rule.name!r}: looking at {type(module).__name__}", lambda: rule.look(module))
         return None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether models can be downloaded here."""
+"""Check whether models can be downloaded here."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from functools import cache
 from pathlib import Path
 from threading import Thread
 
-# For an answer; a name server that does not answer is not waited for any longer either.
+# The timeout of a request, also if the name server does not answer.
 SECONDS = 3.0
 UNREACHABLE = "no such folder, and the hub cannot be reached"
 
 
 def is_local(name: str) -> bool:
-    """Whether only local files can be loaded: a folder, or the cache.
+    """Return whether only local files can be loaded: a folder, or the cache.
 
     Without this check, the libraries retry for most of a minute.
     """
@@ -22,11 +22,11 @@ def is_local(name: str) -> bool:
 
 @cache
 def hub_is_reachable() -> bool:
-    """Whether the hub answers a single request with a short timeout; the libraries retry for most of a minute."""
+    """Return whether the hub answers a single request with a short timeout."""
     answers: list[object] = []
-    asking = Thread(target=_ask, args=(answers,), daemon=True)
-    asking.start()
-    asking.join(SECONDS)
+    request = Thread(target=_ask, args=(answers,), daemon=True)
+    request.start()
+    request.join(SECONDS)
     return bool(answers)
 
 

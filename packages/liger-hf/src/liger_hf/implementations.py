@@ -15,7 +15,7 @@ from torch import nn
 
 from liger_hf.private_transformers import attention_implementation, experts_implementation
 
-# What Transformers decorates a function with that a package has a fast kernel for: (name of the kernel, package).
+# Transformers' decorator for functions that a package has a fast kernel for; it takes (name of the kernel, package).
 FALLBACK = "use_kernel_func_from_hub_with_fallback"
 DISTRIBUTIONS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 
@@ -86,9 +86,9 @@ def _kernels(file: ModuleType) -> tuple[tuple[str, str], ...]:
         for d in node.decorator_list
         if isinstance(d, ast.Call)
     ]
-    found = [call.args for call in calls if isinstance(call.func, ast.Name) and call.func.id == FALLBACK]
+    arguments = [call.args for call in calls if isinstance(call.func, ast.Name) and call.func.id == FALLBACK]
     return tuple(
         (str(a.value), str(b.value))
-        for a, b, *_ in found
+        for a, b, *_ in arguments
         if isinstance(a, ast.Constant) and isinstance(b, ast.Constant)
     )

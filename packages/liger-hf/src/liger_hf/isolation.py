@@ -64,7 +64,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         unset_fake_temporarily(),
         torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"),
         torch.autocast(device.type, enabled=False),
-        # Instead of the default device, of which the generators of a check are not.
+        # The generators of a check are on the CPU, whatever the default device is.
         torch.device("cpu"),
         torch.inference_mode(False),
         torch.enable_grad(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record what a replacement ignores: children, functions and settings that only the module's own forward uses."""
+"""Record the children, functions and settings that a replacement ignores, and only the module's own forward uses."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from liger_hf.patch import MARK, slot
 from liger_hf.private_transformers import OFFLOADED
 from liger_hf.rebinding import names_in, same_forward
 
-# On a module: name → the children with their classes, functions and settings that its own forward uses and the unit
-# does not.
+# An attribute of a patched module: name → a child with its class, a function or a setting that only the module's own
+# forward uses.
 PASSED = "liger_passed_over"
 
 
@@ -45,10 +45,10 @@ def passed_over(module: nn.Module, called: tuple[str, ...]) -> dict[str, Any]:
 @cache
 def _names_read(kind: type[nn.Module]) -> frozenset[str]:
     """Return the names read by the methods that a class and its bases add to nn.Module, except __init__."""
-    own = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
+    bases = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
     functions = [
         inspect.unwrap(f)
-        for base in own
+        for base in bases
         for name, f in vars(base).items()
         if inspect.isfunction(f) and name != "__init__"
     ]
@@ -75,11 +75,16 @@ def hooked(module: nn.Module) -> bool:
     Hooks of accelerate and ZeRO-3 do not count, because they only move tensors and gather parameters. A forward that
     `apply` installed does not count either, because it computes the same as its class.
     """
-    for part in module.modules() if module._modules else (module,):
-        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
+    for m in module.modules() if module._modules else (module,):
+        for hooks in (
+            m._forward_hooks,
+            m._forward_pre_hooks,
+            m._backward_hooks,
+            m._backward_pre_hooks,
+        ):
             if hooks and not all(getattr(hook, "__module__", "").startswith("deepspeed.") for hook in hooks.values()):
                 return True
-        own = part.__dict__.get("forward")
-        if own is not None and OFFLOADED not in part.__dict__ and not hasattr(own, MARK):
+        forward = m.__dict__.get("forward")
+        if forward is not None and OFFLOADED not in m.__dict__ and not hasattr(forward, MARK):
             return True
     return False

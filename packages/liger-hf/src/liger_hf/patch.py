@@ -16,7 +16,7 @@ from liger_hf.rebinding import checkpointed, same_forward, unwrapped
 
 MARK = "__liger__"
 EARLIER = "already replaced by an earlier apply"
-# On a function: class → the forward that it became for modules of that class; on those: the function.
+# Attributes of a function (class → its forward for modules of that class), and of such a forward (the function).
 OF_CLASSES, INSTALLED = "__liger_of_classes__", "__liger_installed__"
 
 
@@ -60,20 +60,20 @@ def forward_of(module: nn.Module) -> Callable[..., Any] | str:
 
     A checkpointing wrapper around it stays in place.
     """
-    own = module.__dict__.get(slot(module))
-    function = getattr(own, "__func__", None)
+    current = module.__dict__.get(slot(module))
+    function = getattr(current, "__func__", None)
     # copy.copy takes over the forward that is bound to the first module.
-    if own is None or (hasattr(function, MARK) and own.__self__ is not module):
+    if current is None or (hasattr(function, MARK) and current.__self__ is not module):
         return unwrapped(type(module).forward)
     if hasattr(function, MARK):
         return EARLIER
-    if isinstance(own, MethodType) and own.__self__ is module and own.__func__ is type(module).forward:
-        return unwrapped(own.__func__)
-    # By its globals: a function that wraps the original one takes over its __module__.
+    if isinstance(current, MethodType) and current.__self__ is module and current.__func__ is type(module).forward:
+        return unwrapped(current.__func__)
+    # From its globals: functools.wraps copies the original's __module__.
     origin = (
-        getattr(function or own, "__globals__", {}).get("__name__")
-        or getattr(own, "__module__", None)
-        or type(own).__name__
+        getattr(function or current, "__globals__", {}).get("__name__")
+        or getattr(current, "__module__", None)
+        or type(current).__name__
     )
     return f"its forward was already replaced on this instance by {origin}"
 
@@ -91,15 +91,15 @@ def replaced_method(module: nn.Module, name: str) -> str | None:
 
 def under_autocast(module: nn.Module) -> Callable[..., Any] | None:
     """Return the unbound forward that accelerate wraps around the model's own for mixed precision, or None."""
-    own = module.__dict__.get("forward")
-    if not isinstance(own, MethodType) or own.__self__ is not module or AUTOCAST_FORWARD not in module.__dict__:
+    current = module.__dict__.get("forward")
+    if not isinstance(current, MethodType) or current.__self__ is not module or AUTOCAST_FORWARD not in module.__dict__:
         return None
-    function: Any = own.__func__
+    function: Any = current.__func__
     while function is not type(module).forward:
         if hasattr(function, MARK) or not hasattr(function, "__wrapped__"):
             return None
         function = function.__wrapped__
-    return own.__func__ if own.__func__ is not function else None
+    return current.__func__ if current.__func__ is not function else None
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | str:
@@ -126,9 +126,9 @@ def replacement(module: nn.Module, function: Callable[..., Any], original: Calla
     """
     assert isinstance(function, FunctionType)
     kind = type(module)
-    # One function for all the modules of a class, so that torch.compile compiles it once.
-    made = function.__dict__.setdefault(OF_CLASSES, {})
-    function = made[kind] if kind in made else made.setdefault(kind, _of_class(kind, function))
+    # One function for all modules of a class, which torch.compile compiles once.
+    forwards = function.__dict__.setdefault(OF_CLASSES, {})
+    function = forwards[kind] if kind in forwards else forwards.setdefault(kind, _of_class(kind, function))
     function.__name__ = function.__qualname__ = "forward"
     function.__dict__["__wrapped__"] = original
     function.__dict__[MARK] = True

@@ -10,9 +10,9 @@ from liger_core.errors import OptionError, nearest
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# The demo's tokenizer has as many tokens at most.
+# The most tokens that the demo's tokenizer has.
 VOCABULARY = 32_000
-# Model type of Transformers, and what differs from the defaults of its config.
+# Name → the model type of Transformers, and the fields that differ from the defaults of its config.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     # Enough to run every path, in a second.
     "tiny": (
@@ -121,22 +121,22 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# The names that some commands had, and that stored results have.
+# Earlier names, which stored results have.
 ALIASES = {"1b": "llama-3.2-1b", "8b": "llama-3-8b"}
 NAMES = ", ".join(PRESETS)
-# For one GPU or many.
+# Presets for training on one GPU or many.
 LARGE = tuple(name for name, (_, fields) in PRESETS.items() if fields["hidden_size"] >= 2048)
 # Token ids that a config names must lie in its vocabulary; the text has none of these tokens.
 NO_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 
 
 def preset_name(name: str) -> str:
-    """The name of a model in results: canonical for a preset, anything else unchanged."""
+    """Return the name of a model in results: canonical for a preset, anything else unchanged."""
     return ALIASES.get(name, name)
 
 
 def checked_preset(command: str, name: str) -> str:
-    """The canonical name of a preset.
+    """Return the canonical name of a preset.
 
     Raises OptionError for an unknown name.
     """
@@ -146,7 +146,7 @@ def checked_preset(command: str, name: str) -> str:
 
 
 def preset(name: str, sequence: int = 0) -> PretrainedConfig:
-    """The config of a preset, with positions for that many tokens at least."""
+    """Return the config of a preset, with at least `sequence` positions."""
     from transformers import AutoConfig
 
     kind, fields = PRESETS[preset_name(name)]
@@ -156,7 +156,7 @@ def preset(name: str, sequence: int = 0) -> PretrainedConfig:
 
 
 def did_you_mean(name: str) -> str:
-    """A sentence with the presets that begin like this, or else the one with the most similar name; or nothing."""
+    """Return a sentence with the presets that begin like this, or else the most similar one; or an empty string."""
     beginning = [preset for preset in PRESETS if name and preset.startswith(name.lower())]
     if beginning:
         return f" Did you mean {' or '.join(map(repr, beginning))}?"

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every private name of Transformers, accelerate, PEFT and TRL that the packages use, and every fact about their code,
-with a fallback.
+"""The private names of Transformers, accelerate, PEFT and TRL that the packages use, each with a fallback.
 
-Without a name, what needs it is left as it is, so a model trains as without Liger there, or one feature raises an error
-when it is used.
+Without a name, the feature that needs it is off, or raises an error when it is used; models still train.
 """
 
 from __future__ import annotations
@@ -81,16 +79,14 @@ _forget_liger_kernel = TRANSFORMERS.look_up(
 
 
 def checkpointing_wrappers() -> frozenset[CodeType]:
-    """Return the code of the functions with which Transformers wraps the forward of every class of layers to checkpoint
-    it; 5.17 has none."""
+    """Return the code of the functions by which Transformers checkpoints the forward of layers; 5.17 has none."""
     makes = getattr(GradientCheckpointingLayer.__init_subclass__, "__func__", None)
     constants = getattr(getattr(makes, "__code__", None), "co_consts", ())
     return frozenset(constant for constant in constants if isinstance(constant, CodeType))
 
 
 def experts_function(name: str | None) -> Callable[..., Any] | None:
-    """Return the function that runs experts by the implementation of this name; None if Transformers has no such
-    function."""
+    """Return the function of the experts implementation with this name; None if Transformers has none."""
     function: Callable[..., Any] | None = _experts_functions.get(name)
     return function
 
@@ -178,7 +174,7 @@ def run_experts_in_a_loop(config: Any) -> None:
 
 
 def tensor_parallel_plan(model: Any) -> dict[str, str]:
-    """Return the tensor-parallel plan of a model, pattern → style; an empty one if it has none."""
+    """Return the tensor-parallel plan of a model, pattern → style; empty if it has none."""
     return getattr(model, _PLAN, None) or {}
 
 
@@ -188,7 +184,7 @@ def without_weights(kind: Any, config: Any, **options: Any) -> Any:
 
 
 def makes(auto: Any, config: Any) -> bool:
-    """Whether an Auto class makes models with such a config."""
+    """Return whether an Auto class makes models with such a config."""
     return type(config) in (getattr(auto, _MAPPING, None) or ())
 
 
@@ -208,8 +204,7 @@ _RENAME = TRANSFORMERS.word(
 
 @contextmanager
 def recording_checkpoints(files: list[str], names: dict[str, str]) -> Iterator[None]:
-    """Record the files that Transformers loads, and the name in the checkpoint → the name in the model of their
-    tensors."""
+    """Record the files that Transformers loads, and each tensor's name in the checkpoint → its name in the model."""
     from transformers import PreTrainedModel, core_model_loading
 
     load, rename = getattr(PreTrainedModel, _LOAD, None), getattr(core_model_loading, _RENAME, None)
@@ -263,7 +258,7 @@ def as_outside_a_capture() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _replacing(owner: Any, name: str, function: Any) -> Iterator[None]:
-    """Put a function in place of the one of this name in a module or class, if there is one."""
+    """Replace the function of this name in a module or class within this context, if there is one."""
     original = vars(owner).get(name)
     if original is not None:
         setattr(owner, name, function)
@@ -317,7 +312,7 @@ def use_one_gpu(arguments: Any) -> None:
 
 
 def set_device(arguments: Any, device: torch.device) -> None:
-    """Set the device of the Trainer, which is otherwise that of accelerate."""
+    """Set the device of the Trainer, instead of accelerate's."""
     vars(arguments)[_DEVICES] = device
 
 
@@ -367,7 +362,7 @@ def shard_on_cpu(kind: Any) -> None:
 
 
 def leave_weights_of_tensor_parallelism(accelerator: Any) -> None:
-    """Make accelerators of this class return what they are to prepare for tensor parallelism as it is."""
+    """Make accelerators of this class leave models unchanged when they prepare them for tensor parallelism."""
     setattr(accelerator, _PREPARE_TP, lambda self, *prepared: prepared)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A new function from the same code, with other functions instead of some globals that it calls.
+"""Rebuild a function from the same code, with other functions instead of some globals that it calls.
 
-A global of a modeling file is shared by every model of the process, so it is not replaced there. An instance gets a
-forward with a private namespace instead: the globals that the code names, copied once, and in them the replaced ones.
+A global of a modeling file is shared by every model of the process, so it is not replaced there. Instead, an instance
+gets a forward with a private namespace: a copy of the globals that the code names, in which some are replaced.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def called(function: Any, picked: Callable[[str, Any], bool], depth: int = 0) ->
     if not isinstance(function, FunctionType) or depth > 4:
         return {}
     space = function.__globals__
-    found = {n: space[n] for n in names_in(function.__code__) if n in space and picked(n, space[n])}
+    functions = {n: space[n] for n in names_in(function.__code__) if n in space and picked(n, space[n])}
     for cell in function.__closure__ or ():
-        found |= called(_content(cell), picked, depth + 1)
-    return {name: value for name, value in found.items() if callable(value)}
+        functions |= called(_content(cell), picked, depth + 1)
+    return {name: value for name, value in functions.items() if callable(value)}
 
 
 def rebound(function: FunctionType | Any, replaced: Mapping[str, Callable[..., Any]]) -> FunctionType:
@@ -79,9 +79,9 @@ def redecorated(inner: FunctionType, function: FunctionType) -> FunctionType:
         return inner
     inner = redecorated(inner, wrapped)
     cells = tuple(CellType(inner) if _content(cell) is wrapped else cell for cell in function.__closure__ or ())
-    made = twin(function, function.__code__, function.__globals__, cells)
-    made.__dict__["__wrapped__"] = inner
-    return made
+    outer = twin(function, function.__code__, function.__globals__, cells)
+    outer.__dict__["__wrapped__"] = inner
+    return outer
 
 
 def unwrapped(forward: Any) -> Any:
@@ -91,17 +91,17 @@ def unwrapped(forward: Any) -> Any:
     return forward
 
 
-def same_forward(kind: type, other: type) -> bool:
-    """Whether modules of both classes run the same forward.
+def same_forward(first: type, second: type) -> bool:
+    """Return whether modules of both classes run the same forward.
 
     FSDP2 and parametrizations change the class of a module, and Transformers wraps the forward of the new class.
     """
-    return kind is other or _same_unwrapped(kind, other)
+    return first is second or _same_unwrapped(first, second)
 
 
 @torch.compiler.assume_constant_result
-def _same_unwrapped(kind: Any, other: Any) -> bool:
-    return unwrapped(kind.forward) is unwrapped(other.forward)
+def _same_unwrapped(first: Any, second: Any) -> bool:
+    return unwrapped(first.forward) is unwrapped(second.forward)
 
 
 def checkpointed(function: FunctionType, wrapper: FunctionType) -> FunctionType:
@@ -113,7 +113,8 @@ def checkpointed(function: FunctionType, wrapper: FunctionType) -> FunctionType:
     contents = [(cell, _content(cell)) for cell in wrapper.__closure__ or ()]
     inner = unwrapped(wrapper)
     cells = tuple(
-        CellType(function) if unwrapped(held) is inner and held is not wrapper else cell for cell, held in contents
+        CellType(function) if unwrapped(content) is inner and content is not wrapper else cell
+        for cell, content in contents
     )
     return twin(alone, alone.__code__, alone.__globals__, cells)
 
@@ -122,11 +123,11 @@ def twin(
     function: FunctionType, code: CodeType, space: dict[str, Any], cells: tuple[CellType, ...] | None
 ) -> FunctionType:
     """Return a function with another one's name, docstring and defaults, but its own code, globals and closure."""
-    made = FunctionType(code, space, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__annotations__ = function.__annotations__
-    made.__doc__, made.__module__ = function.__doc__, function.__module__
-    return made
+    copied = FunctionType(code, space, function.__name__, function.__defaults__, cells)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    copied.__annotations__ = function.__annotations__
+    copied.__doc__, copied.__module__ = function.__doc__, function.__module__
+    return copied
 
 
 def names_in(code: CodeType) -> Iterator[str]:

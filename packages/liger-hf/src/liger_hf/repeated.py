@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 # Attributes of every module that torch manages; a mode is a setting.
 MANAGED = frozenset(vars(nn.Module())) - {"training"}
 SCALARS = (bool, int, float, str, type(None))
-# The value of an attribute that is not there.
+# The value of a missing attribute.
 ABSENT = object()
 
 
@@ -27,15 +27,15 @@ class Settings:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.parts = [(part, {**_attributes(part), "_modules": dict(part._modules)}) for part in module.modules()]
+        self.states = [(inner, {**_attributes(inner), "_modules": dict(inner._modules)}) for inner in module.modules()]
         self.trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Restore the settings of the call within this context."""
         with ExitStack() as stack:
-            for part, before in self.parts:
-                now = vars(part)
+            for inner, before in self.states:
+                now = vars(inner)
                 changed = {name: value for name, value in before.items() if now.get(name, ABSENT) != value}
                 stack.callback(_put, now, {name: now.get(name, ABSENT) for name in changed})
                 _put(now, changed)
@@ -79,7 +79,7 @@ def _put(attributes: dict[str, Any], values: dict[str, Any]) -> None:
 
 def draws(module: nn.Module) -> bool:
     """Whether a call of the module draws random numbers."""
-    return any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in module.modules())
+    return any(isinstance(child, nn.Dropout) and child.training and child.p > 0 for child in module.modules())
 
 
 class Numbers:

@@ -20,11 +20,10 @@ from liger_hf.stand_in import Case
 class Candidate:
     """One way to compute a module with an op.
 
-    function  what the check compares with the original: it takes the place of that module's forward, or of a function
-              it calls
-    install   the patches that put it into one instance; they are not yet installed
+    function  the function to check; it replaces the module's forward, or a function that the forward calls
+    install   returns the patches for one instance, which are not installed yet
     covers    ops of other rules that it also puts into the module
-    onto      an earlier rule's patch → one that does what this candidate does, too; None where it cannot
+    onto      turns an earlier rule's patch into one that also does what this candidate does, or returns None
     """
 
     op: Op[..., Any]
@@ -41,8 +40,8 @@ class Found:
 
     kind      what distinguishes it from other modules of the rule; all of one kind share a check
     device    where the module computes, by default where the model's first weight is
-    dtype     of its weights
-    fallback  it does not count where a rule before has replaced the module
+    dtype     the dtype of its weights
+    fallback  whether to ignore the module if an earlier rule replaces it
     """
 
     op: str
@@ -63,7 +62,7 @@ class Rule:
     look        returns its findings on a module, or None if the rule does not apply to it
     ops         the names of the ops that it can put in
     nothing     what the report says if only= names an op of the rule and it applied to no module
-    on_request  it is used only where only= names one of its ops
+    on_request  whether the rule is used only if only= names one of its ops
     """
 
     name: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The source of a forward, and functions rebuilt from it with other statements."""
+"""Read the source of a forward, and rebuild the function with other statements."""
 
 from __future__ import annotations
 import __future__
@@ -17,14 +17,14 @@ from weakref import WeakKeyDictionary
 from liger_hf.rebinding import innermost, redecorated, twin
 
 _definitions: WeakKeyDictionary[FunctionType, ast.FunctionDef | None] = WeakKeyDictionary()
-# By their code: a function that is rebound has the same one.
+# Keyed by code, which a rebound function shares.
 _rebuilt: WeakKeyDictionary[CodeType, ast.FunctionDef] = WeakKeyDictionary()
 
 
 def definition_of(function: Any) -> ast.FunctionDef | None:
-    """Return the source of a function without its decorators, also of one that was rebuilt.
+    """Return the definition of a function without its decorators; a rebuilt function has the rebuilt definition.
 
-    None if the source cannot be found, or if the file has changed and it is the source of something else.
+    Returns None if the source is missing or does not match the running code.
     """
     function = innermost(function)
     if isinstance(function, FunctionType) and function.__code__ in _rebuilt:
@@ -61,13 +61,13 @@ def copy_of(function: FunctionType) -> ast.FunctionDef:
 def rebuilt(
     function: FunctionType, definition: ast.FunctionDef, helpers: Mapping[str, Callable[..., Any]]
 ) -> FunctionType:
-    """Return the function, in its decorators, with a changed definition that may call the helpers by their names.
+    """Compile a changed definition of the function, which may call the helpers by name, and reapply its decorators.
 
-    Its globals stay its own, and so do helpers that it already has.
+    The function keeps its globals, and the helpers of an earlier rebuild.
     """
     outer, function = function, innermost(function)
-    own = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    helpers = {name: cell.cell_contents for name, cell in own} | {**helpers}
+    captured = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    helpers = {name: cell.cell_contents for name, cell in captured} | {**helpers}
     code = _compiled(function, definition, tuple(helpers))
     _rebuilt[code] = definition
     return redecorated(
@@ -85,9 +85,9 @@ def assignment(statement: ast.stmt) -> tuple[str, ast.expr] | None:
 
 def _parsed(function: FunctionType) -> ast.FunctionDef | None:
     try:
-        # The source of the code: that of the function would be the source of the function that it wraps.
+        # Of the code: from a function, inspect would follow `__wrapped__`.
         lines, start = inspect.getsourcelines(function.__code__)
-        # A block around it instead of less indentation, which would change strings of several lines.
+        # Wrapped in a block: less indentation would change strings of several lines.
         (whole,) = ast.parse("".join(("if True:\n" if lines[0][:1].isspace() else "\n", *lines))).body
     except (OSError, TypeError, ValueError, SyntaxError):
         return None
@@ -125,27 +125,27 @@ def _imported(filename: str) -> tuple[str, ...]:
     """Return the names that a file imports, because Python compiles calls of their methods to other instructions."""
     names: list[str] = []
     try:
-        inside: list[ast.AST] = [*ast.parse("".join(linecache.getlines(filename))).body]
+        pending: list[ast.AST] = [*ast.parse("".join(linecache.getlines(filename))).body]
     except SyntaxError:
         return ()
-    while inside:
-        node = inside.pop()
+    while pending:
+        node = pending.pop()
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names += [(alias.asname or alias.name).partition(".")[0] for alias in node.names if alias.name != "*"]
         elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            inside += [
+            pending += [
                 child for child in ast.iter_child_nodes(node) if isinstance(child, (ast.stmt, ast.ExceptHandler))
             ]
     return tuple(dict.fromkeys(names))
 
 
-def _alike(one: CodeType, other: CodeType) -> bool:
+def _alike(left: CodeType, right: CodeType) -> bool:
     """Whether both codes have the same instructions, regardless of file and line numbers."""
-    parts = ("co_code", "co_names", "co_varnames", "co_freevars")
-    if any(getattr(one, part) != getattr(other, part) for part in parts):
+    attributes = ("co_code", "co_names", "co_varnames", "co_freevars")
+    if any(getattr(left, attribute) != getattr(right, attribute) for attribute in attributes):
         return False
-    pairs = zip(one.co_consts, other.co_consts, strict=False)
-    return len(one.co_consts) == len(other.co_consts) and all(
+    pairs = zip(left.co_consts, right.co_consts, strict=False)
+    return len(left.co_consts) == len(right.co_consts) and all(
         _alike(a, b) if isinstance(a, CodeType) and isinstance(b, CodeType) else type(a) is type(b) and a == b
         for a, b in pairs
     )

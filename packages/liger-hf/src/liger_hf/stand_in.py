@@ -2,7 +2,7 @@
 """Small stand-ins of modules with random weights, and the cases that a check runs on them.
 
 Every rule checks its candidates in the same way: it draws inputs and weights (`Draw`), makes a twin of the module with
-these weights (`replica`), runs it forward and backward (`trial`), and `decide` compares what comes out.
+these weights (`replica`), runs it forward and backward (`trial`), and `decide` compares the results.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from torch import Tensor, nn
 from liger_core import DeviceError
 from liger_hf.private_transformers import OFFLOADED, OFFLOADED_FORWARD
 
-# What a module computes may depend on how many tokens there are. Besides a few tokens in every dtype, checks run on
-# one, as in generating, and on more than any power of two by which modules distinguish long inputs from short ones, in
-# float32.
+# Modules may treat few and many tokens differently. Besides a few tokens in every dtype, checks run in float32 on one,
+# as in generation, and on more than the lengths at which modules begin to treat an input as long.
 LENGTHS = (1, 300)
-# The curvature of an activation shows in moderate inputs, a limit on its values in large ones; the product of two must
-# be finite in float16.
+# Moderate inputs reveal the curvature of an activation, large ones a limit on its values. Products of two must be
+# finite in float16.
 SCALES = {"moderate": 2.0, "large": 150.0}
 SCALES_IN_FLOAT16 = SCALES | {"large": 40.0}
 
@@ -158,10 +157,10 @@ def replica(
         twin.__dict__[name] = type(twin.__dict__[name])()
     for name in ("forward", OFFLOADED_FORWARD, OFFLOADED):
         twin.__dict__.pop(name, None)
-    own = dict(module._parameters)
+    merged = dict(module._parameters)
     for name, value in (parameters or {}).items():
-        own[name] = value if value is None or isinstance(value, nn.Parameter) else nn.Parameter(value.clone())
-    twin._parameters = own
+        merged[name] = value if value is None or isinstance(value, nn.Parameter) else nn.Parameter(value.clone())
+    twin._parameters = merged
     twin._buffers = dict(module._buffers)
     twin._modules = {**module._modules, **(children or {})}
     twin.training = MODE.training
@@ -171,8 +170,8 @@ def replica(
 def configuration(module: nn.Module) -> tuple[Any, ...]:
     """Return the settings that distinguish two instances of one class, besides weights and children."""
     plain = (bool, int, float, str, type(None), torch.dtype)
-    kept = {n: v for n, v in vars(module).items() if isinstance(v, plain) and n not in ("training", "layer_idx")}
-    return tuple(sorted((n, repr(v)) for n, v in kept.items())) + tuple(
+    settings = {n: v for n, v in vars(module).items() if isinstance(v, plain) and n not in ("training", "layer_idx")}
+    return tuple(sorted((n, repr(v)) for n, v in settings.items())) + tuple(
         sorted(
             (n, getattr(v, "__qualname__", ""))
             for n, v in vars(module).items()
@@ -214,8 +213,8 @@ def device_of(module: nn.Module) -> torch.device:
     # accelerate's hooks move offloaded weights to the device where they run the module or its children.
     for child in module.modules():
         hook = child.__dict__.get(OFFLOADED)
-        for part in getattr(hook, "hooks", (hook,)):
-            runs_on = getattr(part, "execution_device", None)
+        for inner in getattr(hook, "hooks", (hook,)):
+            runs_on = getattr(inner, "execution_device", None)
             if runs_on is not None:
                 return torch.device(runs_on)
     if next(module.parameters(), None) is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forwards that a rule would rebuild from their source, and that have none: the report names them."""
+"""Report forwards that a rule would rebuild from their source, but whose source cannot be read."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from liger_hf.source import definition_of
 
 
 def unread(module: nn.Module, names: Collection[str], operators: str, left: str) -> str | None:
-    """Return why a rule cannot rewrite this forward; None if its source can be read, or if its code rules out what the
-    rule rewrites.
+    """Return why a rule cannot rewrite this forward; None if its source can be read, or if it has nothing to rewrite.
 
-    names, operators  what the rule rewrites has one of these names, and all of these operators
-    left              what stays as it is
+    names, operators  code that the rule rewrites has one of these names, and all of these operators
+    left              the consequence, such as "sums before its norms are left alone"
     """
     forward = innermost(unwrapped(type(module).forward))
     if definition_of(forward) is not None:
         return None
-    # The code of a function that is not Python's has no names: its children do.
+    # A function that is not Python's has no code with names, so use its children's names.
     is_python = isinstance(forward, FunctionType)
     code = _names_and_operators(forward) if is_python else {*module._modules, *operators}
     if not {*operators} <= code or code.isdisjoint(names):

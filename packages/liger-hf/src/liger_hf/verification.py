@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accept a candidate only if its outputs and gradients are as accurate as those of the module that it replaces."""
+"""Accept a candidate only if its outputs and gradients are as accurate as the replaced module's."""
 
 from __future__ import annotations
 
@@ -42,31 +42,30 @@ class Verdict:
     close: bool = False
 
 
-# One large element may hold most of a norm, and the original may round that one luckily: the error of Falcon-H1's gated
-# MLP, which swiglu computes more accurately, came out at 1.3 times the original's in one draw of inputs. What is less
-# accurate is so in other draws, too.
+# The original may happen to round the element that holds most of a norm well: on one draw, the more accurate swiglu had
+# 1.3 times the error of Falcon-H1's gated MLP. A candidate that is less accurate is so on other draws, too.
 DRAWS, LUCK = 3, 2.0
 
 
-def decide(found: Found, verify: bool) -> Decision:
+def decide(match: Found, verify: bool) -> Decision:
     """Run the original and the candidates on small random input, and take the closest candidate that passes.
 
     Without verification the candidates are compared only by their float32 and bfloat16 outputs on the CPU.
     """
-    device = found.device() if verify and found.device is not None else torch.device("cpu")
+    device = match.device() if verify and match.device is not None else torch.device("cpu")
     dtypes = tuple(
-        dict.fromkeys((found.dtype, torch.float32, torch.bfloat16) if verify else (torch.float32, torch.bfloat16))
+        dict.fromkeys((match.dtype, torch.float32, torch.bfloat16) if verify else (torch.float32, torch.bfloat16))
     )
     first: dict[Candidate, Verdict] = {}
     verdicts: dict[Candidate, Verdict] = {}
     for number in range(DRAWS):
         with undisturbed(device), mode(draw=number):
-            known = _known(found, device, dtypes)
+            known = _known(match, device, dtypes)
             if isinstance(known, Decision):
                 return known
-            # Asked for after the cases, which may show how the module calls its children.
+            # After the cases, which may record how the module calls its children.
             candidates = (
-                list(found.candidates()) if not number else [c for c, verdict in verdicts.items() if verdict.close]
+                list(match.candidates()) if not number else [c for c, verdict in verdicts.items() if verdict.close]
             )
             verdicts = {candidate: _verdict(candidate, known, verify) for candidate in candidates}
         first = first or verdicts
@@ -88,12 +87,12 @@ def decide(found: Found, verify: bool) -> Decision:
 
 
 def _known(
-    found: Found, device: torch.device, dtypes: tuple[torch.dtype, ...]
+    match: Found, device: torch.device, dtypes: tuple[torch.dtype, ...]
 ) -> list[tuple[Case, Results, Results]] | Decision:
     """Return the cases with the original's results, also in float64; or a decision why it cannot be checked."""
-    assert found.original is not None and found.cases is not None
+    assert match.original is not None and match.cases is not None
     try:
-        known = [(case, *_original(found.original, case)) for case in found.cases(device, dtypes)]
+        known = [(case, *_original(match.original, case)) for case in match.cases(device, dtypes)]
     except BackendError:
         raise
     except Unfit as reason:
