@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one kind of module becomes an op: one folder per rule; none knows a model by its name."""
+"""The rules that replace one kind of module each, one folder per rule; none knows a model by its name."""
 
 from liger_hf.rules.activation.rule import RULE as ACTIVATION
 from liger_hf.rules.embedding.rule import RULE as EMBEDDING

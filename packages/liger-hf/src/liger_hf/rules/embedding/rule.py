@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embeddings: nn.Embedding, and subclasses that scale its rows by an attribute.
 
-The op differs from PyTorch's in the gradient of the table alone, so calls without one, and tables that are DTensors,
-run as before.
+The op differs from PyTorch's only in the gradient of the table, so calls without a gradient, and tables that are
+DTensors, run as before.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
 
 NOTHING = "no module is an nn.Embedding"
-# Of the stand-in: rows that come several times each, one of them for padding.
+# Sizes of the stand-in: indices repeat, and one row is for padding.
 ROWS, WIDTH, PADDING = 13, 24, 2
 
 
@@ -61,8 +61,8 @@ def _refusal(module: nn.Embedding, arguments: tuple[str, ...]) -> str | None:
         "max_norm": module.max_norm is not None,
         "scale_grad_by_freq": module.scale_grad_by_freq,
     }
-    given = [name for name, value in options.items() if value]
-    return f"the op has no {' and no '.join(given)}" if given else None
+    unsupported = [name for name, value in options.items() if value]
+    return f"the op has no {' and no '.join(unsupported)}" if unsupported else None
 
 
 def _scales(module: nn.Module) -> Iterator[str]:
@@ -79,7 +79,7 @@ def _candidate(scale: str | None, original: Callable[..., Any], argument: str) -
     def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Any:
         (index,) = inputs or (named[argument],)
         weight: Any = self.weight
-        # A table that is a DTensor is looked up by its own rules: PyTorch does not gather its rows.
+        # A DTensor is looked up by its own rules, under which PyTorch does not gather the table.
         if not (torch.is_grad_enabled() and weight.requires_grad and type(weight) in (Tensor, nn.Parameter)):
             return original(self, index)
         y = embedding(index, weight, padding_idx=self.padding_idx)  # type: ignore[arg-type]

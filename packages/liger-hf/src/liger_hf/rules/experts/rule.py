@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts in one module, which Transformers runs through its experts interface: the whole module becomes one op.
 
-`use_experts_implementation` gives their class the attributes that say how the weights are stored. What they compute
-between their matmuls is passed over; the check finds the activation. Where this rule applies to no candidate,
-`gated_mlp.experts` replaces their gate.
+`use_experts_implementation` gives their class the attributes that say how the weights are stored. The code between the
+matmuls is passed over; the check finds the activation. If no candidate fits, `gated_mlp.experts` replaces the gate.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from liger_hf.rules.experts.unlike import unlike
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
 
 NOTHING = "no module holds experts"
-# How the interface says which weights there are and how they are stored.
+# The attributes by which the interface describes the weights.
 DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-# Other implementations were chosen for what they do, or by generate() for the few tokens of a step.
+# Other implementations were chosen by the user, or by generate() for the few tokens of a step.
 REPLACED = (None, "eager", "grouped_mm")
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu_squared")
 # Sizes of the stand-in.
 EXPERTS, TOP, HIDDEN, INNER = 4, 2, 24, 40
 
 
-class Weights(NamedTuple):
+class WeightLayout(NamedTuple):
     """The name of the packed gate and up projection, and how the weights are stored."""
 
     gate_up: str
@@ -50,7 +49,7 @@ class Weights(NamedTuple):
         return (*matrices, *(f"{name}_bias" for name in matrices)) if self.biased else matrices
 
 
-class Unit(NamedTuple):
+class GateFunction(NamedTuple):
     """The function between the matmuls: an activation, and the module's attributes that hold its constants."""
 
     activation: str
@@ -81,7 +80,7 @@ def look(module: nn.Module) -> Found | None:
         reason = unlike(module)
         return None if reason is None else Found("experts", refusal=reason)
     has_gate, has_bias, is_transposed, is_concatenated = map(bool, declared)
-    weights = Weights("gate_up_proj" if has_gate else "up_proj", has_bias, is_transposed, not is_concatenated)
+    weights = WeightLayout("gate_up_proj" if has_gate else "up_proj", has_bias, is_transposed, not is_concatenated)
     if not all(isinstance(getattr(module, name, None), Tensor) for name in weights.names()):
         return None
     original = forward_of(module)
@@ -115,15 +114,15 @@ def _refusal(module: nn.Module) -> str | None:
     return None if watched is None else f"it would pass over {watched}, and the hooks on that have to run"
 
 
-def _units(module: nn.Module) -> Iterator[Unit]:
-    yield from map(Unit, ACTIVATIONS)
+def _units(module: nn.Module) -> Iterator[GateFunction]:
+    yield from map(GateFunction, ACTIVATIONS)
     numbers = [name for name, value in vars(module).items() if isinstance(value, (int, float)) and value > 0]
     for limit in (name for name in numbers if name.endswith("limit")):
-        yield Unit("silu", limit)
-        yield from (Unit("silu", limit, alpha) for alpha in numbers if alpha.endswith("alpha"))
+        yield GateFunction("silu", limit)
+        yield from (GateFunction("silu", limit, alpha) for alpha in numbers if alpha.endswith("alpha"))
 
 
-def _candidates(module: nn.Module, original: Callable[..., Any], weights: Weights) -> Iterator[Candidate]:
+def _candidates(module: nn.Module, original: Callable[..., Any], weights: WeightLayout) -> Iterator[Candidate]:
     for unit in _units(module):
         function = _forward(original, weights, unit)
         yield Candidate(experts, unit.words(), function, partial(_installed, function=function, original=original))
@@ -133,7 +132,7 @@ def _installed(module: nn.Module, function: Callable[..., Any], original: Callab
     return [Patch(module, PASSED, passed_over(module, ())), replacement(module, function, original)]
 
 
-def _forward(original: Callable[..., Any], weights: Weights, unit: Unit) -> Callable[..., Any]:
+def _forward(original: Callable[..., Any], weights: WeightLayout, unit: GateFunction) -> Callable[..., Any]:
     # Tokens, indices, router weights; models call the last two by names of their own.
     names = tuple(inspect.signature(original).parameters)[1:]
 
@@ -145,7 +144,7 @@ def _forward(original: Callable[..., Any], weights: Weights, unit: Unit) -> Call
         if weights.transposed:
             gate_up, down = gate_up.mT, down.mT
         options = {"interleaved": weights.interleaved, **unit.options(self), **factors}
-        # The dtypes of the weights count, as in Transformers, not that of autocast, in which the op would compute.
+        # As in Transformers, the dtype is that of the weights; under autocast, the op would use autocast's.
         kind = tokens.device.type
         with nullcontext() if autocast_dtype(kind) is None else torch.autocast(kind, enabled=False):
             return experts(tokens.to(gate_up.dtype), gate_up, down, index, weight, *biases, **options).to(tokens.dtype)
@@ -153,30 +152,32 @@ def _forward(original: Callable[..., Any], weights: Weights, unit: Unit) -> Call
     return forward
 
 
-def _stored(module: Any, weights: Weights) -> tuple[list[Tensor], dict[str, Tensor]]:
+def _stored(module: Any, weights: WeightLayout) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Return the parameters, and the low-rank factors that PEFT adds to the matrices in this call, as op arguments.
 
     During the call, PEFT parametrizes the matrices as W + s · lhs rhs. Reading such a parameter would compute this sum
     for all experts.
     """
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     factors: dict[str, Tensor] = {}
     changed = getattr(module, "parametrizations", None)
     for name, argument in zip(weights.names(), ("gate_up", "down", "", ""), strict=False):
         steps = None if changed is None or name not in changed else changed[name]
-        # What has another name is read as the module reads it.
+        # Biases, and parametrizations other than PEFT's, are read as the module reads them.
         if not argument or steps is None or [type(step).__name__ for step in steps] != [LORA_FACTORS]:
-            found.append(getattr(module, name))
+            tensors.append(getattr(module, name))
             continue
-        found.append(steps.original)
+        tensors.append(steps.original)
         lhs, rhs, scale = steps[0].lhs, steps[0].rhs, steps[0].scaling
         a, b = (lhs.mT, rhs.mT) if weights.transposed else (rhs, lhs)
         # In PEFT's order, the same element of all experts is adjacent.
         factors |= {f"{argument}_a": a.contiguous(), f"{argument}_b": (b * scale).contiguous()}
-    return found, factors
+    return tensors, factors
 
 
-def _cases(module: nn.Module, weights: Weights, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+def _cases(
+    module: nn.Module, weights: WeightLayout, device: torch.device, dtypes: Iterable[torch.dtype]
+) -> Iterator[Case]:
     draw = Draw(device)
     outer = INNER * (2 if module.has_gate else 1)
     matrices = [
@@ -208,14 +209,14 @@ def _run(
     stored: dict[str, Tensor],
     dtype: torch.dtype,
 ) -> Run:
-    def call(function: Callable[..., Any], given: Any, parameters: Any, cast: Any) -> dict[str, Tensor]:
+    def call(function: Callable[..., Any], drawn: Any, parameters: Any, cast: Any) -> dict[str, Tensor]:
         twin = replica(module, parameters=parameters)
         if hasattr(twin, "num_experts"):
             twin.num_experts = EXPERTS
         # The grouped matmul of torch does not support float64.
         twin.config = copy.copy(module.config)
         run_experts_in_a_loop(twin.config)
-        return {"output": function(twin, given["tokens"], index, given["router weights"])}
+        return {"output": function(twin, drawn["tokens"], index, drawn["router weights"])}
 
     def cast(values: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value.to(dtype) for name, value in values.items()}

@@ -18,7 +18,7 @@ def unlike(module: nn.Module) -> str | None:
     child = next((child for name, child in module.named_children() if _are_experts(name)), None)
     # PEFT, DistributedDataParallel and others wrap the module that the rule knows, and do not have its attributes.
     if child is None or any(
-        _has_stacked_weights(part) or isinstance(getattr(part, "has_gate", None), bool) for part in child.modules()
+        _has_stacked_weights(inner) or isinstance(getattr(inner, "has_gate", None), bool) for inner in child.modules()
     ):
         return None
     return IN_A_LOOP if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else ITSELF
@@ -30,10 +30,10 @@ def _are_experts(name: str) -> bool:
 
 def _has_stacked_weights(module: nn.Module) -> bool:
     """Whether the module or its children have two matching weights that each stack the matrices of all experts."""
-    parts = [part for part in (module, *module.children()) if not type(part).__module__.startswith("torch.")]
-    if not any("expert" in type(part).__name__.lower() for part in parts):
+    owners = [owner for owner in (module, *module.children()) if not type(owner).__module__.startswith("torch.")]
+    if not any("expert" in type(owner).__name__.lower() for owner in owners):
         return False
-    weights = _stacked(module) or [weight for part in parts[1:] if len(own := _stacked(part)) == 1 for weight in own]
+    weights = _stacked(module) or [w for owner in owners[1:] if len(stacked := _stacked(owner)) == 1 for w in stacked]
     return any(_fit(first, second) for first, second in permutations(weights, 2))
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate of experts that the op experts does not replace: Transformers calls it between two grouped matmuls.
+"""The gate of experts that the op `experts` does not replace: Transformers calls it between two grouped matmuls.
 
-Only that gate, a method of the module, is replaced; the interface, its implementations and the weights stay.
+Only the gate, a method of the module, is replaced; the interface, its implementations and the weights stay.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _installed(module: nn.Module, function: Callable[..., Any]) -> list[Patch]:
 
 def _gate(unit: Unit, original: Callable[..., Any]) -> Callable[..., Any]:
     def _apply_gate(self: nn.Module, gate_up: Tensor) -> Tensor:
-        own = getattr(type(self), GATE)
-        return unit(self, (gate_up,), False) if own is original and may_pass(self) else own(self, gate_up)
+        current = getattr(type(self), GATE)
+        return unit(self, (gate_up,), False) if current is original and may_pass(self) else current(self, gate_up)
 
     _apply_gate.__dict__[MARK] = True
     return _apply_gate

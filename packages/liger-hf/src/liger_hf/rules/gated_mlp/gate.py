@@ -47,7 +47,7 @@ PROBE = torch.linspace(-6.0, 6.0, 25)
 def look(module: nn.Module) -> Found | None:
     named = activations_of(unwrapped(type(module).forward))
     lost = _unread(module)
-    # The gate of a norm is that of gated_rms_norm.
+    # A norm with a gate belongs to gated_rms_norm.
     if (
         not (named or lost)
         or norms.eps_of(module) is not None
@@ -60,12 +60,12 @@ def look(module: nn.Module) -> Found | None:
     original = forward_of(module)
     if isinstance(original, str):
         return Found("swiglu", refusal=original)
-    found = {name: value for name in named if _is_known(value := _value(original, module, name))}
-    if not found:
+    activations = {name: value for name in named if _is_known(value := _value(original, module, name))}
+    if not activations:
         return None
-    first = next(iter(found.values()))
-    # Functions may be compared, modules by what they are.
-    alike = tuple(name for name, value in found.items() if _kind(value) == _kind(first))
+    first = next(iter(activations.values()))
+    # Functions are compared directly, modules by class and configuration.
+    alike = tuple(name for name, value in activations.items() if _kind(value) == _kind(first))
     if isinstance(first, nn.Module) and hooked(first):
         return Found("swiglu", refusal=f"it would pass over {alike[0]}, and the hooks on that have to run")
     parameter = next((p for p in module.parameters() if p.is_floating_point()), None)
@@ -115,15 +115,12 @@ def _is_known(activation: Any) -> bool:
         return False
     with undisturbed(torch.device("cpu")):
         try:
-            got, one = activation(PROBE.clone()), torch.ones_like(PROBE)
+            got, ones = activation(PROBE.clone()), torch.ones_like(PROBE)
             return any(
-                torch.allclose(got, op.reference(PROBE, one, **options), atol=1e-6) for op, options in rule.ACTIVATIONS
+                torch.allclose(got, op.reference(PROBE, ones, **options), atol=1e-6) for op, options in rule.ACTIVATIONS
             )
         except Exception:
             return False
-
-
-# -- candidates
 
 
 def _candidates(original: Any, names: tuple[str, ...], activation: Any) -> Iterator[Candidate]:
@@ -142,11 +139,13 @@ def _candidate(
     def joined(gate: Tensor, up: Tensor) -> Any:
         return op(gate, up, **options)
 
-    def gate_of(given: Any, *, gate: Any, up: Any) -> Any:
-        same = given is activation if forward is None else isinstance(given, nn.Module) and untouched(given, forward)
+    def gate_of(current: Any, *, gate: Any, up: Any) -> Any:
+        same = (
+            current is activation if forward is None else isinstance(current, nn.Module) and untouched(current, forward)
+        )
         if same and isinstance(up, Tensor) and gate.shape == up.shape and gate.dtype == up.dtype:
             return joined(gate, up)
-        return given(gate) * up
+        return current(gate) * up
 
     @cache
     def gated(function: FunctionType) -> FunctionType:
@@ -154,17 +153,14 @@ def _candidate(
 
     def onto(patch: Patch) -> Patch | None:
         function = installed_in(patch.value.__func__)
-        kept = {*names} <= {*activations_of(function)}
-        return replacement(patch.owner, gated(function), original) if kept else None
+        calls_all = {*names} <= {*activations_of(function)}
+        return replacement(patch.owner, gated(function), original) if calls_all else None
 
     return Candidate(op, words, joined, replacing(original, lambda: gated(original)), onto=onto)
 
 
-# -- the source
-
-
 @dataclass(frozen=True)
-class Site:
+class GateSite:
     """A product, the activation's call in it or in a statement `holder`, and the expressions of gate and up."""
 
     product: ast.BinOp
@@ -185,9 +181,9 @@ def with_gates(function: FunctionType, names: tuple[str, ...], gate_of: Callable
     definition = copy_of(function)
     for site in list(_sites(definition)):
         if ast.unparse(site.call.func) in names:
-            parts = [ast.keyword("gate", site.gate), ast.keyword("up", site.up)]
+            keywords = [ast.keyword("gate", site.gate), ast.keyword("up", site.up)]
             # In the order of the source: projections in both may have hooks.
-            ordered = parts if site.product.right is site.up else parts[::-1]
+            ordered = keywords if site.product.right is site.up else keywords[::-1]
             if site.holder is not None:
                 site.holder.value = site.call.args[0]
             _become(site.product, ast.Call(ast.Name(HELPER, ast.Load()), [site.call.func], ordered))
@@ -195,12 +191,12 @@ def with_gates(function: FunctionType, names: tuple[str, ...], gate_of: Callable
     return rebuilt(function, definition, {HELPER: gate_of})
 
 
-def _sites(definition: ast.FunctionDef) -> Iterator[Site]:
+def _sites(definition: ast.FunctionDef) -> Iterator[GateSite]:
     module = definition.args.args[0].arg
     for node in ast.walk(definition):
-        for side, other in _factors(node):
-            if isinstance(side, ast.Call) and _may_be_an_activation(side, module) and not _is_mask(other):
-                yield Site(node, side, side.args[0], other)  # type: ignore[arg-type]
+        for side, factor in _factors(node):
+            if isinstance(side, ast.Call) and _may_be_an_activation(side, module) and not _is_mask(factor):
+                yield GateSite(node, side, side.args[0], factor)  # type: ignore[arg-type]
                 break
         for name in ("body", "orelse"):
             block = getattr(node, name, None)
@@ -208,23 +204,23 @@ def _sites(definition: ast.FunctionDef) -> Iterator[Site]:
                 yield from _held(definition, block, module)
 
 
-def _held(definition: ast.FunctionDef, block: list[ast.stmt], module: str) -> Iterator[Site]:
+def _held(definition: ast.FunctionDef, block: list[ast.stmt], module: str) -> Iterator[GateSite]:
     """Yield each `g = act(a)` where the next statement with g multiplies it, and none after it reads this value."""
-    for place, holder in enumerate(block):
+    for index, holder in enumerate(block):
         match holder:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if _may_be_an_activation(
                 call, module
             ):
-                later = next((s for s in block[place + 1 :] if _uses(s, name)), None)
+                later = next((s for s in block[index + 1 :] if _uses(s, name)), None)
                 yield from _product_of(definition, later, name, call, holder)
 
 
 def _product_of(
     definition: ast.FunctionDef, later: ast.stmt | None, name: str, call: ast.Call, holder: ast.Assign
-) -> Iterator[Site]:
+) -> Iterator[GateSite]:
     if not isinstance(later, (ast.Assign, ast.Return)) or later.value is None or _uses(later.value, name) != [ast.Load]:
         return
-    # Otherwise another statement may see the activation, in a loop also one before.
+    # Otherwise another statement may read the activation; in a loop, an earlier one too.
     assigned = isinstance(later, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in later.targets)
     loads = [
         n.lineno
@@ -235,9 +231,9 @@ def _product_of(
     if not assigned and len([line for line in loads if loops or line > holder.lineno]) != 1:
         return
     for node in ast.walk(later.value):
-        for side, other in _factors(node):
-            if isinstance(side, ast.Name) and side.id == name and not _is_mask(other):
-                yield Site(node, call, side, other, holder)  # type: ignore[arg-type]
+        for side, factor in _factors(node):
+            if isinstance(side, ast.Name) and side.id == name and not _is_mask(factor):
+                yield GateSite(node, call, side, factor, holder)  # type: ignore[arg-type]
 
 
 def _factors(node: ast.AST) -> tuple[tuple[ast.expr, ast.expr], ...]:
@@ -261,8 +257,8 @@ def _may_be_an_activation(call: ast.Call, module: str) -> bool:
     return False
 
 
-def _is_mask(other: ast.expr) -> bool:
-    return isinstance(other, ast.Constant) or "mask" in ast.unparse(other)
+def _is_mask(factor: ast.expr) -> bool:
+    return isinstance(factor, ast.Constant) or "mask" in ast.unparse(factor)
 
 
 def _become(product: ast.BinOp, call: ast.Call) -> None:
@@ -270,9 +266,6 @@ def _become(product: ast.BinOp, call: ast.Call) -> None:
     product.__class__ = ast.Call  # type: ignore[assignment]
     del product.left, product.op, product.right
     vars(product).update(vars(call))
-
-
-# -- cases
 
 
 def _cases(device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:

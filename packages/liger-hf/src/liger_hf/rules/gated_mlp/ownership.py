@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether anything else can still read a tensor, so that the backward pass may write to its memory."""
+"""Check whether anything else can still read a tensor, because the backward pass may then not overwrite it."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _fresh: dict[Any, frozenset[Holders]] = {}
 
 
 def unshared(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether only this tuple holds these tensors and their memory: no other Python object, autograd node or view.
+    """Return whether only this tuple holds these tensors and their memory: no other object, autograd node or view.
 
-    Autograd nodes hold what their derivative needs: tanh, relu and exp their output, a square its input. The result is
-    False where it does not matter: without gradients there is no backward pass, and in compiled code the compiler
-    decides what is written to. It is also False under a transform of torch.func, whose tensors have no own memory.
+    Autograd nodes hold the tensors that their derivative needs: tanh, relu and exp their output, a square its input.
+    The result is False where it does not matter: without gradients there is no backward pass, and in compiled code the
+    compiler decides. It is also False under a transform of torch.func, whose tensors have no memory of their own.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not COUNTS_HOLDERS:
         return False
     if interpreter_stack() is not None:
         return False
-    for place in range(len(tensors)):
-        kind = type(tensors[place])
+    for index in range(len(tensors)):
+        kind = type(tensors[index])
         known = _fresh.get(kind)
         if known is None:
-            known = _fresh[kind] = _of_a_fresh_one(tensors[place])
-        if holders(tensors, place) not in known:
+            known = _fresh[kind] = _counts_of_a_new_one(tensors[index])
+        if holders(tensors, index) not in known:
             return False
     return True
 
 
-def _of_a_fresh_one(like: Tensor) -> frozenset[Holders]:
+def _counts_of_a_new_one(like: Tensor) -> frozenset[Holders]:
     """Return the reference counts of a new tensor in a tuple, and of a view, which depend on the Python version."""
-    # A mode may hold what is made under it, as that of make_fx does, or expect it again, as that of checkpointing does.
+    # Modes may hold a new tensor, as make_fx does, or expect it again, as checkpointing does.
     with DisableTorchFunction(), without_modes(), getattr(like, "fake_mode", nullcontext()):
         new = (like.new_empty(1), like.new_empty(1).view(1))
-    return frozenset(holders(new, place) for place in range(len(new)))
+    return frozenset(holders(new, index) for index in range(len(new)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The children of a gated MLP, and the order in which its forward calls them in a run with random projections."""
+"""The children of a gated MLP, and the order in which its forward calls them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ Layout = tuple[tuple[str, ...], str]
 # Sizes of the stand-in; an op that works elementwise does not care.
 HIDDEN, INNER = 24, 40
 ROWS = (2, 9)
-# The seed of inputs: with that of the weights, rows would be weights over again, and products out of the range of
-# float16.
+# The seed of inputs. With the seed of the weights, rows would equal weights, and products would overflow float16.
 INPUTS = 1
 
 
 @dataclass
 class Parts:
-    """The children of a gated MLP: projections, dropouts and norms of rows, and those that are ignored.
+    """The children of a gated MLP: projections, dropouts and norms of rows between them, and ignored children.
 
     order  the order in which the forward calls them; empty until `watch` has run it
     """
@@ -50,8 +49,8 @@ class Parts:
     def around(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the names of the children that are called before gate and up, and of those called after them."""
         called = [name for name in self.order if name not in self.passed]
-        places = [place for place, name in enumerate(called) if name in self.layout[0]]
-        return (tuple(called[: places[0]]), tuple(called[places[-1] + 1 :])) if places else ((), ())
+        indices = [index for index, name in enumerate(called) if name in self.layout[0]]
+        return (tuple(called[: indices[0]]), tuple(called[indices[-1] + 1 :])) if indices else ((), ())
 
 
 class Marker(nn.Module):
@@ -122,9 +121,9 @@ def _calls(
     module: nn.Module, original: Callable[..., Any], stand_ins: dict[str, nn.Module], training: bool
 ) -> list[tuple[str, Tensor]]:
     """Return the children that a forward calls, in calling order, each with its input."""
-    seen: list[tuple[str, Tensor]] = []
+    calls: list[tuple[str, Tensor]] = []
     handles = [
-        child.register_forward_pre_hook(lambda child, given, name=name: seen.append((name, given[0])))
+        child.register_forward_pre_hook(lambda child, inputs, name=name: calls.append((name, inputs[0])))
         for name, child in stand_ins.items()
     ]
     twin = replica(module, children=stand_ins)
@@ -136,4 +135,4 @@ def _calls(
     finally:
         for handle in handles:
             handle.remove()
-    return seen
+    return calls

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated MLPs: down(act(gate(x)) · up(x)), with gate and up as two projections or packed into one, gate first.
 
-The module's own projections are called as modules, so that adapters, hooks and quantization on them keep working; only
-what happens between them is replaced. So are norms and dropouts, in the order in which the module's own forward calls
-them. The activation is passed over. Once something watches it or another one takes its place, the module runs its own
-forward.
+Projections, norms and dropouts are called as modules, in the original order, so their adapters, hooks and quantization
+keep working; only the function between the projections is replaced. The activation is passed over. If it gets hooks or
+is replaced, the module runs its own forward.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ ACTIVATIONS: tuple[tuple[Op[..., Any], dict[str, Any]], ...] = (
     (geglu, {"approximate": "tanh"}),
     (geglu, {"approximate": "none"}),
 )
-# Option of swiglu → the attribute of Falcon-H1 that scales the gate, and that which scales what down returns.
+# Option of swiglu → the attribute of Falcon-H1 that scales the gate, or the output of down.
 MULTIPLIERS = {"gate_scale": "gate_multiplier", "scale": "down_multiplier"}
 
 
@@ -99,7 +98,7 @@ def _layout(linears: dict[str, nn.Module]) -> Layout | None:
     return None
 
 
-# A function of (gate, up), or of both packed in one, and of whether it may overwrite them.
+# A function of the module, (gate, up) or both packed in one tensor, and whether it may overwrite them.
 Unit = Callable[[nn.Module, tuple[Tensor, ...], bool], Tensor]
 
 
@@ -143,8 +142,8 @@ def _scaled(
 
     names  option of swiglu → attribute
     """
-    given: dict[str, Any] = {option: getattr(module, name) for option, name in names.items()} | options
-    return swiglu(*parts, **given, overwrite=overwrite)
+    arguments: dict[str, Any] = {option: getattr(module, name) for option, name in names.items()} | options
+    return swiglu(*parts, **arguments, overwrite=overwrite)
 
 
 def _candidates(module: nn.Module, original: Callable[..., Any], argument: str, parts: Parts) -> Iterator[Candidate]:
@@ -187,7 +186,7 @@ def _forward(unit: Unit, original: Callable[..., Any], argument: str, chain: Cha
             x = getattr(self, name)(x)
         parts = tuple(together([getattr(self, name) for name in inputs], x))
         y = unit(self, parts, unshared(parts))
-        # Not held while the rest runs.
+        # Freed before the rest runs.
         del parts
         for name in rest:
             y = getattr(self, name)(y)
@@ -200,7 +199,7 @@ def _cases(
     module: nn.Module, original: Callable[..., Any], parts: Parts, device: torch.device, dtypes: Iterable[torch.dtype]
 ) -> Iterator[Case]:
     stand_ins = parts.stand_ins(device)
-    # Before the candidates are asked for, which call the children in the order that is seen here.
+    # Before the candidates are made, which call the children in this order.
     watch(module, original, parts, stand_ins)
     layers: dict[str, Any] = {name: stand_ins[name] for name in parts.linears}
     others = {name: child for name, child in stand_ins.items() if name not in layers}
@@ -219,8 +218,10 @@ def run_unit(
     """Return a pass through a twin of the module with these projections, in the dtype of x, and these other modules."""
 
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
-        own = {name: {n: weights[f"{name}.{n}"] for n, _ in layer.named_parameters()} for name, layer in layers.items()}
-        children = {name: replica(layer, parameters=own[name]) for name, layer in layers.items()}
+        parameters = {
+            name: {n: weights[f"{name}.{n}"] for n, _ in layer.named_parameters()} for name, layer in layers.items()
+        }
+        children = {name: replica(layer, parameters=parameters[name]) for name, layer in layers.items()}
         return {"output": function(replica(module, children={**children, **others}), inputs["x"])}
 
     weights = {

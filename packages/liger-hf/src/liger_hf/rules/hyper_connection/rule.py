@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hyper-connections (mHC): a module that projects normalized streams to coefficients, of which a matrix is made doubly
-stochastic.
+"""Hyper-connections (mHC): a module that projects normalized streams to coefficients and a doubly stochastic matrix.
 
-Its iterations, 40 launches each of which keeps its result for the backward pass, become one; norm and projection read
-the streams once and make no float32 copy of them. What the decoder layer does with the coefficients afterwards stays as
-it is. The norm is passed over: once something watches it or another one takes its place, the module runs its own
-forward.
+The Sinkhorn iterations, 40 launches that each save a result for the backward pass, become one launch; norm and
+projection read the streams once, without a float32 copy. The decoder layer's use of the coefficients stays. The norm is
+passed over. If it gets hooks or is replaced, the module runs its own forward.
 """
 
 from __future__ import annotations
@@ -66,8 +64,8 @@ def look(module: nn.Module) -> Found | None:
 
 def _attribute(module: nn.Module, suffix: str, kind: type) -> str | None:
     """Return the only attribute of this type whose name has this suffix, or None."""
-    found = [name for name, value in vars(module).items() if name.endswith(suffix) and type(value) is kind]
-    return found[0] if len(found) == 1 else None
+    names = [name for name, value in vars(module).items() if name.endswith(suffix) and type(value) is kind]
+    return names[0] if len(names) == 1 else None
 
 
 def _streams(weights: dict[str, Any]) -> int | None:
@@ -92,9 +90,9 @@ def _candidate(original: Callable[..., Any], argument: str, norm: str, iteration
             return original(self, x)
         sizes, least = [n, n, n * n], getattr(self, eps)
         child = getattr(self, norm)
-        parts = project_streams(x, self.fn, getattr(child, str(eps_of(child)))).split(sizes, dim=-1)
+        coefficients = project_streams(x, self.fn, getattr(child, str(eps_of(child)))).split(sizes, dim=-1)
         pre, post, matrix = (
-            p * s + b for p, s, b in zip(parts, self.scale.unbind(), self.base.split(sizes), strict=True)
+            p * s + b for p, s, b in zip(coefficients, self.scale.unbind(), self.base.split(sizes), strict=True)
         )
         matrix = sinkhorn(matrix.unflatten(-1, (n, n)), getattr(self, iterations), least)
         return 2 * torch.sigmoid(post), matrix, mix_streams(x, torch.sigmoid(pre) + least)
@@ -123,8 +121,8 @@ def _cases(module: nn.Module, n: int, device: torch.device, dtypes: Iterable[tor
 
     x, upstream = drawn(2, 9)
     for name, dtype, scale in sized(dtypes):
-        own = {key: value.to(dtype) for key, value in weights.items()}
-        yield Case(name, dtype, _run(module, (x * scale).to(dtype), upstream, own))
+        cast_weights = {key: value.to(dtype) for key, value in weights.items()}
+        yield Case(name, dtype, _run(module, (x * scale).to(dtype), upstream, cast_weights))
     for length in LENGTHS:
         yield of_length(length, torch.float32, _run(module, *drawn(1, length), weights))
 

@@ -23,7 +23,7 @@ from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, of_length, re
 
 NOTHING = "no module is a linear layer with a LoRA adapter, as PEFT wraps one"
 OP = "lora_linear"
-# On the forwards that this rule puts into modules.
+# An attribute of the forwards that this rule installs.
 ADAPTED = "__liger_adapted__"
 # Sizes of the stand-in.
 INNER, OUTER, RANK = 24, 40, 8
@@ -31,7 +31,7 @@ INNER, OUTER, RANK = 24, 40, 8
 PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})
 # Classes of quantized weights that PEFT dequantizes for DoRA, by name: bitsandbytes may not be installed.
 QUANTIZED = ("Params4bit", "Int8Params")
-# Elements of the rows of a weight whose norms DoRA takes at once, in float32.
+# The elements of a weight whose row norms DoRA computes at once, in float32.
 NORM_ELEMENTS = 1 << 24
 
 
@@ -46,12 +46,12 @@ class Adapter(NamedTuple):
 
 
 def look(module: nn.Module) -> Found | None:
-    parts = module._modules
-    adapters = [parts.get(name) for name in ("lora_A", "lora_B", "lora_dropout")]
-    if not all(isinstance(part, nn.ModuleDict) and len(part) for part in adapters):
+    children = module._modules
+    adapters = [children.get(name) for name in ("lora_A", "lora_B", "lora_dropout")]
+    if not all(isinstance(child, nn.ModuleDict) and len(child) for child in adapters):
         return None
-    base = parts.get("base_layer")
-    # PEFT adapts a parameter of any module, too; what that module does with it is its own matter.
+    base = children.get("base_layer")
+    # PEFT also adapts single parameters of modules, whose use of them is unknown.
     if base is None or hasattr(module, "parameter_name") or not isinstance(getattr(module, "scaling", None), dict):
         return None
     original = forward_of(module)
@@ -110,7 +110,7 @@ def active_adapter(module: Any) -> Adapter | str:
         return "its adapter does not consist of two Linear without bias"
     if type(dropout) not in (nn.Identity, nn.Dropout):
         return f"its adapter has a {type(dropout).__name__}"
-    if any(hooked(part) for part in (a, b, dropout, magnitude) if part is not None):
+    if any(hooked(child) for child in (a, b, dropout, magnitude) if child is not None):
         return "its adapter has hooks, which have to run"
     return Adapter(a, b, dropout, scale, None if magnitude is None else magnitude.weight)
 
@@ -138,11 +138,11 @@ def computed(module: Any, x: Any) -> Adapter | None:
         or not (_is_plain(adapter.a.weight) and _is_plain(adapter.b.weight))
     ):
         return None
-    dtype, own = adapter.a.weight.dtype, _dtype_of(x)
-    if dtype != adapter.b.weight.dtype or dtype not in (own, torch.float32) or not x.is_floating_point():
+    dtype, compute_dtype = adapter.a.weight.dtype, _dtype_of(x)
+    if dtype != adapter.b.weight.dtype or dtype not in (compute_dtype, torch.float32) or not x.is_floating_point():
         return None
-    # A float32 adapter beside float64, which only an exact run has.
-    if own == torch.float64 != dtype:
+    # Only the float64 run of a check has a float32 adapter beside float64.
+    if compute_dtype == torch.float64 != dtype:
         return None
     if adapter.magnitude is not None and not (_is_plain(adapter.magnitude) and _is_readable(module.base_layer)):
         return None
@@ -161,7 +161,7 @@ def _is_plain(tensor: Any) -> bool:
 
 
 def _is_readable(base: Any) -> bool:
-    """Whether DoRA can read its weight."""
+    """Return whether DoRA can read the weight of a layer."""
     return isinstance(base, nn.Linear) and (_is_plain(base.weight) or type(base.weight).__name__ in QUANTIZED)
 
 
@@ -169,35 +169,38 @@ def _adapted(base: Any, x: Tensor, adapter: Adapter) -> Tensor | None:
     """Return the output of the layer with its adapter; None if no adapter can be added to the layer's output."""
     a, b, scale = adapter.a.weight, adapter.b.weight, adapter.scale
     dropout: Any = adapter.dropout
-    kept = x
+    dropped = x
     factor = 1.0
     if drops(adapter):
         # The factor 1 / (1 - p) belongs to the scale: in bfloat16 it would round x.
         factor = 1.0 / (1.0 - dropout.p) if dropout.p < 1.0 else 0.0
-        kept = torch.where(torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - dropout.p), x, 0.0)
-    own = brings_weight(base, x)
+        dropped = torch.where(torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - dropout.p), x, 0.0)
+    includes_base = brings_weight(base, x)
     if adapter.magnitude is None:
-        if own and kept is x:
+        if includes_base and dropped is x:
             return lora_linear(x, base.weight, a, b, scale, bias=base.bias)
-        return _added(base(x), kept, a, b, scale * factor)
+        return _added(base(x), dropped, a, b, scale * factor)
     weight = _dequantized(base)
     columns = adapter.magnitude / _norms(weight, a, b, scale)
-    if own and kept is x:
+    if includes_base and dropped is x:
         return lora_linear(x, weight, a, b, scale, bias=base.bias, column_scale=columns)
     y = base(x)
-    if kept is x:
+    if dropped is x:
         return _added(y if base.bias is None else y - base.bias, x, a, b, scale, column_scale=columns, bias=base.bias)
-    # As PEFT: the layer itself from all of x; c - 1 times its product and c times the adapter's from what dropout
-    # leaves.
-    product = nn.functional.linear(kept, weight.to(_dtype_of(x)))
+    # As in PEFT: the layer takes all of x; the terms (c - 1) · layer and c · adapter take x after dropout.
+    product = nn.functional.linear(dropped, weight.to(_dtype_of(x)))
     total = _added(
-        torch.addcmul(y, product, (columns - 1.0) * factor), kept, a, (columns[:, None] * b).to(b.dtype), scale * factor
+        torch.addcmul(y, product, (columns - 1.0) * factor),
+        dropped,
+        a,
+        (columns[:, None] * b).to(b.dtype),
+        scale * factor,
     )
     return None if total is None else total.to(y.dtype)
 
 
-def _added(own: Any, x: Tensor, a: Tensor, b: Tensor, scale: float, **options: Any) -> Tensor | None:
-    return lora_linear(x, None, a, b, scale, base=own, **options) if fits(own, x) else None
+def _added(base_output: Any, x: Tensor, a: Tensor, b: Tensor, scale: float, **options: Any) -> Tensor | None:
+    return lora_linear(x, None, a, b, scale, base=base_output, **options) if fits(base_output, x) else None
 
 
 def drops(adapter: Adapter) -> bool:
@@ -207,7 +210,7 @@ def drops(adapter: Adapter) -> bool:
 
 
 def brings_weight(base: Any, x: Tensor) -> bool:
-    """Whether the op computes the layer itself, too."""
+    """Return whether the op also computes the layer itself."""
     return (
         type(base) is nn.Linear
         and _is_plain(base.weight)
@@ -216,15 +219,15 @@ def brings_weight(base: Any, x: Tensor) -> bool:
     )
 
 
-def fits(own: Any, x: Tensor) -> bool:
+def fits(output: Any, x: Tensor) -> bool:
     """Whether an adapter can be added to the layer's output, which for a router is a tuple."""
-    return _is_plain(own) and own.dtype in (_dtype_of(x), torch.float32)
+    return _is_plain(output) and output.dtype in (_dtype_of(x), torch.float32)
 
 
 def _dequantized(base: Any) -> Tensor:
     if _is_plain(base.weight):
-        found: Tensor = base.weight
-        return found
+        plain: Tensor = base.weight
+        return plain
     from peft.utils.integrations import dequantize_module_weight
 
     weight: Tensor = dequantize_module_weight(base)
@@ -240,8 +243,8 @@ def _norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     with torch.autocast(weight.device.type, enabled=False):
         return torch.cat(
             [
-                torch.linalg.vector_norm(torch.addmm(part.to(wide), factor, a, alpha=scale), dim=1)
-                for part, factor in zip(weight.split(rows), b.split(rows), strict=True)
+                torch.linalg.vector_norm(torch.addmm(block.to(wide), factor, a, alpha=scale), dim=1)
+                for block, factor in zip(weight.split(rows), b.split(rows), strict=True)
             ]
         )
 
@@ -289,30 +292,30 @@ def _run(
     name = _active(module)
 
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
-        made = {
-            part: replica(layer, parameters={n: weights[f"{part}.{n}"] for n, _ in layer.named_parameters()})
-            for part, layer in layers.items()
+        replicas = {
+            role: replica(layer, parameters={n: weights[f"{role}.{n}"] for n, _ in layer.named_parameters()})
+            for role, layer in layers.items()
         }
         if not plain:
-            made["base"].__class__ = _Opaque
+            replicas["base"].__class__ = _Opaque
         children = {
-            "base_layer": made["base"],
-            "lora_A": {name: made["a"]},
-            "lora_B": {name: made["b"]},
+            "base_layer": replicas["base"],
+            "lora_A": {name: replicas["a"]},
+            "lora_B": {name: replicas["b"]},
             "lora_dropout": {name: nn.Identity()},
         }
-        if "magnitude" in made:
-            children["lora_magnitude_vector"] = {name: made["magnitude"]}
+        if "magnitude" in replicas:
+            children["lora_magnitude_vector"] = {name: replicas["magnitude"]}
         twin = replica(
             module,
-            children={n: nn.ModuleDict(part) if isinstance(part, dict) else part for n, part in children.items()},
+            children={n: nn.ModuleDict(child) if isinstance(child, dict) else child for n, child in children.items()},
         )
         enable_adapters(twin)
         twin.merged_adapters, twin.scaling = [], {name: 0.5}
         return {"output": function(twin, inputs["x"])}
 
     weights = {
-        f"{part}.{n}": p.detach().to(x.dtype if part == "base" else adapter) for part, layer in layers.items() for n,
+        f"{role}.{n}": p.detach().to(x.dtype if role == "base" else adapter) for role, layer in layers.items() for n,
         p in layer.named_parameters()
     }  # fmt: skip
     return trial(call, {"x": x}, {"output": upstream}, weights)

@@ -21,9 +21,9 @@ from typing import Any
 from liger_hf.source import copy_of, definition_of, rebuilt
 
 TOGETHER, TAKE = "__liger_together__", "__liger_take__"
-# What is within these may run more than once, or never.
+# Code inside these nodes may run more than once, or never.
 CONDITIONAL = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.BoolOp, ast.Lambda, ast.comprehension)
-# Statements that run what is before them first, and nothing around them.
+# Statements in which a call runs after the statements before them, and once.
 SIMPLE = (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)
 
 
@@ -58,7 +58,7 @@ def with_shared_inputs(
 
 def _calls(function: ast.FunctionDef) -> dict[str, list[ast.Call]]:
     calls: dict[str, list[ast.Call]] = {argument.arg: [] for argument in function.args.args[1:]}
-    sometimes = {id(part) for node in ast.walk(function) if isinstance(node, CONDITIONAL) for part in ast.walk(node)}
+    sometimes = {id(child) for node in ast.walk(function) if isinstance(node, CONDITIONAL) for child in ast.walk(node)}
     allowed: set[int] = set()
     for node in ast.walk(function):
         if (
@@ -82,9 +82,9 @@ def _calls(function: ast.FunctionDef) -> dict[str, list[ast.Call]]:
             allowed.add(id(argument))
     used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and id(node) not in allowed}
     return {
-        name: found
-        for name, found in calls.items()
-        if name not in used and len({*map(_child, found)}) == len(found) > 1
+        name: group
+        for name, group in calls.items()
+        if name not in used and len({*map(_child, group)}) == len(group) > 1
     }
 
 
@@ -97,21 +97,21 @@ def _groups(definition: ast.FunctionDef, chosen: Collection[str]) -> Iterator[tu
     """Yield, for each group of calls to rewrite, the first statement with a call, the argument, and the calls."""
     statement_of = {id(node): s for s in definition.body if isinstance(s, SIMPLE) for node in ast.walk(s)}
     for argument, calls in _calls(definition).items():
-        found = [call for call in calls if _child(call) in chosen and id(call) in statement_of]
-        # As they run: what is random, and what watches, must see the same order.
-        found.sort(key=lambda call: (call.lineno, call.col_offset))
-        if len(found) > 1:
-            yield min((statement_of[id(call)] for call in found), key=definition.body.index), argument, found
+        group = [call for call in calls if _child(call) in chosen and id(call) in statement_of]
+        # In running order, which random numbers and hooks depend on.
+        group.sort(key=lambda call: (call.lineno, call.col_offset))
+        if len(group) > 1:
+            yield min((statement_of[id(call)] for call in group), key=definition.body.index), argument, group
 
 
 def _rewrite(definition: ast.FunctionDef, first: ast.stmt, argument: str, calls: list[ast.Call], parts: str) -> None:
     children = ast.Tuple([copy.deepcopy(call.func) for call in calls], ast.Load())
-    made = ast.Call(_name(TOGETHER), [children, _name(argument)], [])
-    statement = ast.Assign([ast.Name(parts, ast.Store())], made)
+    together_call = ast.Call(_name(TOGETHER), [children, _name(argument)], [])
+    statement = ast.Assign([ast.Name(parts, ast.Store())], together_call)
     ast.copy_location(statement, first)
     definition.body.insert(definition.body.index(first), statement)
-    for place, call in enumerate(calls):
-        call.func, call.args = _name(TAKE), [_name(parts), ast.Constant(place)]
+    for index, call in enumerate(calls):
+        call.func, call.args = _name(TAKE), [_name(parts), ast.Constant(index)]
 
 
 def _name(name: str) -> ast.expr:

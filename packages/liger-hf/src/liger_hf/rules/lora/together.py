@@ -26,34 +26,34 @@ SUFFIXES = ("", "_2", "_3")
 def together(modules: Sequence[nn.Module], x: Any) -> list[Any]:
     """Return the output of each module for x."""
     shared = _shared(modules, x)
-    made = _computed([modules[place] for place in shared], [*shared.values()], x) if shared else None
-    if made is None:
+    outputs = _computed([modules[index] for index in shared], [*shared.values()], x) if shared else None
+    if outputs is None:
         return [module(x) for module in modules]
-    results = dict(zip(shared, made, strict=True))
-    return [results[place] if place in results else module(x) for place, module in enumerate(modules)]
+    results = dict(zip(shared, outputs, strict=True))
+    return [results[index] if index in results else module(x) for index, module in enumerate(modules)]
 
 
 def patches(model: nn.Module, installed: Iterable[Patch]) -> Iterator[Patch]:
     """Rebuild forwards that call several layers with adapters, as attention does, to call the layers together.
 
-    installed  patches whose forwards may be rebuilt, too; others that differ from those of their class are left alone
+    installed  patches whose forwards may be rebuilt, too; any other replaced forward stays
     """
     ours = {id(patch.value) for patch in installed}
     for module in model.modules():
         names = _adapted_in(module)
-        own = module.__dict__.get(slot(module))
-        if len(names) > 1 and (own is None or id(own) in ours):
-            function = unwrapped(type(module).forward) if own is None else installed_in(own.__func__)
-            made = function.__dict__.setdefault("__together__", {})
-            if names not in made:
-                # One for all modules of a kind, which torch.compile then compiles once.
-                made[names] = with_shared_inputs(function, names, {TOGETHER: together, TAKE: _take})
-            if made[names] is not None:
-                yield replacement(module, made[names], function)
+        current = module.__dict__.get(slot(module))
+        if len(names) > 1 and (current is None or id(current) in ours):
+            function = unwrapped(type(module).forward) if current is None else installed_in(current.__func__)
+            rebuilt = function.__dict__.setdefault("__together__", {})
+            if names not in rebuilt:
+                # One function for all modules of a kind, which torch.compile compiles once.
+                rebuilt[names] = with_shared_inputs(function, names, {TOGETHER: together, TAKE: _take})
+            if rebuilt[names] is not None:
+                yield replacement(module, rebuilt[names], function)
 
 
 def unread_forwards(model: nn.Module) -> Iterator[str]:
-    """Return a sentence for each class of modules whose forward may do so but has no readable source."""
+    """Return a sentence for each class of modules whose forward calls several such layers but cannot be read."""
     sentences = (
         unread(module, names, "", "its linear layers with adapters read the same input one after the other")
         for module in model.modules()
@@ -66,10 +66,10 @@ def _adapted_in(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, child in module._modules.items() if child is not None and is_adapted(child))
 
 
-def _take(parts: list[Any], place: int) -> Any:
+def _take(outputs: list[Any], index: int) -> Any:
     """Return a result and drop the reference to it, so the rest of the forward does not keep it in memory."""
-    found, parts[place] = parts[place], None
-    return found
+    output, outputs[index] = outputs[index], None
+    return output
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -80,12 +80,12 @@ def is_adapted(module: nn.Module) -> bool:
 def _shared(modules: Sequence[nn.Module], x: Any) -> dict[int, Adapter]:
     """Return the indices and adapters of the first two or three modules that one call can compute."""
     groups: dict[Any, dict[int, Adapter]] = {}
-    for place, module in enumerate(modules):
+    for index, module in enumerate(modules):
         adapter = _adapter(module, x)
         if adapter is not None:
             group = groups.setdefault((adapter.scale, adapter.a.weight.dtype, brings_weight(module.base_layer, x)), {})
             if len(group) < MOST:
-                group[place] = adapter
+                group[index] = adapter
     return next((group for group in groups.values() if len(group) > 1), {})
 
 
@@ -107,16 +107,16 @@ def _computed(modules: Sequence[Any], adapters: Sequence[Adapter], x: Tensor) ->
     """Compute the outputs of the modules in one call; None if an adapter cannot be added to its layer's output."""
     layers = [module.base_layer for module in modules]
     if brings_weight(layers[0], x):
-        given = [(layer.weight, layer.bias, None) for layer in layers]
+        sources = [(layer.weight, layer.bias, None) for layer in layers]
     else:
-        made = [layer(x) for layer in layers]
-        if not all(fits(y, x) for y in made) or len({y.dtype for y in made}) > 1:
+        outputs = [layer(x) for layer in layers]
+        if not all(fits(y, x) for y in outputs) or len({y.dtype for y in outputs}) > 1:
             return None
-        given = [(None, None, y) for y in made]
-    return lora_linears(x, scale=adapters[0].scale, **dict(_named(given, adapters)))
+        sources = [(None, None, y) for y in outputs]
+    return lora_linears(x, scale=adapters[0].scale, **dict(_named(sources, adapters)))
 
 
-def _named(given: Sequence[Any], adapters: Sequence[Adapter]) -> Iterator[tuple[str, Any]]:
-    for suffix, (weight, bias, base), adapter in zip(SUFFIXES, given, adapters, strict=False):
+def _named(sources: Sequence[Any], adapters: Sequence[Adapter]) -> Iterator[tuple[str, Any]]:
+    for suffix, (weight, bias, base), adapter in zip(SUFFIXES, sources, adapters, strict=False):
         tensors = {"weight": weight, "a": adapter.a.weight, "b": adapter.b.weight, "bias": bias, "base": base}
         yield from ((f"{name}{suffix}", value) for name, value in tensors.items())

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modulated norms (adaLN): a module whose forward scales by 1 + scale and shifts what a child returns that is a norm of
-rows.
+"""Modulated norms (adaLN): a module whose forward scales the result of a norm by 1 + scale and shifts it.
 
-An instance gets a forward rebuilt from its source (`liger_hf.rules.modulation.source`). As for residuals, the norm is
-checked in every call: one that somebody watches by hooks, has wrapped or replaced is called as the module that it is.
+An instance gets a forward rebuilt from its source (`liger_hf.rules.modulation.source`). Every call checks the norm: if
+it has hooks, or was wrapped or replaced, it is called as a module.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from liger_hf.unread import unread
 NOTHING = "no forward has the form self.norm(x) * (1 + scale) + shift"
 OPS: dict[str, Op[..., Any]] = {"layer_norm": modulated_layer_norm, "rms_norm": modulated_rms_norm}
 # (the norm's module, x, scale, shift) → the modulated rows; scale and shift have one row for all tokens of a sample.
-Step = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+ModulatedNorm = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
 def look(module: nn.Module) -> Found | None:
@@ -53,12 +52,12 @@ def look(module: nn.Module) -> Found | None:
         return Found(
             op, refusal=f"the norms that it scales and shifts must be of one class, {', '.join(names)} are not"
         )
-    found = {name: norm_in(child, kind) for name, child in children.items()}
-    refusals = [reason for name, child in children.items() if (reason := _refusal(found[name], child)) is not None]
+    matches = {name: norm_in(child, kind) for name, child in children.items()}
+    refusals = [reason for name, child in children.items() if (reason := _refusal(matches[name], child)) is not None]
     if refusals:
         return Found(op, refusal=f"the norm that it scales and shifts must be one that it may pass over: {refusals[0]}")
     first = children[names[0]]
-    distinct = {found[name].kind: child for name, child in children.items()}  # type: ignore[union-attr]
+    distinct = {matches[name].kind: child for name, child in children.items()}  # type: ignore[union-attr]
     return Found(
         op,
         kind=(type(module), original, names, tuple(distinct)),
@@ -71,7 +70,7 @@ def look(module: nn.Module) -> Found | None:
 
 
 def _unread(module: nn.Module, norms_in_it: list[str]) -> Found | None:
-    # Most norms that are scaled and shifted have no weights of their own; those with weights are before sums.
+    # Norms that are scaled and shifted mostly have no weights, unlike norms before sums.
     bare = [name for name in norms_in_it if next(getattr(module, name).parameters(), None) is None]
     lost = unread(module, bare, "+*", "norms that it scales and shifts are left alone") if bare else None
     kind = (
@@ -82,11 +81,11 @@ def _unread(module: nn.Module, norms_in_it: list[str]) -> Found | None:
     return Found(f"modulated_{kind}", refusal=lost) if kind else None
 
 
-def _refusal(found: Found | None, child: nn.Module) -> str | None:
-    assert found is not None
+def _refusal(match: Found | None, child: nn.Module) -> str | None:
+    assert match is not None
     if isinstance(child, nn.LayerNorm) and child.elementwise_affine:
         return "modulated_layer_norm has neither weight nor bias"
-    return found.refusal or refusal(child)
+    return match.refusal or refusal(child)
 
 
 def _plain(forward: Callable[..., Any], child: nn.Module, x: Any, scale: Any, shift: Any) -> Any:
@@ -134,7 +133,7 @@ def _cases(child: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]
             yield replace(drawn, name=f"{drawn.name}, {words}").case(_run(child, drawn, scale, shift))
 
 
-def _run(child: nn.Module, drawn: norms.Drawn, scale: Tensor, shift: Tensor) -> Run:
+def _run(child: nn.Module, drawn: norms.NormInputs, scale: Tensor, shift: Tensor) -> Run:
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
         return {"output": function(replica(child, parameters=weights), *inputs.values())}
 

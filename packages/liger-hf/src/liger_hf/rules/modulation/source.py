@@ -3,9 +3,8 @@
 
     self.norm(x) * (1 + scale) + shift      →      one_call(self.norm, x, scale, shift)
 
-x, scale and shift are names, perhaps with indices, which also may stand behind the brackets, (1 + scale)[:, None].
-Names have no effects, so the new expression has the value of the old one if one_call returns self.norm(x) * (1 + scale)
-+ shift.
+x, scale and shift are names, perhaps with indices, which may also follow the brackets, as in (1 + scale)[:, None].
+Names have no effects, so the value is the same if one_call returns self.norm(x) * (1 + scale) + shift.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ INDICES = (ast.Name, ast.Subscript, ast.Slice, ast.Tuple, ast.Constant, ast.Load
 @once
 def modulated_norms(definition: ast.FunctionDef) -> list[str]:
     """Return the attributes of self whose results a forward scales and shifts."""
-    # Of no names: nothing is put in place of anything.
+    # Without names, the transformer replaces nothing.
     finder = _Calls(definition.args.args[0].arg, ())
     finder.visit(definition)
-    return finder.found
+    return finder.norms
 
 
 def with_one_call(function: FunctionType, names: tuple[str, ...], one_call: Callable[..., Any]) -> FunctionType:
@@ -38,11 +37,11 @@ def with_one_call(function: FunctionType, names: tuple[str, ...], one_call: Call
 
 
 class _Calls(ast.NodeTransformer):
-    """Find the expressions, and replace those of the named norms by one call."""
+    """Find the expressions, and replace each one of a named norm by one call."""
 
     def __init__(self, module: str, names: tuple[str, ...]) -> None:
         self.module, self.names = module, names
-        self.found: list[str] = []
+        self.norms: list[str] = []
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
@@ -56,7 +55,7 @@ class _Calls(ast.NodeTransformer):
                 ),
                 right=shift,
             ) if of == self.module and (scale := _scale(factor)) is not None and all(map(_plain, (x, scale, shift))):
-                self.found.append(norm.attr)
+                self.norms.append(norm.attr)
                 if norm.attr in self.names:
                     return ast.copy_location(ast.Call(ast.Name(HELPER, ast.Load()), [norm, x, scale, shift], []), node)
         return node

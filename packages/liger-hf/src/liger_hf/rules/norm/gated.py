@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from liger_core import Op, gated_rms_norm, rms_norm
 
-# A form, as a function of a module, x and its gate.
-Form = Callable[[nn.Module, Tensor, Any], Tensor]
+# A function of a module, x and its gate.
+NormFunction = Callable[[nn.Module, Tensor, Any], Tensor]
 GATES: dict[str, dict[str, Any]] = {
     "silu of the gate after": {},
     "sigmoid of the gate after": {"activation": "sigmoid"},
@@ -29,7 +29,7 @@ GATES: dict[str, dict[str, Any]] = {
 }
 
 
-def forms(eps: str, gated: bool, grouped: bool) -> Iterator[tuple[Op[..., Any], str, Form]]:
+def forms(eps: str, gated: bool, grouped: bool) -> Iterator[tuple[Op[..., Any], str, NormFunction]]:
     """Yield the possible forms of a norm with or without a gate and groups, each with its op and its description."""
     for offset, (name, options) in product((0.0, 1.0), GATES.items() if gated else (("", {}),)):
         words = [*(["groups"] if grouped else []), *(["weight_offset=1"] if offset else []), *([name] if name else [])]

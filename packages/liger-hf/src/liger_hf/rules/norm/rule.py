@@ -20,7 +20,7 @@ from liger_hf.passing import PASSED, may_pass, passed_over
 from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.rebinding import innermost, names_in
 from liger_hf.rule import Candidate, Found, Rule
-from liger_hf.rules.norm.gated import Form, fits, forms
+from liger_hf.rules.norm.gated import NormFunction, fits, forms
 from liger_hf.rules.norm.shaped import cases, form_of
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, Unfit, configuration, device_of, of_length, replica, trial
 
@@ -28,7 +28,7 @@ Cast = Literal["input", "float32"]
 NOTHING = "no module is a norm: none without children has an eps"
 CONSTANT = "its forward has several numbers that may be its eps"
 EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
-# What is rounded before the weight, and what is added to the weight.
+# The dtype of the rows before the weight, and the offset of the weight.
 CONVENTIONS: tuple[tuple[Cast, float], ...] = (("input", 0.0), ("float32", 1.0), ("float32", 0.0), ("input", 1.0))
 # A norm without a weight does not say how wide its rows are.
 WIDTH = 64
@@ -127,13 +127,13 @@ def _special(original: Callable[..., Any], arguments: tuple[str, ...], eps: str,
 
 
 def _special_candidate(
-    op: Op[..., Any], detail: str, form: Form, original: Callable[..., Any], names: tuple[tuple[str, ...], str]
+    op: Op[..., Any], detail: str, form: NormFunction, original: Callable[..., Any], names: tuple[tuple[str, ...], str]
 ) -> Candidate:
     arguments, eps = names
 
     def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
-        given = dict(zip(arguments, inputs, strict=False)) | named
-        x, gate = given[arguments[0]], given.get(arguments[-1])
+        named_inputs = dict(zip(arguments, inputs, strict=False)) | named
+        x, gate = named_inputs[arguments[0]], named_inputs.get(arguments[-1])
         if not fits(self.weight, x, gate, len(arguments) == 2) or not may_pass(self):  # type: ignore[arg-type]
             return original(self, *inputs, **named)
         return form(self, x, gate)
@@ -216,7 +216,7 @@ def _installed(
 
 
 @dataclass(frozen=True)
-class Drawn:
+class NormInputs:
     """Random rows, perhaps with a gate, their upstream gradient and weights for a norm, by name."""
 
     name: str
@@ -233,7 +233,7 @@ class Drawn:
 
 def inputs(
     module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype], gated: bool = False
-) -> Iterator[Drawn]:
+) -> Iterator[NormInputs]:
     """Yield random inputs for each dtype of the weights, and of other lengths.
 
     A gated norm also gets float32 rows beside weights of another dtype, as state-space scans return them.
@@ -248,16 +248,18 @@ def inputs(
     values = {name: draw.positive(width) for name in weights}
     gates = (draw.normal(3, 7, width),) if gated else ()
     for dtype in dtypes:
-        own = {name: v.to(dtype) for name, v in values.items()}
+        cast_values = {name: v.to(dtype) for name, v in values.items()}
         for wide in dict.fromkeys((dtype, torch.float32)) if gated else (dtype,):
             name = f"{str(dtype).removeprefix('torch.')}{', float32 rows' if wide != dtype else ''}"
-            yield Drawn(name, dtype, x.to(wide), upstream.to(wide), own, tuple(gate.to(dtype) for gate in gates))
+            yield NormInputs(
+                name, dtype, x.to(wide), upstream.to(wide), cast_values, tuple(gate.to(dtype) for gate in gates)
+            )
     for length in LENGTHS:
         x, upstream, *gate = (draw.normal(1, length, width) for _ in range(3 if gated else 2))
-        yield Drawn("", torch.float32, x, upstream, values, tuple(gate))
+        yield NormInputs("", torch.float32, x, upstream, values, tuple(gate))
 
 
-def _run(module: nn.Module, drawn: Drawn) -> Run:
+def _run(module: nn.Module, drawn: NormInputs) -> Run:
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
         y = function(replica(module, parameters=weights), *inputs.values())
         if isinstance(y, Tensor) and y.shape != drawn.x.shape:

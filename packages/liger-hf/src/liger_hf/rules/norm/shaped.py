@@ -19,11 +19,11 @@ from liger_core import Op, group_norm, layer_norm, rms_norm
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, of_length, replica, trial
 
 
-class Form(NamedTuple):
+class NormForm(NamedTuple):
     """One kind of norm.
 
     shape  maps a number of positions to the shape of one sample
-    ways   each an op, its description, and a function of the module and x that calls it
+    ways   possible computations: an op, its description, and a function of the module and x that calls it
     """
 
     name: str
@@ -31,18 +31,18 @@ class Form(NamedTuple):
     ways: tuple[tuple[Op[..., Any], str, Callable[[Any, Tensor], Tensor]], ...]
 
 
-def form_of(module: nn.Module, weights: dict[str, nn.Parameter], eps: str) -> Form | None:
+def form_of(module: nn.Module, weights: dict[str, nn.Parameter], eps: str) -> NormForm | None:
     """Return the form of a norm, according to its attributes; None if it normalizes the last dimension."""
     channels, heads, head_dim = (getattr(module, name, None) for name in ("num_channels", "num_heads", "head_dim"))
     width = max((p.shape[0] for p in weights.values()), default=None)
     if isinstance(getattr(module, "num_groups", None), int) and isinstance(channels, int):
-        return Form("group_norm", lambda n: (channels, n), ((group_norm, "", partial(_groups, eps=eps)),))
+        return NormForm("group_norm", lambda n: (channels, n), ((group_norm, "", partial(_groups, eps=eps)),))
     if getattr(module, "data_format", None) == "channels_first" and width:
         ways = ((layer_norm, "channels first", partial(_channels_first, eps=eps)),)
-        return Form("layer_norm", lambda n: (width, 2, n), ways)
+        return NormForm("layer_norm", lambda n: (width, 2, n), ways)
     if isinstance(heads, int) and isinstance(head_dim, int) and width == heads * head_dim:
         both = ((layer_norm, "of each head"), (rms_norm, "of each head"))
-        return Form(
+        return NormForm(
             "layer_norm",
             lambda n: (n, heads, head_dim),
             tuple((op, words, partial(_heads, op=op, eps=eps)) for op, words in both),
@@ -65,7 +65,11 @@ def _heads(module: Any, x: Tensor, *, op: Any, eps: str) -> Tensor:
 
 
 def cases(
-    module: nn.Module, form: Form, weights: dict[str, nn.Parameter], device: torch.device, dtypes: Iterable[torch.dtype]
+    module: nn.Module,
+    form: NormForm,
+    weights: dict[str, nn.Parameter],
+    device: torch.device,
+    dtypes: Iterable[torch.dtype],
 ) -> Iterator[Case]:
     """Yield cases with small samples, which reveal where eps is added, and large ones, which reveal limits."""
     draw = Draw(device)
@@ -74,8 +78,8 @@ def cases(
     shape = form.shape(7)
     x, upstream = draw.normal(3, *shape) * scales.view(3, *[1] * len(shape)), draw.normal(3, *shape)
     for dtype in dtypes:
-        own = {name: v.to(dtype) for name, v in values.items()}
-        yield Case(str(dtype).removeprefix("torch."), dtype, _run(module, x.to(dtype), upstream.to(dtype), own))
+        cast_values = {name: v.to(dtype) for name, v in values.items()}
+        yield Case(str(dtype).removeprefix("torch."), dtype, _run(module, x.to(dtype), upstream.to(dtype), cast_values))
     for length in LENGTHS:
         x, upstream = draw.normal(1, *form.shape(length)), draw.normal(1, *form.shape(length))
         yield of_length(length, torch.float32, _run(module, x, upstream, values))

@@ -21,26 +21,26 @@ def norm_in(child: nn.Module, op: str = "rms_norm") -> Found | None:
     """Return the norm rule's findings for an unmodified replica of the child; None if it is not a norm of this op."""
     if norms.eps_of(child) is None:
         return None
-    found = norms.look(replica(child))
-    return found if found is not None and found.op == op else None
+    match = norms.look(replica(child))
+    return match if match is not None and match.op == op else None
 
 
 def refusal(child: nn.Module) -> str | None:
     """Return why the norm must be called as a module, or None."""
     if OFFLOADED in child.__dict__ or _hooked(child):
         return "hooks on it have to run"
-    own = forward_of(child)
-    return own if isinstance(own, str) and not hasattr(getattr(child.forward, "__func__", None), MARK) else None
+    forward = forward_of(child)
+    return forward if isinstance(forward, str) and not hasattr(getattr(child.forward, "__func__", None), MARK) else None
 
 
 def untouched(child: Any, forward: Callable[..., Any]) -> bool:
     """Whether calling the module would run only the forward of its class, or the replacement that `apply` installed."""
     if _hooked(child) or has_global_hook() or not may_pass(child):
         return False
-    own = getattr(child.forward, "__func__", None)
-    # What apply put there is for the class of that time.
-    return own is forward or (
-        hasattr(own, MARK) and getattr(own, "__wrapped__", None) is type(child).forward is forward
+    function = getattr(child.forward, "__func__", None)
+    # A replacement is for the class that the module had when it was installed.
+    return function is forward or (
+        hasattr(function, MARK) and getattr(function, "__wrapped__", None) is type(child).forward is forward
     )
 
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residual and norm in one step: a module whose forward adds two tensors and gives the sum straight to a child that is
-a norm of rows.
+"""Residual and norm in one step: a module whose forward adds two tensors and passes the sum straight to a norm of rows.
 
-An instance gets a forward rebuilt from its source (`liger_hf.rules.residual.source`). The norm is checked in every
-call: one that somebody watches by hooks, has wrapped or replaced, as ZeRO-3, accelerate and PEFT do, is called as the
-module that it is.
+An instance gets a forward rebuilt from its source (`liger_hf.rules.residual.source`). Every call checks the norm: if it
+has hooks, or was wrapped or replaced, as ZeRO-3, accelerate and PEFT do, it is called as a module.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ def look(module: nn.Module, norm: str = "rms_norm") -> Found | None:
         name for name, child in module._modules.items() if child is not None and norms.eps_of(child) is not None
     ]
     summed = [name for name in norms_of_sums(unwrapped(type(module).forward)) if name in with_eps] if with_eps else []
-    children = {name: found for name in summed if (found := norm_in(getattr(module, name), norm)) is not None}
+    children = {name: match for name in summed if (match := norm_in(getattr(module, name), norm)) is not None}
     names, op = tuple(children), f"add_{norm}"
     if not names:
         lost = unread(module, with_eps, "+", "sums before its norms are left alone") if with_eps else None
@@ -73,10 +71,8 @@ def _plain(forward: Callable[..., Any], child: nn.Module, left: Any, right: Any)
     return forward(child, summed), summed
 
 
-# -- candidates
-
 # A norm of the sum of two tensors: (the norm's module, left, right) → (normed, sum).
-Step = Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]
+AddNorm = Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _candidates(original: Any, names: tuple[str, ...], child: nn.Module, op: str) -> Iterator[Candidate]:
@@ -98,11 +94,10 @@ def _candidates(original: Any, names: tuple[str, ...], child: nn.Module, op: str
             yield _candidate(add_layer_norm, words, original, names, forward, _layer(eps, offset))
 
 
-def _rms(eps: str, cast: Any, offset: float) -> Step:
+def _rms(eps: str, cast: Any, offset: float) -> AddNorm:
     def step(child: Any, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         weight = getattr(child, "weight", None)
-        # In the order of the sum: its results are laid out in memory like its first part, and Inkling takes views of
-        # them.
+        # In the order of the sum: the results have the memory layout of the first summand, which Inkling's views need.
         return add_rms_norm(
             left, right, weight, getattr(child, eps), weight_offset=0.0 if weight is None else offset, cast=cast
         )
@@ -110,7 +105,7 @@ def _rms(eps: str, cast: Any, offset: float) -> Step:
     return step
 
 
-def _layer(eps: str, offset: float) -> Step:
+def _layer(eps: str, offset: float) -> AddNorm:
     def step(child: Any, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         weight = getattr(child, "weight", None)
         if offset and weight is not None:
@@ -121,7 +116,7 @@ def _layer(eps: str, offset: float) -> Step:
 
 
 def _candidate(
-    op: Op[..., Any], words: str, original: Any, names: tuple[str, ...], forward: Callable[..., Any], step: Step
+    op: Op[..., Any], words: str, original: Any, names: tuple[str, ...], forward: Callable[..., Any], step: AddNorm
 ) -> Candidate:
     layer = op is add_layer_norm
 
@@ -145,15 +140,12 @@ def _fit(weight: Any, left: Any, right: Any, layer: bool) -> bool:
     return left.shape == right.shape and left.dtype == right.dtype and (weight is None or weight.dtype == left.dtype)
 
 
-# -- cases
-
-
 def _cases(child: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
     for drawn in norms.inputs(child, device, dtypes):
         yield drawn.case(_run(child, drawn))
 
 
-def _run(child: nn.Module, drawn: norms.Drawn) -> Run:
+def _run(child: nn.Module, drawn: norms.NormInputs) -> Run:
     """Return a pass with both results and the gradients of both summands; the upstream gradients differ."""
 
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:

@@ -7,8 +7,8 @@
 
     y = self.norm(a + b)                        →          y = one_call(self.norm, a, b)[0]
 
-Only these statements, one behind the other, of plain names. Whatever the pair is called and whatever a and b are, the
-new statements leave every name what the old ones do, if one_call returns (self.norm(a + b), a + b).
+Only these statements, one directly after the other, with plain names, are rebuilt. If one_call returns
+(self.norm(a + b), a + b), every name has the same value afterwards as before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HELPER = "__liger_add_norm__"
 
 
 @dataclass(frozen=True)
-class Step:
+class SumStep:
     """The statements `first` to `last` of a block, which compute a sum, assign it to `names`, and normalize it."""
 
     block: list[ast.stmt]
@@ -47,16 +47,13 @@ def norms_of_sums(definition: ast.FunctionDef) -> Iterator[str]:
 def with_one_call(function: FunctionType, names: tuple[str, ...], one_call: Callable[..., Any]) -> FunctionType:
     """Rebuild the function with `one_call(self.norm, a, b) -> (normed, sum)` for the named norms; its globals stay."""
     definition = copy_of(function)
-    # From the end of each block: places of the steps before stay what they are.
+    # From the end of each block, so the indices of earlier steps stay valid.
     for step in reversed([step for step in _steps(definition) if step.norm.attr in names]):
         step.block[step.first : step.last + 1] = _one_step(step)
     return rebuilt(function, definition, {HELPER: one_call})
 
 
-# -- statements
-
-
-def _steps(definition: ast.FunctionDef) -> Iterator[Step]:
+def _steps(definition: ast.FunctionDef) -> Iterator[SumStep]:
     module = definition.args.args[0].arg
     for node in ast.walk(definition):
         for name in ("body", "orelse", "finalbody"):
@@ -65,7 +62,7 @@ def _steps(definition: ast.FunctionDef) -> Iterator[Step]:
                 yield from _steps_of(block, module)
 
 
-def _steps_of(block: list[ast.stmt], module: str) -> Iterator[Step]:
+def _steps_of(block: list[ast.stmt], module: str) -> Iterator[SumStep]:
     for first, statement in enumerate(block):
         match assignment(statement):
             case (
@@ -76,7 +73,7 @@ def _steps_of(block: list[ast.stmt], module: str) -> Iterator[Step]:
                     keywords=[],
                 ),
             ) if of == module:
-                yield Step(block, first, first, norm, left, right, (), result)
+                yield SumStep(block, first, first, norm, left, right, (), result)
             case (total, ast.BinOp(op=ast.Add(), left=left, right=right)):
                 copies: list[str] = []
                 for last, later in enumerate(block[first + 1 :], first + 1):
@@ -92,11 +89,11 @@ def _steps_of(block: list[ast.stmt], module: str) -> Iterator[Step]:
                                 keywords=[],
                             ),
                         ) if (of, source) == (module, total) and result not in copies:
-                            yield Step(block, first, last, norm, left, right, (total, *copies), result)
+                            yield SumStep(block, first, last, norm, left, right, (total, *copies), result)
                     break
 
 
-def _one_step(step: Step) -> list[ast.stmt]:
+def _one_step(step: SumStep) -> list[ast.stmt]:
     """Return statements for one step, in which no name holds the normed rows or the sum longer than before."""
     # The norm's result may take the name of the sum, which then lives in its copies, or nowhere.
     holders = [name for name in dict.fromkeys(step.names) if name != step.result]

@@ -70,11 +70,11 @@ class Form:
     heads: int = 1
 
 
-def forms(found: Signature) -> Iterator[Form]:
+def forms(signature: Signature) -> Iterator[Form]:
     """Yield the forms that a function with this signature may have, the simplest first."""
-    axes = (1, 2) if found.heads is None else (found.heads,)
+    axes = (1, 2) if signature.heads is None else (signature.heads,)
     for axis in axes:
-        if len(found.tables) == 1:
+        if len(signature.tables) == 1:
             yield Form("complex", True, _complex, heads=axis)
             continue
         yield Form("", False, _as_they_are, heads=axis)
@@ -88,25 +88,25 @@ def forms(found: Signature) -> Iterator[Form]:
 
 
 @dataclass(frozen=True)
-class Tried:
+class Coverage:
     """The calls for which a form was verified.
 
-    parts        widths of the tables, as fractions of the head dimension
+    fractions    widths of the tables, as fractions of the head dimension
     keeps_dtype  whether the result has the dtype of the rotated tensors even if the tables have another
     flat         for tables of shape (tokens, columns): the number of dimensions of the rotated tensors, and the axis of
                  the heads, counted with a batch dimension
     """
 
-    parts: frozenset[float]
+    fractions: frozenset[float]
     keeps_dtype: bool
     flat: frozenset[tuple[int, int]] = frozenset()
 
-    def covers(self, part: float) -> bool:
-        """Whether tables of this width were verified.
+    def covers(self, fraction: float) -> bool:
+        """Return whether tables of this width were verified.
 
         If two widths work, the smaller leaves the remaining columns unchanged. Then any smaller width works, too.
         """
-        return part in self.parts or (len(self.parts) > 1 and part < max(self.parts))
+        return fraction in self.fractions or (len(self.fractions) > 1 and fraction < max(self.fractions))
 
 
 class Call(NamedTuple):
@@ -123,11 +123,11 @@ class Call(NamedTuple):
     packed: bool
 
 
-def with_rope(found: Signature, form: Form, original: Callable[..., Any], tried: Tried) -> Callable[..., Any]:
+def with_rope(signature: Signature, form: Form, original: Callable[..., Any], coverage: Coverage) -> Callable[..., Any]:
     """Return a function with the original's signature that calls `rope`, or the original where `rope` cannot."""
 
     def apply_rotary(*args: Any, **options: Any) -> Any:
-        call = read(found, form, tried, args, options)
+        call = read(signature, form, coverage, args, options)
         if call is None:
             return original(*args, **options)
         return returned(_rotated(call.states, call.cos, call.sin, form), call)
@@ -135,23 +135,25 @@ def with_rope(found: Signature, form: Form, original: Callable[..., Any], tried:
     return apply_rotary
 
 
-def read(found: Signature, form: Form, tried: Tried, args: tuple[Any, ...], options: dict[str, Any]) -> Call | None:
+def read(
+    signature: Signature, form: Form, coverage: Coverage, args: tuple[Any, ...], options: dict[str, Any]
+) -> Call | None:
     """Return the arguments of a call as `rope` takes them; None if it cannot."""
-    given = dict(zip(found.names, args, strict=False)) | options
-    states: list[Any] = [given.get(name) for name in found.rotated]
-    tables: list[Any] = [given.get(name) for name in found.tables]
-    axis = given.get("unsqueeze_dim", form.heads)
-    if given.get("position_ids") is not None or any(value is None for value in (*states, *tables)):
+    kwargs = dict(zip(signature.names, args, strict=False)) | options
+    states: list[Any] = [kwargs.get(name) for name in signature.rotated]
+    tables: list[Any] = [kwargs.get(name) for name in signature.tables]
+    axis = kwargs.get("unsqueeze_dim", form.heads)
+    if kwargs.get("position_ids") is not None or any(value is None for value in (*states, *tables)):
         return None
     packed = False
     if tables[0].dim() == 2:
-        # The axis that a function is given counts from there.
-        axis = axis if found.heads is None else axis + 1
-        if (states[0].dim(), axis) not in tried.flat:
+        # Without a batch dimension, unsqueeze_dim is one less than the axis of the heads.
+        axis = axis if signature.heads is None else axis + 1
+        if (states[0].dim(), axis) not in coverage.flat:
             return None
         packed = states[0].dim() == 3
     states = [s[None] if packed else s for s in states]
-    if not _takes(states, tables, axis, tried):
+    if not _takes(states, tables, axis, coverage):
         return None
     return Call([s.transpose(1, 2) if axis == 2 else s for s in states], *form.tables(*tables), axis == 2, packed)
 
@@ -163,7 +165,7 @@ def returned(rotated: Sequence[Tensor], call: Call) -> Any:
     return tuple(rotated) if len(rotated) == 2 else rotated[0]
 
 
-def _takes(states: list[Any], tables: list[Any], axis: Any, tried: Tried) -> bool:
+def _takes(states: list[Any], tables: list[Any], axis: Any, coverage: Coverage) -> bool:
     if axis not in (1, 2) or any(t.dim() not in (2, 3) or t.requires_grad for t in tables):
         return False
     if any(s.dim() != 4 or s.dtype != states[0].dtype for s in states):
@@ -173,11 +175,11 @@ def _takes(states: list[Any], tables: list[Any], axis: Any, tried: Tried) -> boo
         for s in states
     ):
         return False
-    if not tried.covers(tables[0].shape[-1] / states[0].shape[3]):
+    if not coverage.covers(tables[0].shape[-1] / states[0].shape[3]):
         return False
     # Tables of another dtype promote the result, unless autocast rounds it in the attention anyway.
     return (
-        tried.keeps_dtype
+        coverage.keeps_dtype
         or tables[0].is_complex()
         or tables[0].dtype == states[0].dtype
         or torch.is_autocast_enabled(states[0].device.type)
@@ -186,9 +188,9 @@ def _takes(states: list[Any], tables: list[Any], axis: Any, tried: Tried) -> boo
 
 def _rotated(states: list[Any], cos: Tensor, sin: Tensor, form: Form) -> list[Any]:
     if form.trailing and cos.shape[-1] < states[0].shape[-1]:
-        kept = [s[..., : -cos.shape[-1]] for s in states]
+        unrotated = [s[..., : -cos.shape[-1]] for s in states]
         turned = _rotated([s[..., -cos.shape[-1] :] for s in states], cos, sin, form)
-        return [torch.cat(parts, dim=-1) for parts in zip(kept, turned, strict=True)]
+        return [torch.cat(parts, dim=-1) for parts in zip(unrotated, turned, strict=True)]
     if form.gathers:
         states = [s.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for s in states]
     if len(states) == 2:
@@ -202,9 +204,6 @@ def _rotated(states: list[Any], cos: Tensor, sin: Tensor, form: Form) -> list[An
 def _alone(x: Tensor, cos: Tensor, sin: Tensor, form: Form) -> Tensor:
     """Rotate one tensor. `rope` takes two, so the first head also serves as the key, whose result is dropped."""
     return rope(x, x[:, :1].detach(), cos, sin, interleaved=form.interleaved)[0]
-
-
-# -- tables
 
 
 def _as_they_are(cos: Tensor, sin: Tensor) -> Tables:

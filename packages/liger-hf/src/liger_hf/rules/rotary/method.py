@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rotary function that is a static method, of one table that holds sines and cosines, and of what is rotated."""
+"""Rotary functions that are static methods and take one table with both sines and cosines."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ WIDTH, HEADS = 64, 4
 
 
 def of_a_method(module: nn.Module, name: str) -> Found:
-    own, static = getattr(type(module), name), inspect.getattr_static(type(module), name)
+    original, static = getattr(type(module), name), inspect.getattr_static(type(module), name)
     if (reason := replaced_method(module, name)) is not None:
         return Found("rope", refusal=reason)
-    count = len(inspect.signature(own).parameters) - 1 if isinstance(static, staticmethod) else 0
+    count = len(inspect.signature(original).parameters) - 1 if isinstance(static, staticmethod) else 0
     if count not in (2, 3):
         return Found(
             "rope",
@@ -36,37 +36,37 @@ def of_a_method(module: nn.Module, name: str) -> Found:
     return Found(
         "rope",
         kind=(type(module), name, dtype, str(parameter.device) if parameter is not None else ""),
-        original=own,
-        candidates=lambda: _candidates(name, own),
+        original=original,
+        candidates=lambda: _candidates(name, original),
         cases=lambda device, dtypes: _cases(count, device, dtypes),
         device=lambda: device_of(module),
         dtype=dtype,
     )
 
 
-def _candidates(name: str, own: Callable[..., Any]) -> Iterator[Candidate]:
+def _candidates(name: str, original: Callable[..., Any]) -> Iterator[Candidate]:
     for sines_first, interleaved in product((True, False), repeat=2):
-        rotated = partial(_rotated, own, sines_first, interleaved)
+        rotated = partial(_rotated, original, sines_first, interleaved)
         words = f"interleaved={interleaved}, {'sines' if sines_first else 'cosines'} first in the table"
-        yield Candidate(rope, words, rotated, partial(_installed, name=name, own=own, rotated=rotated))
+        yield Candidate(rope, words, rotated, partial(_installed, name=name, original=original, rotated=rotated))
 
 
-def _installed(module: nn.Module, name: str, own: Callable[..., Any], rotated: Callable[..., Any]) -> list[Patch]:
+def _installed(module: nn.Module, name: str, original: Callable[..., Any], rotated: Callable[..., Any]) -> list[Patch]:
     def method(self: nn.Module, *args: Any, **named: Any) -> Any:
         now = getattr(type(self), name)
-        return rotated(*args, **named) if now is own else now(*args, **named)
+        return rotated(*args, **named) if now is original else now(*args, **named)
 
-    # Under its name a bound method pickles as that of its class.
+    # With this name, the bound method pickles as the method of its class.
     method.__name__ = name
     method.__dict__[MARK] = True
     return [Patch(module, name, MethodType(method, module))]
 
 
-def _rotated(own: Callable[..., Any], sines_first: bool, interleaved: bool, *args: Any, **named: Any) -> Any:
+def _rotated(original: Callable[..., Any], sines_first: bool, interleaved: bool, *args: Any, **named: Any) -> Any:
     table, *states = args or (None,)
     states = [state for state in states if state is not None]
     if named or not _fit(table, states):
-        return own(*args, **named)
+        return original(*args, **named)
     cos, sin = table[0].chunk(2, dim=-1)[:: -1 if sines_first else 1]
     cos, sin = ((t.repeat_interleave(2, dim=-1) if interleaved else torch.cat((t, t), dim=-1)) for t in (cos, sin))
     q, k, *others = states
@@ -93,14 +93,14 @@ def _fit(table: Any, states: list[Any]) -> bool:
 
 def _cases(count: int, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
     draw = Draw(device)
-    for given, dtype in product(range(2, count + 1), dtypes):
-        yield Case(f"{str(dtype).removeprefix('torch.')}, {given} tensors", dtype, _run(draw, given, 5, dtype))
+    for tensors, dtype in product(range(2, count + 1), dtypes):
+        yield Case(f"{str(dtype).removeprefix('torch.')}, {tensors} tensors", dtype, _run(draw, tensors, 5, dtype))
     for length in LENGTHS:
         yield Case(f"float32, length {length}", torch.float32, _run(draw, 2, length, torch.float32))
 
 
 def _run(draw: Draw, count: int, length: int, dtype: torch.dtype) -> Run:
-    # Independent entries: nothing may rely on cos² + sin² = 1.
+    # Independent entries, because cos² + sin² = 1 must not matter.
     table = draw.normal(1, 1, length, WIDTH).to(dtype)
     inputs, upstream = ([draw.normal(2, HEADS, length, WIDTH).to(dtype) for _ in range(count)] for _ in range(2))
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embedding: a module whose forward calls functions `apply_rotary…` of its modeling file, or a method of such a
-name.
+"""Rotary embedding: a module whose forward calls functions `apply_rotary…` of its modeling file, or such a method.
 
 Each instance gets a forward with a private namespace in which they are replaced (`liger_hf.rebinding`). A global that
 is rebound in the modeling file after `apply` is therefore not seen by a patched instance.
@@ -23,14 +22,14 @@ from liger_hf.isolation import undisturbed
 from liger_hf.patch import forward_of, replacement
 from liger_hf.rebinding import Functions, called, innermost, names_in, rebound
 from liger_hf.rule import Candidate, Found, Rule
-from liger_hf.rules.rotary.forms import Form, Signature, Tried, forms, signature, with_rope
+from liger_hf.rules.rotary.forms import Coverage, Form, Signature, forms, signature, with_rope
 from liger_hf.rules.rotary.method import of_a_method
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, trial
 
 NOTHING = "no module calls a function or a method apply_rotary…"
 PREFIX = "apply_rotary"
-# Calls with tables of (tokens, columns): dimensions of what is rotated, and the axis of the heads behind a batch.
-# Packed sequences and images, and images or sequences that share their tables.
+# Calls with tables of (tokens, columns): the dimensions of the rotated tensors, and the axis of the heads if they had a
+# batch dimension. First packed sequences and images, then those that share their tables.
 FLAT = ((3, 2), (4, 2), (4, 1))
 
 
@@ -43,7 +42,7 @@ def look(module: nn.Module) -> Found | None:
     if not functions:
         method = rotary_method(module, original)
         return None if method is None else of_a_method(module, method)
-    readable = {name: found for name, function in functions.items() if (found := signature(function)) is not None}
+    readable = {name: known for name, function in functions.items() if (known := signature(function)) is not None}
     if not readable:
         return Found(
             "rope",
@@ -74,9 +73,9 @@ def rotary_functions(function: Any) -> Functions:
 def rotary_method(module: nn.Module, function: Any) -> str | None:
     """Return the name of the method that applies the rotary embedding, in models without such a function."""
     code = getattr(innermost(function), "__code__", None)
-    called_ones = names_in(code) if code is not None else ()
+    names = names_in(code) if code is not None else ()
     return next(
-        (name for name in called_ones if _rotates(name) and inspect.isroutine(getattr(type(module), name, None))), None
+        (name for name in names if _rotates(name) and inspect.isroutine(getattr(type(module), name, None))), None
     )
 
 
@@ -84,41 +83,40 @@ def _rotates(name: str) -> bool:
     return PREFIX in name or (name.startswith("apply_") and name.endswith("_rope"))
 
 
-# -- candidates
-
-
 def _candidates(
     original: Callable[..., Any], functions: Functions, readable: Mapping[str, Signature], width: int
 ) -> Callable[[], Iterator[Candidate]]:
     def candidates() -> Iterator[Candidate]:
         fitting = {name: fitting_forms(functions[name], readable[name], width) for name in functions}
-        fitting = {name: found for name, found in fitting.items() if found}
+        fitting = {name: forms_of_it for name, forms_of_it in fitting.items() if forms_of_it}
         for chosen in product(*fitting.values()) if fitting else ():
             yield _candidate(original, functions, readable, dict(zip(fitting, chosen, strict=True)))
 
     return candidates
 
 
-def fitting_forms(function: Callable[..., Any], found: Signature, width: int) -> list[tuple[Form, Tried]]:
+def fitting_forms(function: Callable[..., Any], signature: Signature, width: int) -> list[tuple[Form, Coverage]]:
     """Return the forms that roughly agree with the function, in float32 on the CPU."""
     device, fitting = torch.device("cpu"), []
     with undisturbed(device), torch.no_grad():
-        trials = [(given, function(**given)) for given in calls(function, found, width, device)]
-        flat = [(layout, given, function(**given)) for layout, given in flat_calls(function, found, width, device)]
-        first = next((given for given, _ in [*trials, *((given, result) for _, given, result in flat)]), None)
+        trials = [(kwargs, function(**kwargs)) for kwargs in calls(function, signature, width, device)]
+        flat = [
+            (layout, kwargs, function(**kwargs)) for layout, kwargs in flat_calls(function, signature, width, device)
+        ]
+        first = next((kwargs for kwargs, _ in [*trials, *((kwargs, result) for _, kwargs, result in flat)]), None)
         if first is None:
             return []
-        of_parts = [given for given, _ in trials] or [given for _, given, _ in flat]
-        parts = frozenset(given[found.tables[0]].shape[-1] / width for given in of_parts)
-        tried = Tried(parts, keeps_dtype(function, first), frozenset(FLAT))
-        for form in forms(found):
-            # Without the original behind it: a form that takes none of the calls would agree with it on all.
-            alone = with_rope(found, form, _declined, tried)
-            if all(_same(alone, given, result) for given, result in trials):
-                agreed = [(layout, _same(alone, given, result)) for layout, given, result in flat]
+        accepted = [kwargs for kwargs, _ in trials] or [kwargs for _, kwargs, _ in flat]
+        fractions = frozenset(kwargs[signature.tables[0]].shape[-1] / width for kwargs in accepted)
+        coverage = Coverage(fractions, keeps_dtype(function, first), frozenset(FLAT))
+        for form in forms(signature):
+            # Without the original as a fallback, which would make a form that takes no call agree on all.
+            alone = with_rope(signature, form, _declined, coverage)
+            if all(_same(alone, kwargs, result) for kwargs, result in trials):
+                agreed = [(layout, _same(alone, kwargs, result)) for layout, kwargs, result in flat]
                 taken = {layout for layout, _ in agreed} - {layout for layout, same in agreed if not same}
                 if trials or taken:
-                    fitting.append((form, replace(tried, flat=frozenset(taken))))
+                    fitting.append((form, replace(coverage, flat=frozenset(taken))))
     return fitting
 
 
@@ -126,18 +124,18 @@ def _declined(*args: Any, **options: Any) -> Any:
     raise Unsupported("the form does not take the call")
 
 
-def keeps_dtype(function: Callable[..., Any], given: dict[str, Any]) -> bool:
+def keeps_dtype(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     """Whether the result has the dtype of the rotated tensors although the tables are wider."""
     low = {
         name: value.bfloat16() if name not in ("cos", "sin", "freqs_cis") and isinstance(value, Tensor) else value
-        for name, value in given.items()
+        for name, value in kwargs.items()
     }
     return all(r.dtype == torch.bfloat16 for r in results_of(function(**low)))
 
 
-def _same(candidate: Callable[..., Any], given: dict[str, Any], result: Any) -> bool:
+def _same(candidate: Callable[..., Any], kwargs: dict[str, Any], result: Any) -> bool:
     try:
-        got = candidate(**given)
+        got = candidate(**kwargs)
     except Exception:
         return False
     pairs = list(zip(results_of(got), results_of(result), strict=False))
@@ -148,30 +146,29 @@ def _candidate(
     original: Callable[..., Any],
     functions: Functions,
     readable: Mapping[str, Signature],
-    chosen: Mapping[str, tuple[Form, Tried]],
+    chosen: Mapping[str, tuple[Form, Coverage]],
 ) -> Candidate:
-    replaced = {name: with_rope(readable[name], form, functions[name], tried) for name, (form, tried) in chosen.items()}
+    replaced = {
+        name: with_rope(readable[name], form, functions[name], coverage) for name, (form, coverage) in chosen.items()
+    }
     forward: list[Callable[..., Any]] = []
 
     def function(name: str, *args: Any, **options: Any) -> Any:
         return replaced.get(name, functions[name])(*args, **options)
 
     def install(module: nn.Module) -> list[Any]:
-        # One namespace for all the layers of a model: torch.compile then guards it once.
+        # One namespace for all layers of a model, which torch.compile guards once.
         if not forward:
             forward.append(rebound(original, replaced))
         return [replacement(module, forward[0], original)]
 
     details = dict.fromkeys(form.name for form, _ in chosen.values() if form.name)
-    kept = [name for name in functions if name not in chosen]
-    return Candidate(rope, ", ".join([*details, *(f"{name} stays" for name in kept)]), function, install)
-
-
-# -- cases
+    unchanged = [name for name in functions if name not in chosen]
+    return Candidate(rope, ", ".join([*details, *(f"{name} stays" for name in unchanged)]), function, install)
 
 
 def calls(
-    function: Callable[..., Any], found: Signature, width: int, device: torch.device, length: int = 5
+    function: Callable[..., Any], signature: Signature, width: int, device: torch.device, length: int = 5
 ) -> Iterator[dict[str, Any]]:
     """Yield random arguments that the function takes.
 
@@ -179,48 +176,50 @@ def calls(
     """
     draw = Draw(device)
     for batch, rotary in product((2, 1), (width, width // 2, width // 4)):
-        # Independent entries: nothing may rely on cos² + sin² = 1 or on equal halves.
-        tables = [draw.normal(batch, length, rotary) for _ in found.tables]
-        if found.tables == ("freqs_cis",):
+        # Independent entries, because cos² + sin² = 1 and equal halves must not matter.
+        tables = [draw.normal(batch, length, rotary) for _ in signature.tables]
+        if signature.tables == ("freqs_cis",):
             tables = [torch.complex(tables[0], draw.normal(batch, length, rotary))]
         for axis in (1, 2):
-            states = [draw.normal(2, length, heads, width) for heads in (4, 2)[: len(found.rotated)]]
-            given: dict[str, Any] = dict(
-                zip(found.rotated, (s.transpose(1, 2) if axis == 1 else s for s in states), strict=True)
+            states = [draw.normal(2, length, heads, width) for heads in (4, 2)[: len(signature.rotated)]]
+            kwargs: dict[str, Any] = dict(
+                zip(signature.rotated, (s.transpose(1, 2) if axis == 1 else s for s in states), strict=True)
             )
-            given |= dict(zip(found.tables, tables, strict=True))
-            if found.heads is not None:
-                given["unsqueeze_dim"] = axis
-            if _runs(function, given):
-                yield given
+            kwargs |= dict(zip(signature.tables, tables, strict=True))
+            if signature.heads is not None:
+                kwargs["unsqueeze_dim"] = axis
+            if _runs(function, kwargs):
+                yield kwargs
 
 
 def flat_calls(
-    function: Callable[..., Any], found: Signature, width: int, device: torch.device, length: int = 5
+    function: Callable[..., Any], signature: Signature, width: int, device: torch.device, length: int = 5
 ) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
     """Yield random arguments with tables of (tokens, columns) that the function takes, and the layout of each."""
     draw = Draw(device)
     for (dimensions, axis), rotary in product(FLAT, (width, width // 2, width // 4)):
-        tables = [draw.normal(length, rotary) for _ in found.tables]
-        if found.tables == ("freqs_cis",):
+        tables = [draw.normal(length, rotary) for _ in signature.tables]
+        if signature.tables == ("freqs_cis",):
             tables = [torch.complex(tables[0], draw.normal(length, rotary))]
-        states = [draw.normal(2, length, heads, width) for heads in (4, 2)[: len(found.rotated)]]
+        states = [draw.normal(2, length, heads, width) for heads in (4, 2)[: len(signature.rotated)]]
         states = [s.transpose(1, 2) if axis == 1 else s for s in states]
-        given: dict[str, Any] = dict(zip(found.rotated, (s[0] if dimensions == 3 else s for s in states), strict=True))
-        given |= dict(zip(found.tables, tables, strict=True))
-        if found.heads is not None:
-            given["unsqueeze_dim"] = axis - 1
-        if _runs(function, given):
-            yield (dimensions, axis), given
+        kwargs: dict[str, Any] = dict(
+            zip(signature.rotated, (s[0] if dimensions == 3 else s for s in states), strict=True)
+        )
+        kwargs |= dict(zip(signature.tables, tables, strict=True))
+        if signature.heads is not None:
+            kwargs["unsqueeze_dim"] = axis - 1
+        if _runs(function, kwargs):
+            yield (dimensions, axis), kwargs
 
 
-def _runs(function: Callable[..., Any], given: dict[str, Any]) -> bool:
+def _runs(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
     try:
-        results = results_of(function(**given))
+        results = results_of(function(**kwargs))
     except Exception:
         return False
     # Tables that were broadcast against another axis do not hold one row per position.
-    states = [value for value in given.values() if isinstance(value, Tensor)][: len(results)]
+    states = [value for value in kwargs.values() if isinstance(value, Tensor)][: len(results)]
     return [r.shape for r in results] == [s.shape for s in states]
 
 
@@ -236,47 +235,47 @@ def _cases(
     dtypes: Iterable[torch.dtype],
 ) -> Iterator[Case]:
     for name, function in functions.items():
-        for number, given in enumerate(calls(function, readable[name], width, device)):
+        for number, kwargs in enumerate(calls(function, readable[name], width, device)):
             for dtype in dtypes:
                 for table_dtype in dict.fromkeys((dtype, torch.float32)):
-                    chosen = cast_call(given, readable[name], dtype, table_dtype)
+                    chosen = cast_call(kwargs, readable[name], dtype, table_dtype)
                     if table_dtype == dtype or keeps_dtype(function, chosen):
-                        tables = next(given[t] for t in readable[name].tables)
+                        tables = next(kwargs[t] for t in readable[name].tables)
                         words = f"{tables.shape[-1]} table columns for {width}, tables of batch {tables.shape[0]}"
                         label = (
                             f"{str(dtype).removeprefix('torch.')}, {name}, "
                             f"{words}{', float32 tables' if table_dtype != dtype else ''}"
                         )
                         yield Case(f"{label}, call {number + 1}", dtype, _run(name, chosen, readable[name]))
-        for number, (_, given) in enumerate(flat_calls(function, readable[name], width, device)):
+        for number, (_, kwargs) in enumerate(flat_calls(function, readable[name], width, device)):
             for dtype in dtypes:
                 label = f"{str(dtype).removeprefix('torch.')}, {name}, tables without a batch, call {number + 1}"
-                yield Case(label, dtype, _run(name, cast_call(given, readable[name], dtype, dtype), readable[name]))
+                yield Case(label, dtype, _run(name, cast_call(kwargs, readable[name], dtype, dtype), readable[name]))
         for length in LENGTHS:
-            for given in islice(calls(function, readable[name], width, device, length), 1):
-                yield Case(f"float32, {name}, length {length}", torch.float32, _run(name, given, readable[name]))
+            for kwargs in islice(calls(function, readable[name], width, device, length), 1):
+                yield Case(f"float32, {name}, length {length}", torch.float32, _run(name, kwargs, readable[name]))
 
 
-def cast_call(given: dict[str, Any], found: Signature, dtype: torch.dtype, tables: torch.dtype) -> dict[str, Any]:
+def cast_call(kwargs: dict[str, Any], signature: Signature, dtype: torch.dtype, tables: torch.dtype) -> dict[str, Any]:
     """Cast the arguments of a call, except complex tables."""
-    changed = {name: given[name].to(dtype) for name in found.rotated}
+    changed = {name: kwargs[name].to(dtype) for name in signature.rotated}
     return {
-        **given,
+        **kwargs,
         **changed,
-        **{name: given[name].to(tables) for name in found.tables if not given[name].is_complex()},
+        **{name: kwargs[name].to(tables) for name in signature.tables if not kwargs[name].is_complex()},
     }
 
 
-def _run(name: str, given: dict[str, Any], found: Signature) -> Run:
-    # Drawn here: within a float64 run other numbers would come.
-    draw = Draw(given[found.rotated[0]].device, seed=1)
-    upstream = {f"rotated {key}": draw.normal(*given[key].shape).to(given[key].dtype) for key in found.rotated}
+def _run(name: str, kwargs: dict[str, Any], signature: Signature) -> Run:
+    # Drawn here, because a float64 run would draw other numbers.
+    draw = Draw(kwargs[signature.rotated[0]].device, seed=1)
+    upstream = {f"rotated {key}": draw.normal(*kwargs[key].shape).to(kwargs[key].dtype) for key in signature.rotated}
 
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
-        tables = {table: cast(given[table]) for table in found.tables}
-        return dict(zip(upstream, results_of(function(name, **{**given, **tables, **inputs})), strict=True))
+        tables = {table: cast(kwargs[table]) for table in signature.tables}
+        return dict(zip(upstream, results_of(function(name, **{**kwargs, **tables, **inputs})), strict=True))
 
-    return trial(call, {key: given[key] for key in found.rotated}, upstream)
+    return trial(call, {key: kwargs[key] for key in signature.rotated}, upstream)
 
 
 RULE = Rule("rotary", look, ("rope",), NOTHING)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm of each head of queries and keys, and the rotary function after it, in one step.
 
-An instance gets a forward rebuilt from its source (`liger_hf.rules.rotary_norm.source`). The norms are checked in every
-call: where somebody watches one by hooks, has wrapped or replaced it, as ZeRO-3, tensor parallelism and PEFT do, both
-are called as the modules that they are, and the rotary function computes `rope`.
+An instance gets a forward rebuilt from its source (`liger_hf.rules.rotary_norm.source`). Every call checks the norms:
+if one has hooks, or was wrapped or replaced, as ZeRO-3, tensor parallelism and PEFT do, both are called as modules, and
+the rotary function computes `rope`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from liger_hf.rebinding import rebound, unwrapped
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.norm import rule as norms
 from liger_hf.rules.norm.within import norm_in, refusal, untouched
-from liger_hf.rules.rotary.forms import Form, Signature, Tried, read, returned, signature, with_rope
+from liger_hf.rules.rotary.forms import Coverage, Form, Signature, read, returned, signature, with_rope
 from liger_hf.rules.rotary.rule import (
     PREFIX,
     calls,
@@ -43,13 +43,13 @@ NOTHING = (
 
 
 @dataclass(frozen=True)
-class Step:
-    """The rotary function of a forward, and for each call of it the attributes of the norms before it."""
+class RotaryStep:
+    """The rotary function of a forward, and the attributes of the norms before each call of it."""
 
     name: str
     function: Callable[..., Any]
     signature: Signature
-    places: tuple[tuple[str, ...], ...]
+    norm_names: tuple[tuple[str, ...], ...]
 
 
 def look(module: nn.Module) -> Found | None:
@@ -58,7 +58,7 @@ def look(module: nn.Module) -> Found | None:
         lost = unread(module, module._modules, "", "norms of queries and keys are left alone")
         has_parts = lost is not None and _norms_in(module) and rotary_functions(unwrapped(type(module).forward))
         return Found("qk_norm_rope", refusal=lost) if has_parts else None
-    children = [getattr(module, name) for names in step.places for name in names]
+    children = [getattr(module, name) for names in step.norm_names for name in names]
     original = forward_of(module)
     if isinstance(original, str):
         return Found("qk_norm_rope", refusal=original)
@@ -67,7 +67,7 @@ def look(module: nn.Module) -> Found | None:
         return Found(
             "qk_norm_rope", refusal=f"the norms of queries and keys must be ones that it may pass over: {reasons[0]}"
         )
-    kinds = {found.kind for child in children if (found := norm_in(child)) is not None}
+    kinds = {match.kind for child in children if (match := norm_in(child)) is not None}
     if len(kinds) > 1:
         return Found("qk_norm_rope", refusal="the norms of queries and keys must be of one class, width, eps and dtype")
     first = children[0]
@@ -82,24 +82,24 @@ def look(module: nn.Module) -> Found | None:
     )
 
 
-def _step(module: nn.Module) -> Step | None:
-    own = unwrapped(type(module).forward)
+def _step(module: nn.Module) -> RotaryStep | None:
+    forward = unwrapped(type(module).forward)
     heads = _norms_in(module)
     if not heads:
         return None
-    found = [(function, names) for function, names in norms_before_rotary(own, PREFIX) if heads.issuperset(names)]
-    functions = rotary_functions(own)
-    names = {function for function, _ in found if function in functions}
+    sites = [(function, names) for function, names in norms_before_rotary(forward, PREFIX) if heads.issuperset(names)]
+    functions = rotary_functions(forward)
+    names = {function for function, _ in sites if function in functions}
     if len(names) != 1:
         return None
     (name,) = names
     readable = signature(functions[name])
-    places = tuple(
+    norm_names = tuple(
         dict.fromkeys(
-            names for function, names in found if readable is not None and len(names) == len(readable.rotated)
+            names for function, names in sites if readable is not None and len(names) == len(readable.rotated)
         )
     )
-    return Step(name, functions[name], readable, places) if readable is not None and places else None
+    return RotaryStep(name, functions[name], readable, norm_names) if readable is not None and norm_names else None
 
 
 def _norms_in(module: nn.Module) -> set[str]:
@@ -112,8 +112,8 @@ def _norms_in(module: nn.Module) -> set[str]:
 
 
 def _refusal(child: nn.Module) -> str | None:
-    found = norm_in(child)
-    return refusal(child) or (found.refusal if found is not None else None)
+    match = norm_in(child)
+    return refusal(child) or (match.refusal if match is not None else None)
 
 
 def _separately(rotary: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,24 +127,23 @@ def _separately(rotary: Callable[..., Any], forward: Callable[..., Any]) -> Call
     return rotate
 
 
-# -- candidates
-
-
-def _candidates(original: Any, step: Step, child: nn.Module) -> Iterator[Candidate]:
+def _candidates(original: Any, step: RotaryStep, child: nn.Module) -> Iterator[Candidate]:
     width = child._parameters["weight"].shape[0]  # type: ignore[union-attr]
-    for form, tried in fitting_forms(step.function, step.signature, width):
-        # Columns that change their places would meet other weights.
+    for form, coverage in fitting_forms(step.function, step.signature, width):
+        # Columns that move would meet other weights of the norm.
         if not (form.gathers or form.trailing):
             for cast, offset in norms.CONVENTIONS:
-                yield _candidate(original, step, child, form, tried, {"weight_offset": offset, "cast": cast})
+                yield _candidate(original, step, child, form, coverage, {"weight_offset": offset, "cast": cast})
 
 
-def _candidate(original: Any, step: Step, child: nn.Module, form: Form, tried: Tried, options: Any) -> Candidate:
+def _candidate(
+    original: Any, step: RotaryStep, child: nn.Module, form: Form, coverage: Coverage, options: Any
+) -> Candidate:
     eps, forward = norms.eps_of(child), type(child).forward
     assert eps is not None
-    rotated_alone = with_rope(step.signature, form, step.function, tried)
-    # Calls whose tables have no batch are verified for the function alone.
-    with_norms = replace(tried, flat=frozenset())
+    rotated_alone = with_rope(step.signature, form, step.function, coverage)
+    # Calls whose tables have no batch are coverage for the function alone.
+    with_norms = replace(coverage, flat=frozenset())
 
     def may(*children: Any) -> bool:
         return all(untouched(child, forward) for child in children)
@@ -156,7 +155,7 @@ def _candidate(original: Any, step: Step, child: nn.Module, form: Form, tried: T
         call = read(step.signature, form, with_norms, args, named) if held else None
         if call is not None and _fit(children, eps, call[0]):
             states, cos, sin, *_ = call
-            # The op has keys, too: none where a function takes one tensor.
+            # The op takes keys too; a function of one tensor has keys without heads.
             q, k = states if len(states) == 2 else (states[0], states[0][:, :0])
             weights = children[0].weight, children[-1].weight
             done = qk_norm_rope(
@@ -172,8 +171,8 @@ def _candidate(original: Any, step: Step, child: nn.Module, form: Form, tried: T
 
     def build() -> Callable[..., Any]:
         helpers: dict[str, Callable[..., Any]] = {MAY: may, NORM: norm, ROTATE: rotate, CATCH_UP: catch_up}
-        places = {(step.name, names) for names in step.places}
-        held = with_held_norms(original, PREFIX, lambda function, names: (function, names) in places, helpers)
+        sites = {(step.name, names) for names in step.norm_names}
+        held = with_held_norms(original, PREFIX, lambda function, names: (function, names) in sites, helpers)
         return rebound(held, {step.name: rotated_alone})
 
     words = [
@@ -195,16 +194,13 @@ def _fit(children: tuple[Any, ...], eps: str, states: list[Tensor]) -> bool:
     )
 
 
-# -- cases
-
-
-def _cases(step: Step, child: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+def _cases(step: RotaryStep, child: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
     """Yield cases with the norms, and without them, as in calls where the norms run as modules."""
-    found, width = step.signature, child._parameters["weight"].shape[0]  # type: ignore[union-attr]
-    for number, given in enumerate(calls(step.function, found, width, device)):
+    signature, width = step.signature, child._parameters["weight"].shape[0]  # type: ignore[union-attr]
+    for number, kwargs in enumerate(calls(step.function, signature, width, device)):
         for dtype in dtypes:
             for table in dict.fromkeys((dtype, torch.float32)):
-                chosen = cast_call(given, found, dtype, table)
+                chosen = cast_call(kwargs, signature, dtype, table)
                 if table == dtype or keeps_dtype(step.function, chosen):
                     for held in (True, False):
                         words = (
@@ -214,25 +210,25 @@ def _cases(step: Step, child: nn.Module, device: torch.device, dtypes: Iterable[
                         label = f"{words}{'' if held else ', without norms'}, call {number + 1}"
                         yield Case(label, dtype, _run(step, child, chosen, held))
     for length in LENGTHS:
-        for given in islice(calls(step.function, found, width, device, length), 1):
-            yield of_length(length, torch.float32, _run(step, child, given, True))
+        for kwargs in islice(calls(step.function, signature, width, device, length), 1):
+            yield of_length(length, torch.float32, _run(step, child, kwargs, True))
 
 
-def _run(step: Step, child: nn.Module, given: dict[str, Any], held: bool) -> Run:
-    found = step.signature
-    draw = Draw(given[found.rotated[0]].device, seed=1)
-    upstream = {f"rotated {key}": draw.normal(*given[key].shape).to(given[key].dtype) for key in found.rotated}
+def _run(step: RotaryStep, child: nn.Module, kwargs: dict[str, Any], held: bool) -> Run:
+    signature = step.signature
+    draw = Draw(kwargs[signature.rotated[0]].device, seed=1)
+    upstream = {f"rotated {key}": draw.normal(*kwargs[key].shape).to(kwargs[key].dtype) for key in signature.rotated}
     # Small rows show where eps is added.
-    inputs = {key: given[key] * (0.01 if number else 1.0) for number, key in enumerate(found.rotated)}
+    inputs = {key: kwargs[key] * (0.01 if number else 1.0) for number, key in enumerate(signature.rotated)}
     weights = (
-        {f"weight of {key}": draw.positive(given[key].shape[-1]).to(given[key].dtype) for key in found.rotated}
+        {f"weight of {key}": draw.positive(kwargs[key].shape[-1]).to(kwargs[key].dtype) for key in signature.rotated}
         if held
         else {}
     )
 
     def call(function: Callable[..., Any], states: Any, parameters: Any, cast: Any) -> dict[str, Tensor]:
-        tables = {table: cast(given[table]) for table in found.tables}
-        options = {name: value for name, value in {**given, **tables}.items() if name not in states}
+        tables = {table: cast(kwargs[table]) for table in signature.tables}
+        options = {name: value for name, value in {**kwargs, **tables}.items() if name not in states}
         children = tuple(replica(child, parameters={"weight": weight}) for weight in parameters.values())
         return dict(zip(upstream, results_of(function(held, children, *states.values(), **options)), strict=True))
 

@@ -26,12 +26,12 @@ MAY, NORM, ROTATE, CATCH_UP = "__liger_may__", "__liger_norm__", "__liger_rotate
 
 
 @dataclass(frozen=True)
-class Site:
+class RotarySite:
     """Norms and the rotary call after them.
 
-    names     what is normed and rotated
+    names     the names that are normalized and rotated
     calls     the calls of their norms; `before` is the first statement with one, in the list `inner`
-    branch    where `held` must be False before, if the norms are in a branch: the block and the statement
+    branch    the block and the statement before which `held` must be False, if the norms are in a branch
     skipped   the statements that run instead of the rotary call, if it is in a branch
     """
 
@@ -45,7 +45,7 @@ class Site:
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """The attributes of self."""
+        """The attributes of self that hold the norms."""
         return tuple(call.func.attr for call in self.calls)  # type: ignore[attr-defined]
 
     @property
@@ -54,7 +54,7 @@ class Site:
 
 
 def norms_before_rotary(function: Any, prefix: str) -> list[tuple[str, tuple[str, ...]]]:
-    """The rotary function and the norms of every site in a forward."""
+    """Return the rotary function and the norms of every site in a forward."""
     definition = definition_of(function)
     return [] if definition is None else [(site.function, site.norms) for site in _sites(definition, prefix)]
 
@@ -65,7 +65,7 @@ def with_held_norms(
     chosen: Callable[[str, tuple[str, ...]], bool],
     helpers: Mapping[str, Callable[..., Any]],
 ) -> FunctionType:
-    """The function with the helpers may, norm, rotate and catch_up at the chosen sites; its globals stay its own."""
+    """Rebuild the function with the helpers may, norm, rotate and catch_up at the chosen sites; its globals stay."""
     definition = copy_of(function)
     for number, site in enumerate([s for s in _sites(definition, prefix) if chosen(s.function, s.norms)]):
         _rewrite(site, f"__liger_held_{number}__")
@@ -73,12 +73,9 @@ def with_held_norms(
     return rebuilt(function, definition, helpers)
 
 
-# -- sites
-
-
-def _sites(definition: ast.FunctionDef, prefix: str) -> list[Site]:
+def _sites(definition: ast.FunctionDef, prefix: str) -> list[RotarySite]:
     module, within = definition.args.args[0].arg, [n for n in ast.walk(definition) if n is not definition]
-    # A function inside may see a name at any time.
+    # A nested function may read a name at any time.
     scopes = [n for n in within if isinstance(n, (ast.Lambda, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
     sites = [site for block in _blocks(definition.body) for site in _sites_of(block, module, prefix)]
     return [site for site in sites if not any(_touches(scope, site.names) for scope in scopes)]
@@ -93,18 +90,18 @@ def _blocks(block: list[ast.stmt]) -> Iterator[list[ast.stmt]]:
             yield from _blocks(statement.orelse)
 
 
-def _sites_of(block: list[ast.stmt], module: str, prefix: str) -> Iterator[Site]:
+def _sites_of(block: list[ast.stmt], module: str, prefix: str) -> Iterator[RotarySite]:
     for last, statement in enumerate(block):
-        found = _rotary(statement, prefix)
-        if found is not None:
-            yield from _site(block[:last], block, *found, None, module)
+        rotary = _rotary(statement, prefix)
+        if rotary is not None:
+            yield from _site(block[:last], block, *rotary, None, module)
         elif isinstance(statement, ast.If):
             for number, inner in enumerate(statement.body):
-                found = _rotary(inner, prefix)
-                if found is not None and not any(
-                    _touches(s, found[0]) for s in (statement.test, *statement.body[:number])
+                rotary = _rotary(inner, prefix)
+                if rotary is not None and not any(
+                    _touches(s, rotary[0]) for s in (statement.test, *statement.body[:number])
                 ):
-                    yield from _site(block[:last], block, *found, statement.orelse, module)
+                    yield from _site(block[:last], block, *rotary, statement.orelse, module)
 
 
 def _rotary(statement: ast.stmt, prefix: str) -> tuple[tuple[str, ...], ast.Call] | None:
@@ -131,23 +128,23 @@ def _site(
     rotary: ast.Call,
     skipped: list[ast.stmt] | None,
     module: str,
-) -> Iterator[Site]:
+) -> Iterator[RotarySite]:
     """Yield the site if the last statements above that use these names are their norms, all in one block."""
-    found = _norms(above, names, module)
+    norms = _norms(above, names, module)
     branch = None
-    if isinstance(found, ast.If):
-        if any(_touches(s, names) for s in found.orelse):
+    if isinstance(norms, ast.If):
+        if any(_touches(s, names) for s in norms.orelse):
             return
-        branch, above = (block, found), found.body
-        found = _norms(above, names, module)
-    if not isinstance(found, dict):
+        branch, above = (block, norms), norms.body
+        norms = _norms(above, names, module)
+    if not isinstance(norms, dict):
         return
-    order = sorted(names, key=lambda name: above.index(found[name][0]))
-    first, *later = (found[name] for name in order)
-    # What a norm takes must not be made of a name that is held by then.
+    order = sorted(names, key=lambda name: above.index(norms[name][0]))
+    first, *later = (norms[name] for name in order)
+    # The input of a norm must not depend on a name that is held by then.
     if not any(_touches(call.args[0], order[:number]) for number, (_, call) in enumerate(later, 1)):
         inner = block if branch is None else above
-        yield Site(names, tuple(found[name][1] for name in names), rotary, inner, first[0], branch, skipped)
+        yield RotarySite(names, tuple(norms[name][1] for name in names), rotary, inner, first[0], branch, skipped)
 
 
 def _norms(
@@ -157,17 +154,17 @@ def _norms(
 
     If a branch must contain these statements instead, return the branch.
     """
-    found: dict[str, tuple[ast.stmt, ast.Call]] = {}
+    norms: dict[str, tuple[ast.stmt, ast.Call]] = {}
     for statement in reversed(above):
         # Above its norm, a name may be used.
-        missing = [name for name in names if name not in found]
+        missing = [name for name in names if name not in norms]
         norm = _norm(statement, missing, module)
         if norm is not None:
-            found[norm[0]] = statement, norm[1]
-            if len(found) == len(names):
-                return found
+            norms[norm[0]] = statement, norm[1]
+            if len(norms) == len(names):
+                return norms
         elif _touches(statement, missing) and not _transposes(statement, missing):
-            return statement if isinstance(statement, ast.If) and not found else None
+            return statement if isinstance(statement, ast.If) and not norms else None
     return None
 
 
@@ -176,10 +173,10 @@ def _norm(statement: ast.stmt, names: Collection[str], module: str) -> tuple[str
     match assignment(statement):
         case (name, value) if name in names:
             match _without_transpose(value):
-                case ast.Call(func=ast.Attribute(value=ast.Name(id=of)), args=[given], keywords=[]) as call if (
+                case ast.Call(func=ast.Attribute(value=ast.Name(id=of)), args=[argument], keywords=[]) as call if (
                     of == module
                 ):
-                    return None if isinstance(given, ast.Starred) else (name, call)
+                    return None if isinstance(argument, ast.Starred) else (name, call)
     return None
 
 
@@ -206,10 +203,7 @@ def _touches(node: ast.AST, names: Collection[str]) -> bool:
     return any(isinstance(n, ast.Name) and n.id in names for n in ast.walk(node))
 
 
-# -- the new statements
-
-
-def _rewrite(site: Site, held: str) -> None:
+def _rewrite(site: RotarySite, held: str) -> None:
     methods: list[Any] = [call.func for call in site.calls]
     norms = [ast.Attribute(method.value, method.attr, ast.Load()) for method in methods]
     pair = ast.Tuple([*norms], ast.Load())
@@ -231,7 +225,7 @@ def _rewrite(site: Site, held: str) -> None:
 
 def _insert(block: list[ast.stmt], before: ast.stmt, statement: ast.stmt) -> None:
     ast.copy_location(statement, before)
-    block.insert(next(number for number, other in enumerate(block) if other is before), statement)
+    block.insert(next(number for number, each in enumerate(block) if each is before), statement)
 
 
 def _assign(name: str, value: ast.expr) -> ast.stmt:
