@@ -416,7 +416,7 @@ MODELS = (
     ),
     Mutant(
         "lazy logits: threads share which head is lazy",
-        "liger_hf.rules.head.projection:Lazy",
+        "liger_hf.rules.head.projection:LazyHead",
         "threading.local",
         "object",
         "tests/hf/test_logits_weights.py::test_training_and_evaluation_in_two_threads_leave_nothing_behind",

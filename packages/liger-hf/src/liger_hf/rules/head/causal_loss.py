@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The causal language-model loss of a patched model: what `transformers` computes, from logits that need not exist."""
+"""The causal language-model loss of a patched model, computed without logits if possible."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from liger_core import cross_entropy, linear_cross_entropy
 from liger_hf.errors import LogitsError
 from liger_hf.private_transformers import ForCausalLMLoss, ForMaskedLMLoss
 from liger_hf.repeated import checkpointed
-from liger_hf.rules.head.lazy_logits import LOSSES, LazyLogits, not_in_a_function, still_valid
+from liger_hf.rules.head.call import not_in_a_function, still_valid
+from liger_hf.rules.head.lazy_logits import LOSSES, LazyLogits
 from liger_hf.rules.head.projection import compute, eager_logits, gathers_itself, in_one_call, replay, scale_and_cap
 from liger_hf.rules.head.tensor_parallel import over_classes
 from liger_hf.rules.head.weights import HELD, gathered, held
 
-# Elements of the logits that the module-call path holds at a time: enough for large matmuls on a GPU, a cache's worth
-# on the CPU.
+# Elements of the logits that a head called as a module computes at a time: enough for large matmuls on a GPU, about a
+# cache on the CPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 22}
 CHUNK_ELEMENTS_DEVICE = 1 << 28
 ATTENTION = F.scaled_dot_product_attention
-# The types of a weight that consists of nothing but its memory.
+# The types of a weight without quantization or sharding.
 PLAIN_WEIGHTS: tuple[type, ...] = (nn.Parameter, Tensor)
 
 
@@ -38,10 +39,9 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Cross entropy of each token's logits with the next label: the mean of the counted labels, or the sum over
-    num_items_in_batch.
+    """Return the cross entropy of each token's logits with the next label: a mean, or a sum over num_items_in_batch.
 
-    Differs from the loss it replaces in one value: without num_items_in_batch and with no counted label it is 0, not
+    It differs from the loss of Transformers in one value: without num_items_in_batch and counted labels, it is 0, not
     NaN.
     """
     target = _target(logits, labels, shift_labels, ignore_index)
@@ -49,7 +49,7 @@ def causal_lm_loss(
     if real is not None:
         if torch.is_grad_enabled() or not _fits(real, target, vocab_size):
             return ForCausalLMLoss(real, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **options)
-        # Nobody will differentiate: no float32 copy of the logits is needed.
+        # Without gradients, no float32 copy of the logits is needed.
         return _mean(
             cross_entropy, real.reshape(-1, vocab_size), target.reshape(-1), num_items_in_batch, ignore_index
         ).float()
@@ -69,11 +69,11 @@ def masked_lm_loss(
     ignore_index: int = -100,
     **options: Any,
 ) -> Tensor:
-    """Cross entropy of each token's logits with its own label: the causal loss of labels that need no shift."""
+    """Return the cross entropy of each token's logits with its own label, which needs no shift."""
     return causal_lm_loss(logits, None, vocab_size, num_items_in_batch, ignore_index, labels, **options)
 
 
-# Loss functions of Transformers → what takes their place.
+# Loss function of Transformers → its replacement.
 MODEL_LOSSES: dict[Any, Any] = {ForCausalLMLoss: causal_lm_loss, ForMaskedLMLoss: masked_lm_loss}
 
 
@@ -87,7 +87,7 @@ def plain_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy`, which some models and trainers call themselves."""
+    """Compute `torch.nn.functional.cross_entropy`, which some models and trainers call directly."""
     old = size_average is not None or reduce is not None
     plain = weight is None and reduction in ("mean", "sum") and not old
     real = _real(input)
@@ -108,12 +108,12 @@ LOSSES[F.cross_entropy] = plain_cross_entropy
 
 
 def _real(logits: Any) -> Tensor | None:
-    """The logits where there is nothing to save: they exist, or the head no longer has the weights that they are of."""
+    """Return the logits if they exist, or if the head no longer has the weights of its call; else None."""
     if not isinstance(logits, LazyLogits):
         return logits
     not_in_a_function(logits)
-    weights = logits.cell.weights
-    if torch.compiler.is_compiling() or logits.cell.open or weights is None or weights.are_in(logits.head):
+    weights = logits.call.weights
+    if torch.compiler.is_compiling() or logits.call.open or weights is None or weights.are_in(logits.head):
         return logits.available()
     return logits.materialize()
 
@@ -123,7 +123,7 @@ def _fused(logits: LazyLogits, target: Tensor, items: Any, ignore_index: int, sm
     if logits.constant and torch.is_grad_enabled():
         with torch.no_grad():
             return _fused(logits, target, items, ignore_index, smoothing)
-    logits.cell.used = True
+    logits.call.used = True
     device = logits.device
     if device != logits.hidden.device:
         # The loss is computed where the head is, and only then moved.
@@ -138,10 +138,10 @@ def _fused(logits: LazyLogits, target: Tensor, items: Any, ignore_index: int, sm
     head: Any = logits.head
     scale, cap, bias = form
     if bias is not None and head.bias is not None and over_classes(head):
-        # A shard of one bias and the whole of another.
+        # The head's bias is sharded, the other is whole.
         return in_chunks(logits)
     if bias is not None:
-        # The term that the model adds to its logits, in the dtype of a bias of the head.
+        # The term that the model adds to its logits, as a bias of the head.
         bias = bias.to(head.weight.dtype) if head.bias is None else head.bias + bias.to(head.weight.dtype)
     options = {
         "bias": head.bias if bias is None else bias,
@@ -160,7 +160,7 @@ def _unmoved(logits: LazyLogits) -> LazyLogits:
 
 
 def _with(logits: LazyLogits, hidden: Tensor, steps: tuple[Any, ...]) -> LazyLogits:
-    return LazyLogits(hidden, logits.head, logits.classes, logits.dtype, logits.cell, steps, True, logits.constant)
+    return LazyLogits(hidden, logits.head, logits.classes, logits.dtype, logits.call, steps, True, logits.constant)
 
 
 def _target(logits: Any, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
@@ -175,8 +175,10 @@ def _target(logits: Any, labels: Tensor | None, shift_labels: Tensor | None, ign
 
 
 def _whole_sequences(logits: Any, labels: Tensor) -> None:
-    """Refuse to shift labels where it is known that a rank holds a part of each sequence: the next label of its last
-    token is on another rank."""
+    """Refuse to shift labels if this rank is known to hold only a part of each sequence.
+
+    The next label of its last token is on another rank.
+    """
     hidden: Any = logits.hidden if isinstance(logits, LazyLogits) else logits
     sequence = hidden.dim() - 2
     reason = None
@@ -200,15 +202,17 @@ def _whole_sequences(logits: Any, labels: Tensor) -> None:
 
 
 def _fits(logits: Any, target: Tensor, vocab_size: int) -> bool:
-    """Anything odd is left to the original loss, and so are its errors."""
+    """Return whether the shapes are as expected; if not, the original loss runs or raises its own error."""
     return (
         logits.shape[-1] == vocab_size and target.numel() * vocab_size == logits.numel() and target.dtype == torch.int64
     )
 
 
 def plain_linear(head: nn.Module) -> bool:
-    """Its weight can be read as it is: a Linear (FSDP renames the class) with an unquantized weight, local or sharded
-    over its classes."""
+    """Return whether the head's weight can be used directly.
+
+    The head is a Linear, which FSDP renames, and its weight unquantized, and local or sharded over the classes.
+    """
     if (
         not isinstance(head, nn.Linear)
         or type(head).__name__.removeprefix("FSDP") not in ("Linear", "ParametrizedLinear")
@@ -219,7 +223,7 @@ def plain_linear(head: nn.Module) -> bool:
 
 
 def chunk_rows(device: torch.device, classes: int) -> int:
-    """How many rows of logits the module-call path holds at a time."""
+    """Return how many rows of logits a head that is called as a module computes at a time."""
     return max(1, CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS_DEVICE) // classes)
 
 
@@ -242,21 +246,21 @@ def _mean(
 def _in_chunks(
     logits: LazyLogits, target: Tensor, items: Tensor | int | None, ignore_index: int, smoothing: float
 ) -> Tensor:
-    """For any head: call it as the module that it is on some rows at a time, and again in the backward pass."""
+    """Call any head as a module on some rows at a time, and again in the backward pass."""
     hidden, labels = logits.hidden.reshape(-1, logits.hidden.shape[-1]), target.reshape(-1)
     rows = chunk_rows(hidden.device, logits.classes)
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     inside = HELD.head is logits.head
 
-    def part(x: Tensor, y: Tensor) -> Tensor:
+    def loss_of_rows(x: Tensor, y: Tensor) -> Tensor:
         with held(logits.head) if inside else nullcontext():
-            real = replay(compute(logits.head, x, logits.cell.weights, logits.cell.autocast), logits.steps)
+            real = replay(compute(logits.head, x, logits.call.weights, logits.call.autocast), logits.steps)
         return cross_entropy(real, y, ignore_index=ignore_index, reduction="sum", label_smoothing=smoothing)
 
-    with eager_logits(), logits.cell.again(logits.head, hidden.device):
+    with eager_logits(), logits.call.again(logits.head, hidden.device):
         for start in range(0, hidden.shape[0], rows):
             x, y = hidden[start : start + rows], labels[start : start + rows]
-            total = total + checkpointed(part, x, y, settings=logits.cell.settings)
+            total = total + checkpointed(loss_of_rows, x, y, settings=logits.call.settings)
     if items is None:
         return total / (labels != ignore_index).sum().clamp(min=1)
     return total / (items.to(total.device) if isinstance(items, Tensor) else items)

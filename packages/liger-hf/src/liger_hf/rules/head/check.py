@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a model's own forward around random hidden states and a small head, to compare its loss with and without lazy
-logits."""
+"""Run a model's own forward with random hidden states and a small head, to check its loss with lazy logits."""
 
 from __future__ import annotations
 
@@ -19,17 +18,20 @@ from liger_hf.rules.head.lazy_logits import LazyLogits
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, Unfit, of_length, replica, trial
 
 CLASSES = 97
-# Between the base model and the head only small modules are expected; larger ones are not copied to be run in another
-# dtype.
+# Modules between the base model and the head are copied, to run in another dtype, up to this many parameters.
 SMALL = 1 << 24
-# What a config may ask of the base model beside hidden states.
+# Outputs of the base model that a config may request besides hidden states.
 OTHER_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 def cases(
     model: PreTrainedModel, path: str, sizes: tuple[int, int], device: torch.device, dtypes: Iterable[torch.dtype]
 ) -> Iterator[Case]:
-    """path is the name of the head in the model, sizes its inputs and outputs."""
+    """Yield the cases of a model with a loss.
+
+    path   the name of the head in the model
+    sizes  the numbers of the head's inputs and outputs
+    """
     draw = Draw(device)
     head = model.get_submodule(path)
     layer = draw.linear(sizes[0], CLASSES, bias=getattr(head, "bias", None) is not None)
@@ -47,15 +49,15 @@ def cases(
 
 
 def _width(model: PreTrainedModel, path: str, sizes: tuple[int, int], layer: nn.Linear, labels: Tensor) -> int:
-    """Return the width of the hidden states: that of the head, unless there is a projection between them."""
+    """Return the width of the hidden states, which is the head's unless there is a projection between them."""
     stated = getattr(model.config.get_text_config(), "hidden_size", sizes[0])
     if stated == sizes[0]:
         return sizes[0]
     try:
         hidden = torch.zeros(2, 9, sizes[0], device=labels.device)
         with torch.no_grad():
-            own: Any = own_forward(model)
-            own(_stand_in(model, path, sizes[1], hidden, layer), input_ids=labels.clamp(min=0))
+            forward: Any = own_forward(model)
+            forward(_stand_in(model, path, sizes[1], hidden, layer), input_ids=labels.clamp(min=0))
     except RuntimeError:
         return int(stated)
     return sizes[0]
@@ -63,7 +65,7 @@ def _width(model: PreTrainedModel, path: str, sizes: tuple[int, int], layer: nn.
 
 def _run(model: PreTrainedModel, path: str, classes: int, layer: nn.Linear, hidden: Tensor, labels: Tensor) -> Run:
     original: Any = own_forward(model)
-    given = {"input_ids": labels.clamp(min=0), "labels": labels}
+    arguments = {"input_ids": labels.clamp(min=0), "labels": labels}
 
     def call(function: Callable[..., Sequence[Patch]], inputs: Any, weights: Any, cast: Any) -> dict[str, Any]:
         patched, small = function is not original, replica(layer, parameters=weights)
@@ -72,14 +74,14 @@ def _run(model: PreTrainedModel, path: str, classes: int, layer: nn.Linear, hidd
             for patch in function(twin, small):
                 patch.install()
         forward = twin.forward if patched else lambda **named: original(twin, **named)
-        outputs = forward(**given)
+        outputs = forward(**arguments)
         if patched and not isinstance(outputs["logits"], LazyLogits):
             raise LogitsError("its forward must hand the logits to its loss function, it reads them itself")
         scored: dict[str, Tensor] = {}
 
         def evaluated(name: str) -> Tensor:
             with torch.no_grad():
-                scored.update({} if scored else forward(**given))
+                scored.update({} if scored else forward(**arguments))
             return scored[name]
 
         results = {"loss": outputs["loss"], "logits": lambda: outputs["logits"]}
@@ -94,7 +96,7 @@ def _run(model: PreTrainedModel, path: str, classes: int, layer: nn.Linear, hidd
 
 
 def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, layer: nn.Module) -> Any:
-    """The model with its own forward, but random hidden states and a small head; the vocabulary is as small."""
+    """Return the model with its own forward, but random hidden states, a small head and a small vocabulary."""
     head, top = model.get_submodule(path), path.split(".")[0]
     children: dict[str, nn.Module] = {}
     for name, child in model.named_children():
@@ -106,69 +108,69 @@ def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, l
                 sum(p.numel() for p in child.parameters()) - sum(p.numel() for p in head.parameters() if name == top)
                 <= SMALL
             ):
-                children[name] = _brought(
-                    copy.deepcopy(child, {id(head): layer, **_made_real(child, hidden.device)}), hidden.device
+                children[name] = _with_values(
+                    copy.deepcopy(child, {id(head): layer, **_values_of_fakes(child, hidden.device)}), hidden.device
                 ).to(hidden.dtype)
         else:
             children[name] = _BaseModel(child, hidden)
     twin = replica(model, children=children)
     twin.config = copy.deepcopy(model.config)
     for config in (twin.config, twin.config.get_text_config()):
-        # The base model returns nothing else here, and the check reads the outputs of the model by their names.
+        # The stand-in returns only hidden states, and the check reads outputs by name.
         for name in OTHER_OUTPUTS:
             setattr(config, name, False)
         config.return_dict = True
         for name, value in list(vars(config).items()):
             if name.endswith("vocab_size") and value == classes:
                 setattr(config, name, CLASSES)
-    for part in (
+    for module in (
         twin,
         *(m for child in children.values() if not isinstance(child, _BaseModel) for m in child.modules()),
     ):
-        for name, buffer in part._buffers.items():
+        for name, buffer in module._buffers.items():
             if buffer is not None and buffer.shape[-1:] == (classes,):
-                part._buffers[name] = (
+                module._buffers[name] = (
                     torch.linspace(-1, 1, CLASSES, device=hidden.device)
                     .to(hidden.dtype)
                     .expand(*buffer.shape[:-1], CLASSES)
                 )
-        for name, value in list(vars(part).items()):
+        for name, value in list(vars(module).items()):
             if isinstance(value, int) and not isinstance(value, bool) and value == classes:
-                part.__dict__[name] = CLASSES
+                module.__dict__[name] = CLASSES
             elif isinstance(value, PretrainedConfig) and value is model.config:
-                part.__dict__[name] = twin.config
+                module.__dict__[name] = twin.config
     twin.training = True
     return twin
 
 
-def _made_real(module: nn.Module, device: torch.device) -> dict[int, Any]:
-    """Numbers in place of fake tensors, by their identities."""
+def _values_of_fakes(module: nn.Module, device: torch.device) -> dict[int, Any]:
+    """Return fixed values for fake tensors, by their identities."""
     fake = [t for t in (*module.parameters(), *module.buffers()) if isinstance(t, FakeTensor)]
     return {
         id(t): nn.Parameter(_numbers(t, device)) if isinstance(t, nn.Parameter) else _numbers(t, device) for t in fake
     }
 
 
-def _brought(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module on the device where it is checked; weights that are nowhere become small numbers."""
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
+def _with_values(module: nn.Module, device: torch.device) -> nn.Module:
+    """Move the module to the device of the check, and give weights on the meta device fixed values."""
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
             if parameter is not None and parameter.is_meta:
-                part._parameters[name] = nn.Parameter(_numbers(parameter, device))
-        for name, buffer in part._buffers.items():
+                submodule._parameters[name] = nn.Parameter(_numbers(parameter, device))
+        for name, buffer in submodule._buffers.items():
             if buffer is not None and buffer.is_meta:
-                part._buffers[name] = _numbers(buffer, device)
+                submodule._buffers[name] = _numbers(buffer, device)
     return module.to(device)
 
 
 def _numbers(like: Tensor, device: torch.device) -> Tensor:
-    """The same values in every run of a check, whatever its dtype; rows of matrices have about unit length."""
+    """Return the same values in every run of a check, whatever the dtype; rows of matrices have about unit length."""
     values = torch.arange(like.numel(), device=device).remainder(8191).mul(0.7).sin().bfloat16().reshape(like.shape)
     return (values / 2 + 1 if like.dim() < 2 else values / like.shape[-1] ** 0.5).bfloat16().to(like.dtype)
 
 
 class _BaseOutput:
-    """The output of a base model, with nothing but hidden states."""
+    """The output of a base model that has only hidden states."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -184,11 +186,11 @@ class _BaseOutput:
 
 
 class _BaseModel(nn.Module):
-    """Returns the hidden states for any call, as do its parts; everything else is that of the real base model."""
+    """A base model that returns the hidden states for any call, as do its children; other attributes are unchanged."""
 
     def __init__(self, real: nn.Module, hidden: Tensor) -> None:
         super().__init__()
-        # In the dictionary: as a submodule the real one would be found, moved and cast.
+        # In the dictionary, because a submodule would be moved and cast.
         self.__dict__["real"] = real
         self.hidden = hidden
 

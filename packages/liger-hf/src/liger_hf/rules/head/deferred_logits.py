@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits of an evaluation: they look like a tensor, and are computed when first used.
 
-A Trainer that evaluates takes the logits from the outputs, and drops them if only the loss is wanted; it keeps nothing
-but tensors. Without gradients and outside compiled code a tensor subclass can do that, instead of `LazyLogits`.
+A Trainer keeps only tensors of a model's outputs, and drops the logits if only the loss is wanted. Without gradients
+and outside compiled code, a tensor subclass can take the place of `LazyLogits`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_map
 
 from liger_hf.rules.head.lazy_logits import LazyLogits
 
-# What is answered, or remembered, without computing them: accelerate casts what a model returns.
+# Attributes that need no logits; a cast by accelerate is recorded below.
 PROPERTIES: tuple[Any, ...] = (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.requires_grad)
 KNOWN = {*(attribute.__get__ for attribute in PROPERTIES), Tensor.size, Tensor.dim}
 
 
 class DeferredLogits(Tensor):
-    """Has no storage; every operation gets the real logits in its place, and what it returns is an ordinary tensor."""
+    """A tensor without storage. Every operation runs on the real logits and returns an ordinary tensor."""
 
     lazy: LazyLogits
 
@@ -49,6 +49,6 @@ class DeferredLogits(Tensor):
 def _real(value: Any) -> Any:
     if not isinstance(value, DeferredLogits):
         return value
-    # As in the forward pass, also if gradients are on by the time they are read.
+    # As in the forward pass, even if gradients are enabled when the logits are read.
     with torch.no_grad():
         return value.lazy.materialize()

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logits that are not computed until somebody looks at them.
+"""Logits that are not computed until they are read.
 
-While a patched model's own forward runs, its output head returns this plain object (no tensor: a tensor subclass cannot
-be compiled, and data-parallel wrappers would read it). It holds the head's input and remembers scaling, tanh and casts.
-The loss takes it as it is; anything else that touches it gets the logits that the unpatched model would have computed.
+While a patched model's own forward runs, its output head returns this plain object. It is not a tensor, because a
+tensor subclass cannot be compiled, and data-parallel wrappers would read it. It holds the head's input and records
+scaling, tanh and casts. The loss uses it directly; any other use computes the logits of the unpatched model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partialmethod
 from typing import Any
 
@@ -17,74 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from liger_core.private_torch import forward_mode_enabled, saved_tensors_hooks
+from liger_core.private_torch import saved_tensors_hooks
 from liger_hf.errors import LogitsError
-from liger_hf.repeated import Numbers, Settings, draws, settings_of
-from liger_hf.rules.head.projection import LAZY, Step, compute, replay
-from liger_hf.rules.head.weights import weights_of
+from liger_hf.rules.head.call import HeadCall, not_in_a_function, still_valid
+from liger_hf.rules.head.projection import LogitsStep, compute, replay
 
-
-class Cell:
-    """The state that all objects derived from one call of the head share.
-
-    used     a loss was computed from them, so that nobody has to see the logits themselves
-    forward  the model's forward that called the head; None in compiled code
-    closed   the model has returned them
-    changed  somebody wrote into the logits
-    weights  those of the head; None if only its hooks know them
-    version  the version counter of the head's input; None in compiled code
-    settings  those of a head that has some; None of a linear layer, and in compiled code
-    numbers  the random numbers that the head drew when logits or a loss were first computed
-    repeats  they were missing within a checkpoint, whose recomputation must not find them
-    in_a_function  the head was called within a custom autograd function, which then differentiates the logits itself
-    """
-
-    def __init__(self, hidden: Tensor, head: nn.Module, autocast: tuple[str, torch.dtype] | None) -> None:
-        self.used = False
-        self.forward = None if torch.compiler.is_compiling() else LAZY.forward
-        self.closed = False
-        self.changed = False
-        self.weights = weights_of(head)
-        self.version = None if torch.compiler.is_compiling() or hidden.is_inference() else hidden._version
-        self.autocast = autocast
-        self.settings = settings_of(head)
-        self.numbers: Numbers | None = None
-        self.repeats = False
-        self.in_a_function = not torch.compiler.is_compiling() and in_a_function()
-
-    @property
-    def open(self) -> bool:
-        """The model's forward still runs."""
-        return not self.closed and (self.forward is None or self.forward.runs)
-
-    def again(self, head: nn.Module, device: torch.device) -> AbstractContextManager[None]:
-        """The head as it was in its call.
-
-        Whatever is computed first draws random numbers, as the head would have; everything else the same ones.
-        """
-        return nullcontext() if self.settings is None else self._again(self.settings, head, device)
-
-    @contextmanager
-    def _again(self, settings: Settings, head: nn.Module, device: torch.device) -> Iterator[None]:
-        with settings.again():
-            drawn = self.numbers
-            if drawn is None and draws(head):
-                self.numbers = Numbers(device)
-            with nullcontext() if drawn is None else drawn.again():
-                yield
-
-
-# Functions that take lazy logits as they are; the module of the losses fills it.
+# Functions that take lazy logits directly; causal_loss.py fills it.
 LOSSES: dict[Any, Any] = {}
-# What sees the gradient of a tensor.
+# Attributes that read the gradient of a tensor.
 GRADIENTS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
 
 class LazyLogits:
-    """`steps` applied to `head(hidden)`; `materialize()` computes that once.
+    """The result of `steps` applied to `head(hidden)`, which `materialize()` computes once.
 
-    view      rows of other lazy logits
-    constant  made without gradients, like the tensor that plain logits would be: none flows through them
+    view      whether these are rows of other lazy logits
+    constant  whether they were made without gradients, so no gradient flows through them
     """
 
     def __init__(
@@ -93,8 +39,8 @@ class LazyLogits:
         head: nn.Module,
         classes: int,
         dtype: torch.dtype,
-        cell: Cell,
-        steps: tuple[Step, ...] = (),
+        call: HeadCall,
+        steps: tuple[LogitsStep, ...] = (),
         view: bool = False,
         constant: bool = False,
     ) -> None:
@@ -102,20 +48,23 @@ class LazyLogits:
         self.head = head
         self.classes = classes
         self.dtype = dtype
-        self.cell = cell
+        self.call = call
         self.steps = steps
         self.view_of_another = view
         self.constant = constant
-        # The logits; and their values alone, which are all that a look without gradients needs.
+        # The logits, and their values without a graph, for reads while gradients are disabled.
         self.real: Tensor | None = None
         self.values: Tensor | None = None
 
     def materialize(self, keep: bool = False) -> Tensor:
-        """The logits themselves; where gradients are off, their values. keep: also within a checkpoint."""
+        """Return the logits, or only their values if gradients are disabled.
+
+        keep  keep the logits even within a checkpoint
+        """
         not_in_a_function(self)
-        found = self.available()
-        if found is not None:
-            return found
+        known = self.available()
+        if known is not None:
+            return known
         still_valid(self)
         if not keep and _saves_elsewhere():
             return self._computed()
@@ -126,53 +75,53 @@ class LazyLogits:
         return self.real
 
     def available(self) -> Tensor | None:
-        """Return what `materialize` returns if that needs no computing, else None."""
-        found = self.values if self.real is None and not torch.is_grad_enabled() else self.real
-        if (found is None or self.cell.repeats) and _saves_elsewhere():
-            self.cell.repeats = True
+        """Return the result of `materialize` if it is already computed, else None."""
+        known = self.values if self.real is None and not torch.is_grad_enabled() else self.real
+        if (known is None or self.call.repeats) and _saves_elsewhere():
+            self.call.repeats = True
             return None
-        return found
+        return known
 
     def _computed(self) -> Tensor:
         if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
-            # Tensors made in inference mode could not be used outside it.
+            # Tensors made in inference mode cannot be used outside it.
             with torch.inference_mode(False), torch.no_grad():
                 return self._computed()
         enabled = torch.is_grad_enabled() and not self.constant
-        with torch.set_grad_enabled(enabled), self.cell.again(self.head, self.hidden.device):
-            return replay(compute(self.head, self.hidden, self.cell.weights, self.cell.autocast), self.steps)
+        with torch.set_grad_enabled(enabled), self.call.again(self.head, self.hidden.device):
+            return replay(compute(self.head, self.hidden, self.call.weights, self.call.autocast), self.steps)
 
     def _then(self, dtype: torch.dtype, *step: Any, same: bool = False) -> Any:
-        """same: plain logits would be returned as they are."""
+        """Return these logits after one more step; `same` means that a tensor would be returned unchanged."""
         not_in_a_function(self)
         constant = self.constant or not (same or torch.is_grad_enabled())
         return LazyLogits(
-            self.hidden, self.head, self.classes, dtype, self.cell, (*self.steps, step), constant=constant
+            self.hidden, self.head, self.classes, dtype, self.call, (*self.steps, step), constant=constant
         )
 
-    # -- what a head does between its projection and the loss
+    # -- steps between the projection and the loss
 
-    def __mul__(self, other: Any) -> Any:
-        if self.available() is None and isinstance(other, (int, float)):
-            return self._then(self.dtype, "mul", other)
-        return self.materialize() * _plain(other)
+    def __mul__(self, factor: Any) -> Any:
+        if self.available() is None and isinstance(factor, (int, float)):
+            return self._then(self.dtype, "mul", factor)
+        return self.materialize() * _plain(factor)
 
     __rmul__ = __mul__
 
-    def __truediv__(self, other: Any) -> Any:
-        if self.available() is None and isinstance(other, (int, float)):
-            return self._then(self.dtype, "div", other)
-        return self.materialize() / _plain(other)
+    def __truediv__(self, divisor: Any) -> Any:
+        if self.available() is None and isinstance(divisor, (int, float)):
+            return self._then(self.dtype, "div", divisor)
+        return self.materialize() / _plain(divisor)
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, term: Any) -> Any:
         if (
             self.available() is None
-            and isinstance(other, Tensor)
-            and other.numel() == self.classes == other.shape[-1]
-            and other.dim() <= self.ndim
+            and isinstance(term, Tensor)
+            and term.numel() == self.classes == term.shape[-1]
+            and term.dim() <= self.ndim
         ):
-            return self._then(torch.promote_types(self.dtype, other.dtype), "add", other)
-        return self.materialize() + _plain(other)
+            return self._then(torch.promote_types(self.dtype, term.dtype), "add", term)
+        return self.materialize() + _plain(term)
 
     __radd__ = __add__
 
@@ -209,10 +158,10 @@ class LazyLogits:
         if self.available() is not None or options.get("copy") or options.get("memory_format"):
             return self.materialize().to(*map(_plain, args), **options)
         logits = self
-        # Moved when they are computed: accelerate brings the outputs of a model on several devices to the first one.
+        # A step, because accelerate moves the outputs of a model on several devices to the first one.
         if device is not None and torch.empty(0, device=device).device != self.device:
             logits = logits._then(logits.dtype, "to", torch.empty(0, device=device).device)
-        # A step even where the dtype seems to be this one: a head of another kind may return a dtype of its own.
+        # A step even if the dtype is equal, because an unusual head may return another dtype than expected.
         return logits if dtype is None else logits._then(dtype, "to", dtype, same=dtype == logits.dtype)
 
     def reshape(self, *sizes: Any) -> Any:
@@ -236,18 +185,18 @@ class LazyLogits:
         not_in_a_function(self)
         constant = self.constant or not torch.is_grad_enabled()
         return LazyLogits(
-            hidden, self.head, self.classes, self.dtype, self.cell, self.steps, view=True, constant=constant
+            hidden, self.head, self.classes, self.dtype, self.call, self.steps, view=True, constant=constant
         )
 
     def __getitem__(self, index: Any) -> Any:
         # The random numbers of a row depend on the rows before it.
-        whole = self.available() is not None or self.cell.numbers is not None
-        rows = None if whole else _rows(index, self.ndim)
+        whole = self.available() is not None or self.call.numbers is not None
+        rows = None if whole else _row_index(index, self.ndim)
         if rows is None:
             return self.materialize()[_plain(index)]
         return self._rows(self.hidden[rows])
 
-    # -- what is known without computing anything
+    # -- attributes that need no computation
 
     @property
     def shape(self) -> torch.Size:
@@ -288,7 +237,7 @@ class LazyLogits:
     def __repr__(self) -> str:
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
-    # -- everything else computes them
+    # -- everything else computes the logits
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -319,27 +268,27 @@ class LazyLogits:
         self._writable("an assignment to elements")
         self.materialize()[_plain(index)] = _plain(value)
 
-    def _write(self, name: str, other: Any) -> LazyLogits:
+    def _write(self, name: str, operand: Any) -> LazyLogits:
         self._writable(f"__{name}__")
-        getattr(self.materialize(), f"__{name}__")(_plain(other))
+        getattr(self.materialize(), f"__{name}__")(_plain(operand))
         return self
 
     def _writable(self, what: str) -> None:
-        """Inside the model's forward the logits may be written to; later nobody would see it."""
-        if self.view_of_another or not self.cell.open:
+        """Compute the logits to write to them within the model's forward; later, nobody would see the change."""
+        if self.view_of_another or not self.call.open:
             raise LogitsError(
                 f"logits: {what} must not change logits that are computed on demand, since it would act on a "
                 "temporary; "
                 "take a copy with logits.clone(), or call the model with keep_logits=True"
             )
-        self.cell.changed = True
-        # What is written to has its gradient, also where that is off for the writing.
+        self.call.changed = True
+        # Written logits have a gradient even if gradients are disabled for the writing.
         with torch.set_grad_enabled(not self.constant):
             self.materialize(keep=True)
-            self.cell.repeats = False
+            self.call.repeats = False
 
     def _unwatched(self, what: str) -> None:
-        if self.cell.used:
+        if self.call.used:
             raise LogitsError(
                 f"logits: {what} would miss the gradient of the loss, since the loss is computed without them, got "
                 "logits of a step with "
@@ -381,14 +330,13 @@ OPERATORS = (
 )
 for _name in OPERATORS.split():
     setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))
-# Without them, Python would bind the name to other logits, and nobody else would see what was written.
+# Without these, Python would bind the name to new logits, and the write would be lost.
 for _name in ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"):
     setattr(LazyLogits, f"__{_name}__", partialmethod(LazyLogits._write, _name))
 
 
 def _saves_elsewhere() -> bool:
-    """Whether hooks get what autograd saves: those of activation checkpointing drop it, and recompute it in the
-    backward pass."""
+    """Return whether hooks replace the tensors that autograd saves, as activation checkpointing does."""
     return not torch.compiler.is_compiling() and saved_tensors_hooks(True) is not None
 
 
@@ -399,7 +347,7 @@ def _plain(value: Any) -> Any:
 
 
 def _keeps_classes(sizes: Any, shape: torch.Size) -> bool:
-    """The sizes regroup rows only; all of the vocabulary stays the last dimension."""
+    """Return whether the sizes only regroup rows, with the whole vocabulary as the last dimension."""
     if not sizes or not all(isinstance(size, int) for size in sizes):
         return False
     rows = 1
@@ -411,58 +359,19 @@ def _keeps_classes(sizes: Any, shape: torch.Size) -> bool:
     return sizes[-1] == shape[-1] and (rows == count or -1 in sizes[:-1])
 
 
-def _rows(index: Any, dimensions: int) -> tuple[Any, ...] | None:
-    """The index for hidden, if it selects rows by numbers and slices only and takes all of the vocabulary."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if any((part is not Ellipsis and not isinstance(part, (int, slice))) or isinstance(part, bool) for part in parts):
+def _row_index(index: Any, dimensions: int) -> tuple[Any, ...] | None:
+    """Return the index for hidden if it selects rows by numbers and slices, and the whole vocabulary; else None."""
+    items = index if isinstance(index, tuple) else (index,)
+    if any((item is not Ellipsis and not isinstance(item, (int, slice))) or isinstance(item, bool) for item in items):
         return None
-    if Ellipsis in parts:
-        at = parts.index(Ellipsis)
-        parts = (*parts[:at], *[slice(None)] * (dimensions - len(parts) + 1), *parts[at + 1 :])
-    if len(parts) > dimensions or Ellipsis in parts:
+    if Ellipsis in items:
+        position = items.index(Ellipsis)
+        items = (*items[:position], *[slice(None)] * (dimensions - len(items) + 1), *items[position + 1 :])
+    if len(items) > dimensions or Ellipsis in items:
         return None
-    if len(parts) == dimensions:
-        last = parts[-1]
+    if len(items) == dimensions:
+        last = items[-1]
         if not isinstance(last, slice) or last != slice(None):
             return None
-        parts = parts[:-1]
-    return parts
-
-
-def in_a_function() -> bool:
-    """Whether a custom autograd function runs its forward pass: torch switches forward-mode AD off there, and otherwise
-    only in inference mode."""
-    return not (forward_mode_enabled() or torch.is_inference_mode_enabled())
-
-
-def not_in_a_function(logits: LazyLogits) -> None:
-    """Raise LogitsError within a custom autograd function that was called with these logits, to which it would give no
-    gradient."""
-    if torch.compiler.is_compiling() or logits.cell.in_a_function or not in_a_function():
-        return
-    if logits.requires_grad and not logits.constant:
-        raise LogitsError(
-            "logits: a custom autograd function, or reentrant checkpointing, must be given a tensor, since it gives no "
-            "gradient to anything else, "
-            "got logits that are computed on demand; call the model with keep_logits=True"
-        )
-
-
-def still_valid(logits: LazyLogits) -> None:
-    """Raises LogitsError if the logits would be others than those of the forward pass."""
-    if logits.view_of_another and logits.cell.changed:
-        raise LogitsError(
-            "logits: a slice must be used before the logits that it was taken from are written to, they were changed "
-            "in place; "
-            "write to a copy made with logits.clone()"
-        )
-    if torch.compiler.is_compiling():
-        return
-    if logits.cell.version is not None and logits.cell.version != logits.hidden._version:
-        raise LogitsError(
-            "logits: they must be read before the hidden states that the output head was called with are changed in "
-            "place; "
-            "read outputs.logits first, or change a copy of the hidden states"
-        )
-    if not (logits.cell.open or logits.cell.weights is None):
-        logits.cell.weights.check(logits.head)
+        items = items[:-1]
+    return items

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities from a model's output head, whatever it is made of."""
+"""Log-probabilities from a model's output head, of any kind."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ def head_log_prob(
     ignore_index: int = -100,
     return_entropy: bool = False,
 ) -> LogProb:
-    """`linear_log_prob` with the output head as a module: adapted, quantized, offloaded, or sharded by FSDP2 or ZeRO-3.
+    """Compute `linear_log_prob` with the output head as a module: adapted, quantized, offloaded, or sharded.
 
         log_prob, entropy = head_log_prob(model.lm_head, hidden, target, return_entropy=True)
 
-    head    model.get_output_embeddings(). A plain one runs `linear_log_prob` with its weight and bias. Of any other
-            one, a few rows of logits are computed at a time by its own forward, and again in the backward pass, so that
-            whatever it trains gets its gradient
+    head    model.get_output_embeddings(). A plain head runs `linear_log_prob` with its weight and bias. Any other head
+            is called on a few rows at a time, and again in the backward pass, and all its parameters get gradients
     hidden  (..., H)
     target  (...) or (..., K), and the options as in `linear_log_prob`
 
-    A head that FSDP2 or ZeRO-3 gathers by itself is called once, so ranks may have different numbers of tokens. One
-    that is sharded with the rest of the model is whole only in the forward of that model: call this function there.
+    A head that FSDP2 or ZeRO-3 gathers by itself is called once, so ranks may have different numbers of tokens. A head
+    that is sharded with the rest of the model is whole only in the model's forward: call this function there.
     """
     options = {
         "softcap": softcap,
@@ -48,10 +47,10 @@ def head_log_prob(
         "ignore_index": ignore_index,
         "return_entropy": return_entropy,
     }
-    itself = gathers_itself(head)
+    gathers = gathers_itself(head)
 
     def forward(rows: Tensor) -> Any:
-        if not itself:
+        if not gathers:
             return head(rows)
         # Also in the backward pass, which computes these rows again.
         with held(head):
@@ -59,10 +58,10 @@ def head_log_prob(
 
     def compute(rows: Tensor) -> LogProb:
         if plain_linear(head):
-            found: LogProb = linear_log_prob(
+            log_prob: LogProb = linear_log_prob(
                 rows, head.weight, target, bias=head.bias, temperature=temperature, **options
             )
-            return found
+            return log_prob
         classes: int = head.out_features  # type: ignore[assignment]
         weight = rows.detach().new_zeros(()).expand(classes, rows.shape[-1])
         linear_log_prob.check(rows, weight, target, temperature=temperature, **options)
@@ -70,7 +69,7 @@ def head_log_prob(
             forward, rows, target, temperature, chunk_rows(rows.device, classes), options, settings_of(head)
         )
 
-    return in_one_call(head, compute, hidden) if itself else compute(hidden)
+    return in_one_call(head, compute, hidden) if gathers else compute(hidden)
 
 
 def _in_chunks(

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The projection of an output head and the steps between it and the loss: computed as written, or read as scale and
-cap."""
+"""Compute the projection of an output head and the steps after it, or read the steps as a scale and a cap."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from torch import Tensor, nn
 from liger_hf.private_transformers import OFFLOADED
 from liger_hf.rules.head.weights import Weights, gathered, gathering, held
 
-Step = tuple[Any, ...]
+LogitsStep = tuple[Any, ...]
 
 
-def replay(logits: Any, steps: tuple[Step, ...]) -> Any:
-    """The remembered steps, exactly as they were written."""
+def replay(logits: Any, steps: tuple[LogitsStep, ...]) -> Any:
+    """Apply the recorded steps exactly as they were written."""
     for kind, *value in steps:
         if kind == "mul":
             logits = logits * value[0]
@@ -35,9 +34,11 @@ def replay(logits: Any, steps: tuple[Step, ...]) -> Any:
     return logits
 
 
-def scale_and_cap(steps: tuple[Step, ...]) -> tuple[float, float | None, Tensor | None] | None:
-    """(logit_scale, softcap, bias) with which the steps are `softcap · tanh(logit_scale · (z + bias) / softcap)`; None
-    if they are not."""
+def scale_and_cap(steps: tuple[LogitsStep, ...]) -> tuple[float, float | None, Tensor | None] | None:
+    """Return (logit_scale, softcap, bias), or None if the steps have another form.
+
+    The form is `softcap · tanh(logit_scale · (z + bias) / softcap)`.
+    """
     before, after, capped, bias = [1.0, 1.0], [1.0, 1.0], False, None
     for kind, *value in steps:
         if kind == "tanh":
@@ -49,7 +50,7 @@ def scale_and_cap(steps: tuple[Step, ...]) -> tuple[float, float | None, Tensor 
                 return None
             bias = value[0].flatten() * (before[1] / before[0])
         elif kind in ("mul", "div"):
-            # int: the compiler of torch 2.11 takes no bool as an index.
+            # int, because the compiler of torch 2.11 accepts no bool as an index.
             (after if capped else before)[int(kind == "div")] *= value[0]
     if not capped:
         return before[0] / before[1], None, bias
@@ -60,26 +61,26 @@ def scale_and_cap(steps: tuple[Step, ...]) -> tuple[float, float | None, Tensor 
     return (before[0] * after[0]) / (before[1] * after[1]), abs(cap), bias
 
 
-class Forward:
-    """A forward of a model, which runs or has ended."""
+class ModelForward:
+    """One forward pass of a model, which runs or has ended."""
 
     def __init__(self) -> None:
         self.runs = True
 
 
-class Lazy(threading.local):
-    """The head that this thread's model forward wants lazy logits from, and that forward; None in compiled code."""
+class LazyHead(threading.local):
+    """The head from which this thread's model forward wants lazy logits, and that forward; None in compiled code."""
 
     def __init__(self) -> None:
         self.head: nn.Module | None = None
-        self.forward: Forward | None = None
+        self.forward: ModelForward | None = None
 
 
-LAZY = Lazy()
+LAZY = LazyHead()
 
 
-class _Forward(nn.Module):
-    """Runs the forward of a head without the hooks on it, which have run."""
+class _WithoutHooks(nn.Module):
+    """Run the forward of a head without its hooks, which have run already."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
@@ -92,7 +93,7 @@ class _Forward(nn.Module):
 def compute(
     head: nn.Module, hidden: Tensor, weights: Weights | None, autocast: tuple[str, torch.dtype] | None
 ) -> Tensor:
-    """The head's own projection, with the weights and under the autocast that its call saw."""
+    """Compute the head's own projection, with the weights and the autocast of its call."""
     if LAZY.head is head:
         with eager_logits():
             return compute(head, hidden, weights, autocast)
@@ -105,9 +106,9 @@ def compute(
 
 @contextmanager
 def eager_logits() -> Iterator[None]:
-    """Heads return real logits.
+    """Make heads return real logits within this context.
 
-    Entered outside a checkpoint, since torch.compile allows no outside effects within one.
+    Enter it outside a checkpoint, because torch.compile allows no side effects within one.
     """
     before, LAZY.head = LAZY.head, None
     try:
@@ -121,38 +122,37 @@ def _project(head: nn.Module, hidden: Tensor, weights: Weights | None) -> Tensor
         return head(hidden)
     if weights is None or torch.compiler.is_compiling() or weights.are_in(head):
         return head.forward(hidden)
-    # Of a functional_call that is over, or replaced since.
-    given = {f"head.{name}": tensor for name, tensor in weights.tensors.items()}
-    return torch.func.functional_call(_Forward(head), given, (hidden,))
+    # The call was within a functional_call that has ended, or the weights were replaced since.
+    tensors = {f"head.{name}": tensor for name, tensor in weights.tensors.items()}
+    return torch.func.functional_call(_WithoutHooks(head), tensors, (hidden,))
 
 
 def gathers_itself(head: nn.Module) -> bool:
-    """Hooks around each call of the head gather its weights from the ranks; accelerate's offloading is a forward of its
-    own instead."""
+    """Return whether hooks around each call of the head gather its weights; accelerate replaces its forward instead."""
     return gathered(head) and OFFLOADED not in vars(head) and not torch.compiler.is_compiling()
 
 
 def in_one_call(head: nn.Module, compute: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-    """compute(hidden) as the forward of the head and its parts, whose hooks gather the weights for it, and again for
-    its backward pass.
+    """Run compute(hidden) as the forward of the head and its parts, whose hooks gather the weights for it.
 
-    Each call gathers, and ranks that called a head different numbers of times would wait for each other forever.
+    Its backward pass gathers them once more. Every call gathers, so ranks that called a head different numbers of times
+    would wait for each other forever.
     """
 
     def whole(rows: Tensor) -> Any:
         with held(head):
             return compute(rows)
 
-    for part in reversed(gathering(head)):
-        whole = partial(_as_forward, part, whole)
+    for module in reversed(gathering(head)):
+        whole = partial(_as_forward, module, whole)
     return whole(hidden)
 
 
 def _as_forward(module: nn.Module, compute: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-    own, waiting = vars(module).get("forward"), [compute]
+    previous, waiting = vars(module).get("forward"), [compute]
 
     def forward(rows: Tensor) -> Any:
-        _put_back(module, own)
+        _restore(module, previous)
         return waiting.pop()(rows)
 
     module.forward = forward
@@ -160,10 +160,10 @@ def _as_forward(module: nn.Module, compute: Callable[[Tensor], Any], hidden: Ten
         return module(hidden)
     finally:
         if waiting:
-            _put_back(module, own)
+            _restore(module, previous)
 
 
-def _put_back(module: nn.Module, own: Any) -> None:
+def _restore(module: nn.Module, previous: Any) -> None:
     del module.forward
-    if own is not None:
-        module.forward = own
+    if previous is not None:
+        module.forward = previous

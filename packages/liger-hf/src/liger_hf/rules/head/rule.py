@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LM head and loss, with lazy logits between the two: in training, the logits of a whole batch are never materialized.
 
-Three attributes of instances change: the head's forward (returns lazy logits while its model runs), the model's loss
-function (takes them), and the model's forward (settles at its exit what nobody used).
+Three attributes of instances change: the head's forward returns lazy logits while its model runs, the model's loss
+function takes them, and the model's forward computes unused ones before it returns.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from liger_core.private_torch import IS_FSDP, has_global_backward_hook, interpre
 from liger_hf.patch import Patch, forward_of, own_forward, replacement, under_autocast
 from liger_hf.private_transformers import LOSS
 from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rules.head.call import HeadCall
 from liger_hf.rules.head.causal_loss import MODEL_LOSSES
 from liger_hf.rules.head.check import cases
 from liger_hf.rules.head.deferred_logits import DeferredLogits
-from liger_hf.rules.head.lazy_logits import Cell, LazyLogits
-from liger_hf.rules.head.projection import LAZY, Forward
-from liger_hf.rules.head.tensor_parallel import AROUND, Gathering, gathering, mark
-from liger_hf.rules.head.weights import brought, gathered
+from liger_hf.rules.head.lazy_logits import LazyLogits
+from liger_hf.rules.head.projection import LAZY, ModelForward
+from liger_hf.rules.head.tensor_parallel import AROUND, ShardedHead, mark, sharded_head
+from liger_hf.rules.head.weights import gathered, loads_its_weights
 from liger_hf.stand_in import device_of
 
 NOTHING = "no module is a model with an output head"
@@ -40,16 +41,16 @@ def look(module: nn.Module) -> Found | None:
     head, path = _head_of(module)
     if head is None:
         return None
-    inner = next((name for name, part in module.named_modules() if part is not module and _owns(part, head)), None)
+    inner = next((name for name, child in module.named_modules() if child is not module and _owns(child, head)), None)
     if inner is not None:
         return Found(OP, refusal=f"its head belongs to {inner}, which is a model by itself")
-    original, sharded = own_forward(module), gathering(head)
+    original, sharded = own_forward(module), sharded_head(head)
     projection = forward_of(head) if sharded is None else sharded
     if isinstance(original, str) or isinstance(projection, str):
         return Found(OP, refusal=original if isinstance(original, str) else f"the head: {projection}")
     if not _has_loss(original):
         return Found(OP, refusal="its forward has neither labels nor a loss")
-    # Some forwards compute their loss themselves; for those the check finds whether the logits were read.
+    # Some forwards compute their loss themselves; the check shows whether they read the logits.
     if _loss_of(module) not in MODEL_LOSSES:
         name = getattr(module.loss_function, "__name__", type(module.loss_function).__name__)
         return Found(
@@ -59,7 +60,7 @@ def look(module: nn.Module) -> Found | None:
     if sizes is None:
         return Found(OP, refusal=f"its head ({type(head).__name__}) has no in_features and out_features")
     dtype = next((p.dtype for p in head.parameters() if p.is_floating_point()), torch.float32)
-    detail = sharded.held(sizes[1]) if isinstance(sharded, Gathering) else ""
+    detail = sharded.share(sizes[1]) if isinstance(sharded, ShardedHead) else ""
     return Found(
         OP,
         kind=(id(module),),
@@ -72,7 +73,7 @@ def look(module: nn.Module) -> Found | None:
 
 
 def _head_of(model: Any) -> tuple[nn.Module | None, str]:
-    """The output head, and its name in the model."""
+    """Return the output head, and its name in the model."""
     try:
         head = model.get_output_embeddings()
     except (NotImplementedError, AttributeError):
@@ -86,7 +87,7 @@ def _has_loss(forward: Callable[..., Any]) -> bool:
     code = getattr(inner, "__code__", None)
     if code is None:
         return True
-    # Not its docstring.
+    # Without the docstring.
     keys = (value for value in code.co_consts if isinstance(value, str) and "\n" not in value)
     words = (*code.co_varnames, *code.co_names, *keys)
     return any("label" in word or "loss" in word for word in words)
@@ -97,7 +98,7 @@ def _owns(module: nn.Module, head: nn.Module) -> bool:
 
 
 def _loss_of(model: Any) -> Any:
-    """The loss function of a model; a pickled model comes back with ours."""
+    """Return the loss function of a model, or the original of ours, which an unpickled model has."""
     loss = model.loss_function
     return next((original for original, ours in MODEL_LOSSES.items() if loss is ours), loss)
 
@@ -110,16 +111,16 @@ def _sizes(head: nn.Module) -> tuple[int, int] | None:
 
 
 def patches(model: nn.Module, head: nn.Module) -> list[Patch]:
-    """Makes the logits of one model lazy."""
-    sizes, sharded, original = _sizes(head), gathering(head), under_autocast(model) or forward_of(model)
-    inner = sharded.forward if isinstance(sharded, Gathering) else forward_of(head)
+    """Return the patches that make the logits of one model lazy."""
+    sizes, sharded, original = _sizes(head), sharded_head(head), under_autocast(model) or forward_of(model)
+    inner = sharded.forward if isinstance(sharded, ShardedHead) else forward_of(head)
     assert sizes is not None
     assert not isinstance(inner, str)
     assert not isinstance(original, str)
     return [
         # In a list: as an attribute the head would become a second submodule.
         Patch(model, "liger_head", [head]),
-        *([mark(head)] if isinstance(sharded, Gathering) else []),
+        *([mark(head)] if isinstance(sharded, ShardedHead) else []),
         replacement(head, _head_forward(inner, sizes[1]), inner),
         Patch(model, LOSS, MODEL_LOSSES[_loss_of(model)]),
         replacement(model, _model_forward(original), original),
@@ -139,7 +140,7 @@ def _head_forward(original: Callable[..., Any], classes: int) -> Callable[..., A
             else None
         )
         dtype = x.dtype if autocast is None else autocast[1]
-        return LazyLogits(x, self, classes, dtype, Cell(x, self, autocast), constant=not torch.is_grad_enabled())
+        return LazyLogits(x, self, classes, dtype, HeadCall(x, self, autocast), constant=not torch.is_grad_enabled())
 
     return forward
 
@@ -150,13 +151,13 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         holder = self.__dict__.get("liger_head")
         if holder is None:
-            # Undone, but still called by code that has wrapped this function since.
+            # Undone, but other code has wrapped this function and still calls it.
             return original(self, *args, **options)
         if skip_logits and keep_logits is None:
             # The argument of a Trainer with use_liger_kernel=True when it evaluates only the loss.
             keep_logits = False
         head = holder[0]
-        # A Trainer evaluates: it may want the loss alone, which it does not say, and reads the logits at once or never.
+        # A Trainer evaluates. It may want only the loss, and reads the logits at once or never.
         defer = (
             keep_logits is None
             and not torch.is_grad_enabled()
@@ -165,7 +166,7 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         # An exported program returns tensors.
         lazy = (torch.is_grad_enabled() or defer or keep_logits is not None) and not is_exporting()
-        running = None if torch.compiler.is_compiling() else Forward()
+        running = None if torch.compiler.is_compiling() else ModelForward()
         before = LAZY.head, LAZY.forward
         LAZY.head, LAZY.forward = head if lazy else None, running
         try:
@@ -176,7 +177,7 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             keep = not (self.training and torch.is_grad_enabled()) if keep_logits is None else keep_logits
             return _settled(outputs, keep, defer)
         finally:
-            # Also for logits that are not returned: hooks may have kept them.
+            # Also for logits that are not returned, which hooks may have kept.
             if running is not None:
                 running.runs = False
 
@@ -184,17 +185,17 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _needs_logits(head: nn.Module) -> bool:
-    """Something sees the head's real output, or would see parts of it more than once, were it computed later."""
+    """Return whether hooks or transforms need the head's real output, or would see a later call of it."""
     if head._backward_hooks or head._backward_pre_hooks or has_global_backward_hook():
         return True
     if not torch.compiler.is_compiling() and interpreter_stack() is not None:
         return True
-    # Called again to compute logits: a module in the head always, the head itself if only its hooks have its weights.
-    again = [part for part in head.modules() if part is not head] if head._modules else []
-    return any(map(_hooked, [head, *again] if gathered(head) or brought(head) else again))
+    # A later call runs the modules in the head, and the head itself if only its hooks can load its weights.
+    again = [child for child in head.modules() if child is not head] if head._modules else []
+    return any(map(_hooked, [head, *again] if gathered(head) or loads_its_weights(head) else again))
 
 
-# Whose hooks bring weights, and do nothing else to what goes through a module.
+# Packages whose hooks only load weights.
 INFRASTRUCTURE = ("accelerate", "deepspeed", "torch")
 
 
@@ -205,31 +206,31 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _sharded(head: nn.Module) -> bool:
-    """Sharded by FSDP or ZeRO-3, or offloaded: the weights may be freed before the logits are read."""
+    """Return whether FSDP, ZeRO-3 or offloading may free the head's weights before the logits are read."""
     return gathered(head) or getattr(head, IS_FSDP, False)
 
 
 def _settled(outputs: Any, keep: bool, defer: bool) -> Any:
-    """Real logits where they are wanted or where no loss used them, made while the weights are still there."""
+    """Return the outputs with real logits if they are wanted or no loss used them, while the weights still exist."""
     if isinstance(outputs, tuple):
         return tuple(_real(value, keep, defer) if isinstance(value, LazyLogits) else value for value in outputs)
     if isinstance(outputs, LazyLogits):
         return _real(outputs, keep, defer)
-    # Models with several heads in one, such as those that predict several tokens, return others beside "logits".
+    # Models with several heads, such as for several tokens, return other lazy logits beside "logits".
     for name, value in list(outputs.items()) if hasattr(outputs, "items") else ():
         if isinstance(value, LazyLogits):
-            # By item: an attribute of a ModelOutput that is set alone leaves the old value under its key.
+            # By item, because setting an attribute of a ModelOutput leaves the old value under its key.
             outputs[name] = _real(value, keep, defer)
     return outputs
 
 
 def _real(logits: LazyLogits, keep: bool, defer: bool) -> Any:
-    if defer and logits.cell.used and logits.real is None:
-        logits.cell.closed = True
+    if defer and logits.call.used and logits.real is None:
+        logits.call.closed = True
         return DeferredLogits(logits)
-    if keep or not logits.cell.used:
+    if keep or not logits.call.used:
         return logits.materialize()
-    logits.cell.closed = True
+    logits.call.closed = True
     return logits
 
 

@@ -20,39 +20,38 @@ from liger_hf.private_transformers import OFFLOADED
 from liger_hf.rules.head.tensor_parallel import over_classes
 
 
-class Held(threading.local):
-    """The head in whose call this thread is: its hooks have gathered the weights."""
+class CalledHead(threading.local):
+    """The head that this thread is calling, whose hooks have gathered the weights."""
 
     def __init__(self) -> None:
         self.head: nn.Module | None = None
 
 
-HELD = Held()
+HELD = CalledHead()
 
 
 @contextmanager
 def held(head: nn.Module) -> Iterator[None]:
-    """Within a call of the head, or within the backward pass of one.
+    """Mark the head as being called within this context, which may also be the backward pass of a call.
 
-    What gathers its parts does not run: they are there.
+    Modules inside it do not gather their weights again.
     """
     before, HELD.head = HELD.head, head
-    calls = [(part, part._compiled_call_impl) for part in gathering(head) if part is not head]
-    for part, _ in calls:
-        # torch calls this instead of hooks and forward.
-        part._compiled_call_impl = part.forward
+    calls = [(module, module._compiled_call_impl) for module in gathering(head) if module is not head]
+    for module, _ in calls:
+        # torch calls this attribute instead of hooks and forward.
+        module._compiled_call_impl = module.forward
     try:
         yield
     finally:
         HELD.head = before
-        for part, call in calls:
-            part._compiled_call_impl = call
+        for module, call in calls:
+            module._compiled_call_impl = call
 
 
 def gathering(head: nn.Module) -> list[nn.Module]:
-    """The modules whose calls gather the weights of a head: under ZeRO-3 each that has some, such as a linear layer and
-    its adapters."""
-    # PEFT keeps the layer of which it trains a copy, and does not call it.
+    """Return the modules whose calls gather a head's weights; under ZeRO-3 also adapters, which have their own."""
+    # PEFT keeps the original of a layer that it trains a copy of, and does not call it.
     copied = getattr(head, "original_module", None)
     unused = (
         {*copied.modules()} if isinstance(copied, nn.Module) and not getattr(head, "disable_adapters", False) else set()
@@ -62,8 +61,7 @@ def gathering(head: nn.Module) -> list[nn.Module]:
 
 
 def gathered(head: nn.Module) -> bool:
-    """The head's weights are whole only while its hooks have gathered them (ZeRO-3, a head sharded or offloaded by
-    itself)."""
+    """Return whether the head's weights are whole only during its calls, as under ZeRO-3, and none is running."""
     spread = not over_classes(head)
     there = HELD.head is head
     return not there and any(
@@ -71,28 +69,27 @@ def gathered(head: nn.Module) -> bool:
     )
 
 
-def brought(head: nn.Module) -> bool:
-    """Hooks on the head itself bring its weights for each call: it is offloaded by accelerate, or sharded by itself."""
-    return _brought_again(head) or hasattr(head, FSDP_STATE)
+def loads_its_weights(head: nn.Module) -> bool:
+    """Return whether hooks on the head itself load its weights for each call: it is offloaded, or sharded by itself."""
+    return _reloads_weights(head) or hasattr(head, FSDP_STATE)
 
 
 def weights_of(head: nn.Module) -> Weights | None:
     """Return the head's weights for this call, or None if hooks reload them when the logits are computed later."""
-    return None if _brought_again(head) else Weights(head)
+    return None if _reloads_weights(head) else Weights(head)
 
 
-def _brought_again(head: nn.Module) -> bool:
+def _reloads_weights(head: nn.Module) -> bool:
     hook = head.__dict__.get(OFFLOADED)
-    offloaded = any(getattr(part, "offload", False) for part in getattr(hook, "hooks", (hook,)))
+    offloaded = any(getattr(inner, "offload", False) for inner in getattr(hook, "hooks", (hook,)))
     return offloaded or any(hasattr(p, "ds_id") for p in head.parameters())
 
 
 class Weights:
-    """The parameters and buffers in a head during one call: its adapters' too, and those that functional_call puts
-    there.
+    """The parameters and buffers of a head during one call, including those of adapters and of functional_call.
 
-    versions  their version counters; compiled code has none
-    stepped   an optimizer has updated one of them since; a fused one does not move the version counter
+    versions  their version counters; None in compiled code
+    stepped   whether an optimizer has updated one of them since; a fused optimizer does not change the version counter
     """
 
     def __init__(self, head: nn.Module) -> None:
@@ -137,7 +134,7 @@ def _tensors(head: nn.Module) -> dict[str, Tensor]:
 
 
 def _freed(tensor: Tensor) -> bool:
-    """Whether it is a whole weight that FSDP has freed."""
+    """Return whether this is a whole weight that FSDP has freed."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.numel() > 0
@@ -147,7 +144,7 @@ def _freed(tensor: Tensor) -> bool:
 
 
 class Optimizers:
-    """Marks the weights of calls whose logits somebody still holds when an optimizer of torch updates them."""
+    """Mark the weights of calls whose logits are still referenced when an optimizer of torch updates them."""
 
     def __init__(self) -> None:
         self.calls: WeakSet[Weights] = WeakSet()
@@ -168,7 +165,7 @@ class Optimizers:
                 self.hook = None
 
     def _stepped(self, optimizer: Optimizer, args: Any, options: Any) -> None:
-        # A compiled step writes to the parameters in a way that moves their version counters.
+        # A compiled step changes the version counters of the parameters.
         if torch.compiler.is_compiling() or not self.calls:
             return
         updated = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
