@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put Liger's ops into a model: find what can be replaced, check it, replace it, and report it."""
+"""Put Liger's ops into a model: find the modules that can be replaced, check, replace and report them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def apply(
     verify: bool = True,
     mlp_rows: int | None = None,
 ) -> Report:
-    """Replace what Liger's ops can compute in a model, in place, and return the report, which can undo it.
+    """Replace modules of a model by Liger's ops, in place, and return a report, which can undo it.
 
     only, exclude  ops or their names; by default all that have a rule, except embedding. Excluding rope excludes
                    qk_norm_rope, too
@@ -47,9 +47,9 @@ def apply(
                    only
     mlp_rows       the most rows that gated MLPs compute at once; the backward pass recomputes them. For long sequences
 
-    Only the instances in this model change: no class, no module of Python, no other model; weights and state_dict stay
-    as they are. A module that no op computes is left alone, and the report says why. A second `apply` changes nothing.
-    Apply before `torch.compile` and after PEFT has wrapped the model.
+    Only the instances in this model change: no class, no module of Python, no other model, no weight or state_dict. The
+    report says why a module is left. A second `apply` changes nothing. Apply before `torch.compile` and after PEFT has
+    wrapped the model.
 
     While training, `outputs.logits` is computed when it is read; pass keep_logits=True to the model to get a tensor at
     once.
@@ -72,7 +72,7 @@ def apply(
     if summed:
         report.notes.append(partial_gradients.NOTE.format(count=len(summed)))
         patches.extend(summed)
-    # Nothing is installed before everything is decided: an error leaves the model as it was.
+    # Installed after all decisions, so an error leaves the model unchanged.
     report.patches = [patch.install() for patch in patches]
     shared = list(together.patches(model, report.patches))
     if shared:
@@ -80,7 +80,7 @@ def apply(
         report.patches += [patch.install() for patch in shared]
     report.notes.extend(together.unread_forwards(model))
     if mlp_rows is not None:
-        # Around the forwards that are now there.
+        # Around the forwards that were just installed.
         report.patches += [tiling.tiles(mlp, mlp_rows).install() for mlp in mlps]
         report.notes.append(f"{len(mlps)} gated MLPs compute at most {mlp_rows} rows at once.")
     if report.patches:
@@ -100,77 +100,96 @@ def survey(
     """Return the report and the patches of `apply`. Candidates are checked on `device`, by default the weights'."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}")
-    # At the caller of `apply` or `inspect`.
+    # The warning names the caller of `apply` or `inspect`.
     warn_if_untested("liger-hf", stacklevel=3)
     excluded = _names(caller, "exclude", exclude, ())
     wanted = _names(caller, "only", only, replaceable_ops(on_request=False)) - excluded
     report = Report(type(model).__name__, notes=_notes(model))
-    looked = [
-        (name, module, rule, found)
+    matches = [
+        (name, module, rule, match)
         for name, module in model.named_modules()
         for rule in rules()
         if not rule.on_request or wanted & {*rule.ops}
-        if (found := rule.look(module)) is not None
+        if (match := rule.look(module)) is not None
     ]
     if only is not None:
-        report.absent = _absent(looked, wanted)
+        report.absent = _absent(matches, wanted)
         if wanted and wanted <= report.absent.keys():
             missing = "; ".join(f"{op}: {report.absent[op]}" for op in sorted(wanted))
             raise ModelError(
                 f"{caller}: only= must name something that {report.model} has, it has none of it: {missing}"
             )
-    replaced: set[int] = set()
     home = device or next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+    plan = PatchPlan()
     decisions: dict[Any, Decision] = {}
     rows: dict[tuple[str, ...], int] = {}
-    patches: list[Patch] = []
-    # What is replaced → the candidate that does it, and the place of its patch.
-    taken: dict[tuple[int, str], tuple[Candidate, int]] = {}
-    for name, module, rule, found in looked:
-        if found.fallback and id(module) in replaced:
+    for name, module, rule, match in matches:
+        if match.fallback and id(module) in plan.replaced:
             continue
-        decision = _decision(decisions, rule, _placed(found, device, home), wanted, verify)
-        if decision.candidate is not None and (parts := {part.name for part in decision.candidate.covers} & excluded):
-            decision = Decision(None, f"it has {', '.join(parts)} as a part, which was excluded")
-        candidate = decision.candidate
-        made = candidate.install(module) if candidate is not None else ()
-        places = [(id(patch.owner), patch.attribute) for patch in made]
-        earlier, at = next((taken[place] for place in places if place in taken), (None, 0))
-        if candidate is not None and earlier is None:
-            taken |= {place: (candidate, len(patches) + number) for number, place in enumerate(places)}
-            patches.extend(made)
-        elif candidate is not None and earlier is not None:
-            if candidate.op in earlier.covers:
-                decision = Decision(None, f"within {earlier.op.name}")
-            elif candidate.onto is not None and (both := candidate.onto(patches[at])) is not None:
-                patches[at] = both
-            else:
-                candidate, decision = (
-                    None,
-                    Decision(None, f"what it would replace is already replaced for {earlier.op.name}"),
-                )
-        op, backend, outcome = found.op, "", LEFT
-        if candidate is not None:
-            op, backend, outcome = candidate.op.name, _backend(candidate.op, module, device, home), verdict
-            replaced.add(id(module))
+        decision = _decision(decisions, rule, _on_device(match, device, home), wanted, verify)
+        decision = plan.add(module, _unless_excluded(decision, excluded))
+        op, backend, outcome = match.op, "", LEFT
+        if decision.candidate is not None:
+            replacing = decision.candidate.op
+            op, backend, outcome = replacing.name, _backend(replacing, module, device, home), verdict
         key = (_pattern(name), type(module).__name__, op, backend, outcome, decision.reason)
         rows[key] = rows.get(key, 0) + 1
     report.rows = [Row(pattern, count, *rest) for (pattern, *rest), count in rows.items()]
     reasons = [row.reason for row in report.rows if row.op in wanted]
     if reasons and all(EARLIER in reason for reason in reasons):
         report.notes.append("Nothing was changed: an earlier apply has replaced these modules already.")
-    return report, patches
+    return report, plan.patches
 
 
-def _names(caller: str, option: str, given: Names, otherwise: tuple[str, ...]) -> set[str]:
-    if given is None:
+class PatchPlan:
+    """The patches of one `apply`, at most one for each attribute of an instance.
+
+    replaced  the identities of the modules with an accepted candidate
+    """
+
+    def __init__(self) -> None:
+        self.patches: list[Patch] = []
+        self.replaced: set[int] = set()
+        # (owner, attribute) → the candidate that replaces the attribute, and the index of its patch.
+        self._candidates: dict[tuple[int, str], tuple[Candidate, int]] = {}
+
+    def add(self, module: nn.Module, decision: Decision) -> Decision:
+        """Add the patches of an accepted candidate, or return a decision that names the candidate in its way."""
+        candidate = decision.candidate
+        if candidate is None:
+            return decision
+        patches = candidate.install(module)
+        attributes = [(id(patch.owner), patch.attribute) for patch in patches]
+        conflict = next((self._candidates[key] for key in attributes if key in self._candidates), None)
+        if conflict is None:
+            self._candidates |= {key: (candidate, index) for index, key in enumerate(attributes, len(self.patches))}
+            self.patches.extend(patches)
+        else:
+            earlier, index = conflict
+            if candidate.op in earlier.covers:
+                decision = Decision(candidate, f"within {earlier.op.name}")
+            elif candidate.onto is not None and (combined := candidate.onto(self.patches[index])) is not None:
+                self.patches[index] = combined
+            else:
+                return Decision(None, f"what it would replace is already replaced for {earlier.op.name}")
+        self.replaced.add(id(module))
+        return decision
+
+
+def _unless_excluded(decision: Decision, excluded: set[str]) -> Decision:
+    parts = set() if decision.candidate is None else {op.name for op in decision.candidate.covers} & excluded
+    return Decision(None, f"it has {', '.join(parts)} as a part, which was excluded") if parts else decision
+
+
+def _names(caller: str, option: str, ops: Names, otherwise: tuple[str, ...]) -> set[str]:
+    if ops is None:
         return set(otherwise)
-    if isinstance(given, (str, Op)):
+    if isinstance(ops, (str, Op)):
         raise OptionError(
-            f"{caller}: {option} must be an iterable of ops, got {given!r}; write "
-            f"{option}=[{getattr(given, 'name', given)!r}]"
+            f"{caller}: {option} must be an iterable of ops, got {ops!r}; write "
+            f"{option}=[{getattr(ops, 'name', ops)!r}]"
         )
-    names = [value.name if isinstance(value, Op) else value for value in given]
+    names = [value.name if isinstance(value, Op) else value for value in ops]
     for name in names:
         if name == "cross_entropy":
             raise OptionError(
@@ -185,7 +204,7 @@ def _names(caller: str, option: str, given: Names, otherwise: tuple[str, ...]) -
 
 
 def _notes(model: nn.Module) -> list[str]:
-    """Return one sentence for each earlier change to the model, by other libraries, that affects the replacements."""
+    """Return a sentence for each earlier change to the model by other libraries that affects the replacements."""
     notes = []
     if any(getattr(module, USES_KERNELS, False) is True for module in model.modules()):
         notes.append(
@@ -216,9 +235,9 @@ def _notes(model: nn.Module) -> list[str]:
     return notes
 
 
-def _absent(looked: list[tuple[str, nn.Module, Rule, Found]], wanted: set[str]) -> dict[str, str]:
-    """Return the wanted ops that no module is a candidate for, each with what its first rule looked for."""
-    present = {op for _, _, rule, _ in looked for op in rule.ops}
+def _absent(matches: list[tuple[str, nn.Module, Rule, Found]], wanted: set[str]) -> dict[str, str]:
+    """Return the wanted ops that no module is a candidate for, each with a sentence of its first rule."""
+    present = {op for _, _, rule, _ in matches for op in rule.ops}
     absent: dict[str, str] = {}
     for rule in rules():
         for op in rule.ops:
@@ -227,25 +246,25 @@ def _absent(looked: list[tuple[str, nn.Module, Rule, Found]], wanted: set[str]) 
     return absent
 
 
-def _decision(decisions: dict[Any, Decision], rule: Rule, found: Found, wanted: set[str], verify: bool) -> Decision:
+def _decision(decisions: dict[Any, Decision], rule: Rule, match: Found, wanted: set[str], verify: bool) -> Decision:
     """Return the decision for a module. All modules of one kind share one check."""
     if not wanted & set(rule.ops):
         return Decision(None, "not asked for")
-    if found.refusal is not None:
-        return Decision(None, found.refusal)
-    key = (rule.look, found.kind)
+    if match.refusal is not None:
+        return Decision(None, match.refusal)
+    key = (rule.look, match.kind)
     if key not in decisions:
-        decision = decide(found, verify)
+        decision = decide(match, verify)
         if decision.candidate is not None and decision.candidate.op.name not in wanted:
             decision = Decision(None, f"{decision.candidate.op.name} would fit but was not asked for")
         decisions[key] = decision
     return decisions[key]
 
 
-def _placed(found: Found, device: torch.device | None, home: torch.device) -> Found:
+def _on_device(match: Found, device: torch.device | None, home: torch.device) -> Found:
     """Set the device of the check: `device` if given, else that of the module's weights, else that of the model."""
-    place = device or (home if found.device is None else None)
-    return found if place is None else replace(found, device=lambda: place)
+    chosen = device or (home if match.device is None else None)
+    return match if chosen is None else replace(match, device=lambda: chosen)
 
 
 def _pattern(name: str) -> str:

@@ -17,7 +17,7 @@ OPTIONS = ("only", "exclude", "verify")
 class AutoLigerModelForCausalLM:
     """`AutoModelForCausalLM`, followed by `liger_hf.apply`; the report is `model.liger_report`.
 
-    Every argument is that of AutoModelForCausalLM; `liger` holds those of `apply`: `liger={"exclude": ["rope"]}`.
+    It takes AutoModelForCausalLM's arguments; `liger` holds the arguments of `apply`: `liger={"exclude": ["rope"]}`.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liger in a Trainer, by one callback."""
+"""Apply Liger in a Trainer by one callback."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from liger_hf.report import Report
 
 
 class LigerCallback(TrainerCallback):
-    """Applies Liger to the model of a Trainer: `Trainer(..., callbacks=[LigerCallback()])`, also of one of TRL's.
+    """Apply Liger to the model of a Trainer, also of TRL's: `Trainer(..., callbacks=[LigerCallback()])`.
 
     only, exclude, verify  as for `liger_hf.apply`
     undo   restore the model when training has ended
     show   called with the report, on the first process; print by default, None for nothing
 
-    It applies as soon as the Trainer has been made, before accelerate wraps the model; the report is `callback.report`.
-    Added later by `trainer.add_callback`, or with model_init=, which creates a new model, it applies when training
-    begins.
+    It applies when the Trainer is created, before accelerate wraps the model; the report is `callback.report`. If it is
+    added later by `trainer.add_callback`, or if model_init= creates a new model, it applies when training begins.
     """
 
     def __init__(
@@ -40,13 +39,12 @@ class LigerCallback(TrainerCallback):
         self.report: Report | None = None
         self.model: nn.Module | None = None
 
-    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **other: Any) -> None:
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
         self._apply(state, model)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **other: Any) -> None:
-        self._apply(state, model)
+    on_train_begin = on_init_end
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **other: Any) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         if self.undo and self.report is not None:
             self.report.undo()
             self.model = None

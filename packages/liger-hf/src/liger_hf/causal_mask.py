@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal attention without a mask in compiled models.
 
-Without padding, Transformers passes is_causal=True to sdpa attention instead of a mask, so that the kernel skips the
-upper half. It reads from the values of the masks whether there is padding or packing. A compiler and a CUDA graph
-cannot, so there the model always gets a whole mask: on one H200, attention over 1024 tokens (Llama 1B, bf16) takes 2.4
-times as long with it. A patched model leaves the mask out there, too, if it was called with nothing but arguments that
-cannot ask for another mask (PLAIN).
+Without padding, Transformers passes is_causal=True to sdpa attention instead of a mask, and the kernel skips the upper
+half. Whether there is padding or packing, it reads from the values of the masks. A compiler and a CUDA graph cannot
+read them, so the model then always makes a whole mask: on one H200, attention over 1024 tokens (Llama 1B, bf16) takes
+2.4 times as long with it. A patched model also omits the mask there, if none of its arguments can require another mask
+(PLAIN).
 """
 
 from __future__ import annotations
@@ -27,44 +27,28 @@ NOTE = (
     "its attention gets is_causal=True instead of a mask."
 )
 NAME = create_causal_mask.__name__
-# The arguments of a model that never change its mask. With any other one, the model makes its own: names differ between
-# versions and models.
+# The arguments of a model that never change its mask. With any other argument, the model makes its own mask.
 PLAIN = {
-    "input_ids",
-    "inputs_embeds",
-    "labels",
-    "logits_to_keep",
-    "num_items_in_batch",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "return_dict",
-    "use_cache",
-}
-# The arguments of `create_causal_mask` from which a model called with those of PLAIN asks for a causal mask and nothing
-# else.
+    "input_ids", "inputs_embeds", "labels", "logits_to_keep", "num_items_in_batch", "output_attentions",
+    "output_hidden_states", "output_router_logits", "return_dict", "use_cache",
+}  # fmt: skip
+# The arguments of `create_causal_mask` in a model that is called with those of PLAIN.
 PLAIN_MASK = {
-    "config",
-    "inputs_embeds",
-    "attention_mask",
-    "cache",
-    "past_key_values",
-    "cache_position",
-    "position_ids",
+    "config", "inputs_embeds", "attention_mask", "cache", "past_key_values", "cache_position", "position_ids",
     "allow_is_causal_skip",
-}
+}  # fmt: skip
 
 
 def patches(model: nn.Module) -> Iterator[Patch]:
     """Yield a patch for each module that makes a causal mask for sdpa attention."""
-    made: dict[Any, Callable[..., Any]] = {}
+    forwards: dict[Any, Callable[..., Any]] = {}
     for module in model.modules():
         original = forward_of(module)
         if isinstance(original, str) or not _implementation_is_sdpa(module) or not _makes_mask(original):
             continue
-        if original not in made:
-            made[original] = _forward(original)
-        yield replacement(module, made[original], original)
+        if original not in forwards:
+            forwards[original] = _forward(original)
+        yield replacement(module, forwards[original], original)
 
 
 def _forward(original: Any) -> Callable[..., Any]:
@@ -74,8 +58,7 @@ def _forward(original: Any) -> Callable[..., Any]:
     others = [i for i, name in enumerate(names) if name not in PLAIN]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # torch 2.11 answers is_exporting() with True in every compiled region; this one is False in an export that is
-        # not compiled first.
+        # Not is_exporting(), which torch 2.11 answers with True in every compiled region.
         compiling = torch.compiler.is_dynamo_compiling() or is_cuda_stream_capturing()
         plain = len(args) <= len(names) and all(args[i] is None for i in others if i < len(args))
         plain = plain and all(value is None for name, value in kwargs.items() if name not in PLAIN)
@@ -88,8 +71,8 @@ def _forward(original: Any) -> Callable[..., Any]:
 def _mask(*args: Any, **options: Any) -> Any:
     """Return the causal mask; None where Transformers, without compilation, would pass is_causal=True instead."""
     config = options.get("config", args[0] if args else None)
-    other = any(value is not None for name, value in options.items() if name not in PLAIN_MASK)
-    plain = len(args) <= 1 and not other and options.get("allow_is_causal_skip", True)
+    has_options = any(value is not None for name, value in options.items() if name not in PLAIN_MASK)
+    plain = len(args) <= 1 and not has_options and options.get("allow_is_causal_skip", True)
     if plain and options.get("attention_mask") is None and getattr(config, "is_causal", True):
         return None
     return create_causal_mask(*args, **options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report what `apply` would do to a model, without loading weights or changing anything."""
+"""Report how `apply` would change a model, without loading weights or changing anything."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def inspect(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
 ) -> Report:
-    """Report what `liger_hf.apply` would replace in a model, and why, without changing the model.
+    """Report which modules `liger_hf.apply` would replace in a model, and why, without changing the model.
 
     model   a model, with weights or on the meta device; a config, from which a model is built without weights; or a
             preset such as tiny, a folder, a model type of Transformers or a name on the hub, whose config is used
@@ -44,14 +44,14 @@ def inspect(
         model = config_of(model)
     if isinstance(model, PretrainedConfig):
         model = _built(model, dtype)
-    place = _device(device) if isinstance(model, nn.Module) and _without_weights(model) else None
-    report, _ = survey(model, "liger_hf.inspect", only, exclude, verify, place, REPLACEABLE)
+    checked_on = _device(device) if isinstance(model, nn.Module) and _without_weights(model) else None
+    report, _ = survey(model, "liger_hf.inspect", only, exclude, verify, checked_on, REPLACEABLE)
     assert isinstance(model, nn.Module)
     report.implementations = implementations.sentences(model)
-    if place is not None:
+    if checked_on is not None:
         report.notes.append(
-            f"No weights were loaded: small random ones were checked, on {place}, and backends are those for "
-            f"{place.type}."
+            f"No weights were loaded: small random ones were checked, on {checked_on}, and backends are those for "
+            f"{checked_on.type}."
         )
     return report
 
@@ -59,7 +59,7 @@ def inspect(
 def _built(config: PretrainedConfig, dtype: torch.dtype | str | None) -> Any:
     """Build the model that the config names, or else an Auto model for the config, on the meta device."""
     named = next(
-        (found for name in config.architectures or () if (found := getattr(transformers, name, None)) is not None), None
+        (kind for name in config.architectures or () if (kind := getattr(transformers, name, None)) is not None), None
     )
     options = {} if dtype is None else {"dtype": getattr(torch, dtype) if isinstance(dtype, str) else dtype}
     try:
@@ -89,10 +89,10 @@ def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
     except Exception as problem:
         raise OptionError(
             f"liger_hf.inspect: device must be one that is here, got {str(device)!r}: {problem}"
         ) from problem
-    return place
+    return chosen

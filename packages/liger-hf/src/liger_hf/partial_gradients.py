@@ -25,20 +25,20 @@ NOTE = (
     "Gradients of {count} norms over the heads of a rank stay right when they are accumulated, which Transformers "
     "would add up several times."
 )
-# The names in its code; where they are others, Transformers may have mended it, and dividing would be wrong.
-CALLED = {"dist", "all_reduce", "grad", "get_group"}
+# The names in the summing code. Different names mean different code, for which dividing may be wrong.
+NAMES_IN_SUMMING_CODE = {"dist", "all_reduce", "grad", "get_group"}
 
 
 def patches(model: nn.Module) -> Iterator[Patch]:
     """Yield a patch for each module whose gradients Transformers sums over ranks."""
     for module in model.modules():
-        ranks = _ranks(module)
-        if ranks > 1 and not any(_is(hook, _watch) for hook in module._forward_pre_hooks.values()):
-            yield Watch(module, "_forward_pre_hooks", partial(_watch, ranks))
+        ranks = _ranks_summed_over(module)
+        if ranks > 1 and not any(_is(hook, _register_on_weights) for hook in module._forward_pre_hooks.values()):
+            yield GradientCorrection(module, "_forward_pre_hooks", partial(_register_on_weights, ranks))
 
 
 @dataclass(eq=False)
-class Watch(Patch):
+class GradientCorrection(Patch):
     """Register the correction on a module's weights before each forward, which includes weights that FSDP gathers."""
 
     handle: RemovableHandle | None = None
@@ -53,21 +53,23 @@ class Watch(Patch):
             self.handle.remove()
         for weight in self.owner.parameters(recurse=False):
             hooks = weight._backward_hooks or {}
-            for key in [key for key, hook in hooks.items() if _is(hook, _divide)]:
+            for key in [key for key, hook in hooks.items() if _is(hook, _divide_accumulated)]:
                 del hooks[key]
         return True
 
 
-def _watch(ranks: int, module: nn.Module, _: Any) -> None:
+def _register_on_weights(ranks: int, module: nn.Module, _: Any) -> None:
     # A compiled forward would register another hook in each call.
     if torch.compiler.is_compiling():
         return
     for weight in module.parameters(recurse=False):
-        if weight.requires_grad and not any(_is(hook, _divide) for hook in (weight._backward_hooks or {}).values()):
-            weight.register_hook(partial(_divide, ranks, weight))
+        if weight.requires_grad and not any(
+            _is(hook, _divide_accumulated) for hook in (weight._backward_hooks or {}).values()
+        ):
+            weight.register_hook(partial(_divide_accumulated, ranks, weight))
 
 
-def _divide(ranks: int, weight: Tensor, _: Tensor) -> None:
+def _divide_accumulated(ranks: int, weight: Tensor, _: Tensor) -> None:
     """Divide the gradient accumulated so far by the number of ranks."""
     if weight.grad is not None:
         weight.grad.div_(ranks)
@@ -77,8 +79,8 @@ def _is(hook: Any, function: Any) -> bool:
     return isinstance(hook, partial) and hook.func is function
 
 
-def _ranks(module: nn.Module) -> int:
-    """Return the number of ranks that Transformers sums a module's gradients over; 0 if it does not, or differently."""
+def _ranks_summed_over(module: nn.Module) -> int:
+    """Return the number of ranks that Transformers sums a module's gradients over, or 0 if not by known code."""
     for function in (*module._backward_hooks.values(), module.__dict__.get("forward")):
         if (
             not inspect.isfunction(function)
@@ -89,6 +91,6 @@ def _ranks(module: nn.Module) -> int:
         # In 5.17 this is the hook on the module; later a forward that puts one on each weight.
         adds_up = inspect.getclosurevars(function).nonlocals.get(ALL_REDUCE_GRAD, function)
         mesh = inspect.getclosurevars(adds_up).nonlocals.get("mesh")
-        if mesh is not None and {*adds_up.__code__.co_names} - {"parameters"} == CALLED:
+        if mesh is not None and {*adds_up.__code__.co_names} - {"parameters"} == NAMES_IN_SUMMING_CODE:
             return int(mesh.size())
     return 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that mix tokens in other ways than attention: packed documents are not separated in them.
+"""Warn that layers which mix tokens in other ways than attention do not separate packed documents.
 
-Attention masks what is before the token where `position_ids` start again. A recurrent state and a short convolution run
-on. Transformers ends them by `seq_idx` and `cu_seq_lens_q` alone, and only in kernels of other packages; its own
+Where `position_ids` start again, attention masks earlier tokens, but a recurrent state or a short convolution
+continues. Transformers ends them only by `seq_idx` and `cu_seq_lens_q`, and only in kernels of other packages; its own
 PyTorch code ignores both.
 """
 
@@ -20,17 +20,19 @@ NOTE = (
     "where documents are "
     "packed into one row, each sees those before it. Train such a model on one document per row."
 )
-# What a forward does with the cache or the module to keep a state; RWKV and xLSTM get it as an argument named `state`.
+# Names in a forward that keeps a state in the cache or the module; RWKV and xLSTM get an argument named `state`.
 KEEPS = {"update_conv_state", "update_recurrent_state", "set_linear_cache", "conv1d_state"}
 
 
 def note(model: nn.Module) -> str | None:
-    """Return what to know before packing documents for this model; None if attention alone mixes its tokens."""
+    """Return a warning about packed documents for this model; None if attention alone mixes its tokens."""
     kinds = {kind for kind in {type(module) for module in model.modules()} if _keeps_a_state(kind)}
     modules = [module for module in model.modules() if type(module) in kinds]
-    # A model or a block hands the state on to a layer in it.
+    # Models and blocks only pass the state to their layers.
     layers = [
-        module for module in modules if not any(type(part) in kinds for part in module.modules() if part is not module)
+        module
+        for module in modules
+        if not any(type(descendant) in kinds for descendant in module.modules() if descendant is not module)
     ]
     classes = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers))
     return NOTE.format(count=len(layers), classes=classes) if layers else None

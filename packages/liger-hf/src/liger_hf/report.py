@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of what was replaced in a model, what was not, and why; it can undo the replacements."""
+"""The report of which modules were replaced, which were not, and why; it can undo the replacements."""
 
 from __future__ import annotations
 
 import copy
 import json
 from dataclasses import asdict, dataclass, field, replace
-from types import MethodType, TracebackType
+from types import MethodType
 from typing import Any
 
 from rich.table import Table
@@ -17,7 +17,7 @@ from liger_hf.errors import ModelError
 from liger_hf.patch import Patch
 from liger_hf.rules.head.weights import OPTIMIZERS
 
-# REPLACEABLE: by `inspect`, which changes nothing.
+# `inspect`, which changes nothing, says REPLACEABLE.
 REPLACED, REPLACEABLE, LEFT = "replaced", "replaceable", "left"
 ATTRIBUTE = "liger_report"
 PICKLED = "a pickled model comes back without Liger; call liger_hf.apply again"
@@ -25,11 +25,12 @@ PICKLED = "a pickled model comes back without Liger; call liger_hf.apply again"
 
 @dataclass(frozen=True)
 class Row:
-    """Modules of one kind.
+    """Modules of one kind that are handled alike.
 
     pattern  their names, with layer numbers as *
-    backend  what runs the op on the device where they are; empty if they were left
-    verdict  "replaced", "left", or of a model that was only inspected "replaceable", and the reason for it
+    backend  the backend of the op on their device; empty if they were left
+    verdict  "replaced" or "left", and "replaceable" for a model that was only inspected
+    reason   why
     """
 
     pattern: str
@@ -46,9 +47,8 @@ class Report:
     """The result of `apply` or `inspect`; as a context manager it undoes what was applied when the block ends.
 
     absent           op that only= names → why no module was a candidate for it
-    notes            what else the user should know
-    implementations  `inspect`: what the model runs where Transformers has several implementations, and what would be
-                     faster
+    notes            other sentences for the user
+    implementations  from `inspect`: the implementations of Transformers that the model uses, and which would be faster
     """
 
     model: str
@@ -78,7 +78,7 @@ class Report:
         return counts
 
     def attach(self, model: nn.Module) -> None:
-        """Become `model.liger_report`; those of earlier calls of `apply` stay behind this one."""
+        """Become `model.liger_report`; the report of an earlier `apply` stays behind this one."""
         self.owner, self.earlier = model, model.__dict__.get(ATTRIBUTE)
         model.__dict__[ATTRIBUTE] = self
         model.__dict__["_replicate_for_data_parallel"] = MethodType(_replicate_for_data_parallel, model)
@@ -103,8 +103,7 @@ class Report:
 
         Several reports of one model can be undone in any order.
 
-        Raises ModelError if somebody replaced a forward once more after `apply` and has not put it back; the others are
-        undone.
+        Raises ModelError if a forward was replaced again after `apply`; all other modules are restored.
         """
         stuck: list[str] = []
         while self.patches:
@@ -113,8 +112,7 @@ class Report:
                 stuck.append(f"{type(patch.owner).__name__}.{patch.attribute}")
         self._detach()
         OPTIMIZERS.release()
-        # The wrapper of a model's forward passes calls through once the head is restored, even if something has wrapped
-        # it since.
+        # A model's forward that something has wrapped since calls the original once the head is restored.
         stuck = [name for name in stuck if not name.startswith(self.model + ".")]
         if stuck:
             raise ModelError(
@@ -136,18 +134,16 @@ class Report:
     def __enter__(self) -> Report:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything that the report says, as plain data."""
+        """Return all contents of the report as plain data."""
         lists = {"notes": list(self.notes), "implementations": list(self.implementations)}
         return {"model": self.model, "rows": [asdict(row) for row in self.rows], "absent": dict(self.absent), **lists}
 
     def to_json(self) -> str:
-        """Return the same as one JSON object."""
+        """Return `to_dict()` as a JSON object."""
         return json.dumps(self.to_dict(), ensure_ascii=False)
 
     def table(self) -> Table:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated MLPs that compute a long sequence in tiles of its rows, so that their intermediate activations take the memory
-of one tile.
+"""Compute the gated MLPs of a long sequence in tiles of rows, so their activations take the memory of one tile.
 
-Forward and backward pass are one autograd node, which keeps the input alone. Its backward pass recomputes tile by tile
-and gives the gradient of each weight once, summed in float32. Hooks on the MLP itself, such as those of FSDP2 and
-accelerate, run once around it.
+Forward and backward pass are one autograd node, which saves only the input. Its backward pass recomputes tile by tile
+and returns the gradient of each weight once, summed in float32. Hooks on the MLP itself, such as FSDP2's and
+accelerate's, run once around it.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ def tileable(model: nn.Module, verify: bool) -> list[nn.Module]:
     decisions: dict[Any, bool] = {}
     modules = []
     for module in model.modules():
-        found = look(module)
-        if found is None or found.refusal is not None or _gathers(module):
+        match = look(module)
+        if match is None or match.refusal is not None or _gathers(module):
             continue
-        if found.kind not in decisions:
-            decisions[found.kind] = decide(found, verify).candidate is not None
-        modules += [module] * decisions[found.kind]
+        if match.kind not in decisions:
+            decisions[match.kind] = decide(match, verify).candidate is not None
+        modules += [module] * decisions[match.kind]
     return modules
 
 
@@ -60,12 +59,12 @@ def _gathers(module: nn.Module) -> bool:
 
 def tiles(module: nn.Module, rows: int) -> Patch:
     """Return a patch that makes the module's current forward compute at most `rows` rows at once."""
-    own = module.__dict__.get(slot(module))
-    inner = type(module).forward if own is None else own.__func__
-    made = inner.__dict__.setdefault("__tiled__", {})
-    if rows not in made:
-        made[rows] = _tiled(inner, rows)
-    return replacement(module, made[rows], inner)
+    current = module.__dict__.get(slot(module))
+    inner = type(module).forward if current is None else current.__func__
+    tiled = inner.__dict__.setdefault("__tiled__", {})
+    if rows not in tiled:
+        tiled[rows] = _tiled(inner, rows)
+    return replacement(module, tiled[rows], inner)
 
 
 def _tiled(inner: Callable[..., Tensor], rows: int) -> Callable[..., Tensor]:
@@ -100,12 +99,12 @@ class _Run:
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor | None = None
-        # Without gradients, a weight that autocast caches would have none in the rest of the forward pass.
+        # Uncached, because the cached cast of a weight would have no gradient in the rest of the forward pass.
         with _inside(), torch.no_grad(), self._autocast(cache=False):
-            for place, tile in self._tiles(x):
-                part = self.inner(self.module, tile)
-                y = part.new_empty(*x.shape[:-1], part.shape[-1]) if y is None else y
-                _rows(y)[:, place] = part
+            for block, tile in self._tiles(x):
+                output = self.inner(self.module, tile)
+                y = output.new_empty(*x.shape[:-1], output.shape[-1]) if y is None else y
+                _rows(y)[:, block] = output
         assert y is not None
         return y
 
@@ -117,17 +116,17 @@ class _Run:
         upstream = _rows(grad)
         again = nullcontext() if self.numbers is None else self.numbers.again()
         with _inside(), _unhooked(weights), torch.enable_grad(), self._autocast(cache=True), again:
-            for place, tile in self._tiles(x):
-                given = tile.detach().requires_grad_(needs[0])
-                part = self.inner(self.module, given)
-                wanted = [given, *weights] if needs[0] else weights
-                found = list(torch.autograd.grad(part, wanted, upstream[:, place], allow_unused=True))
-                # Nothing of this tile may stay while the next one is computed.
-                del part, given, tile
+            for block, tile in self._tiles(x):
+                leaf = tile.detach().requires_grad_(needs[0])
+                output = self.inner(self.module, leaf)
+                wanted = [leaf, *weights] if needs[0] else weights
+                gradients = list(torch.autograd.grad(output, wanted, upstream[:, block], allow_unused=True))
+                # Free this tile before the next one is computed.
+                del output, leaf, tile
                 if of_x is not None:
-                    _rows(of_x)[:, place] = found.pop(0)
-                _add(sums, found)
-                del found
+                    _rows(of_x)[:, block] = gradients.pop(0)
+                _add(sums, gradients)
+                del gradients
         answers = iter(
             [None if total is None else total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)]
         )
@@ -136,8 +135,8 @@ class _Run:
     def _tiles(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
         flat = _rows(x)
         for start in range(0, flat.shape[1], self.rows):
-            place = slice(start, start + self.rows)
-            yield place, flat[:, place]
+            block = slice(start, start + self.rows)
+            yield block, flat[:, block]
 
     def _autocast(self, cache: bool) -> Any:
         dtype, enabled = self.autocast
@@ -146,8 +145,8 @@ class _Run:
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, kept: Tensor, run: _Run, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.before, ctx.run = kept.grad_fn, run
+    def forward(ctx: Any, saved: Tensor, run: _Run, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.before, ctx.run = saved.grad_fn, run
         return run.forward(x)
 
     @staticmethod
@@ -156,8 +155,8 @@ class _Node(torch.autograd.Function):
         # A weight that was updated since fails here.
         x, *_ = ctx.before.saved_tensors
         with ctx.run.settings.again():
-            found = ctx.run.backward(x, grads[0], list(ctx.needs_input_grad[2:]))
-        return grads[0].new_empty(0), None, *found
+            gradients = ctx.run.backward(x, grads[0], list(ctx.needs_input_grad[2:]))
+        return grads[0].new_empty(0), None, *gradients
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -165,8 +164,8 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(1, -1, x.shape[-1])
 
 
-def _add(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
-    for index, gradient in enumerate(found):
+def _add(sums: list[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
+    for index, gradient in enumerate(gradients):
         if gradient is None:
             continue
         total = sums[index]
@@ -177,7 +176,7 @@ def _add(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> None:
 
 @contextmanager
 def _unhooked(weights: Sequence[Tensor]) -> Iterator[None]:
-    """Remove the hooks of weights within this context: they are for the whole gradient, not for that of a tile."""
+    """Remove the hooks of weights within this context, because they expect the gradient of all tiles."""
     every = [(weight._backward_hooks, dict(weight._backward_hooks)) for weight in weights if weight._backward_hooks]
     for hooks, _ in every:
         hooks.clear()

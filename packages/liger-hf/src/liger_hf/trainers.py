@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads for verl, prime-rl and Megatron-core on `linear_log_prob`, each with the name and signature of the part that it
-replaces."""
+"""Heads for verl, prime-rl and Megatron-core on `linear_log_prob`, with the signatures of the originals."""
 
 from __future__ import annotations
 
@@ -76,31 +75,31 @@ def output_processor(
     scale_logits: Callable[[Tensor], Tensor] | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """For `GPTModel.forward(output_processor=…)` of Megatron-core: (log-probabilities, entropies), (sequences, tokens)
-    each.
+    """Return (log-probabilities, entropies), as `GPTModel.forward(output_processor=…)` of Megatron-core expects them.
 
         model(ids, positions, mask, labels=labels, output_processor=output_processor,
         output_processor_context={"temperature": 0.7})
 
-    hidden_states  (tokens, sequences, H), as the decoder returns them: with sequence parallelism a rank's part of the
-                   tokens
-    output_weight  (V, H), the shared embedding; None takes the weight of output_layer. With tensor parallelism a rank's
-                   part of the classes
+    hidden_states  (tokens, sequences, H), as the decoder returns them; with sequence parallelism a rank's tokens
+    output_weight  (V, H), the shared embedding, or None for the weight of output_layer; a rank's classes with tensor
+                   parallelism
     labels         (sequences, tokens)   the token after each position, -100 where none counts
     context        options of linear_log_prob: temperature (a number, or a tensor that broadcasts to labels), budget,
                    softcap, …
     scale_logits   MuP's scale
+    returns        (sequences, tokens) each
 
     With tensor parallelism every rank gets the results of all tokens, and exchanges a few numbers per token instead of
-    logits. Its group is that of output_layer (`tp_group`), unless the context names one. Rows that Megatron-core pads
-    the vocabulary with are classes, as in its own loss. Raises OptionError without labels, and without a group where
-    tensor parallelism shards the head.
+    logits. Its group is `output_layer.tp_group`, unless the context names one. Rows that Megatron-core pads
+    the vocabulary with are classes, as in its own loss.
+
+    Raises OptionError without labels, and without a group if tensor parallelism shards the head.
     """
     if labels is None:
         raise OptionError("output_processor needs the labels of the forward pass, got none; pass labels to the model")
     options = {"temperature": 1.0, "bias": getattr(output_layer, "bias", None), **(context or {})}
     if scale_logits is not None:
-        # Megatron-core multiplies by one number, if at all.
+        # The scale of Megatron-core is a number.
         options["logit_scale"] = options.get("logit_scale", 1.0) * float(scale_logits(torch.ones(())))
     temperature = options.pop("temperature")
     if isinstance(temperature, Tensor):
@@ -125,7 +124,7 @@ def output_processor(
             options["bias"],
             getattr(config, "sequence_parallel", False),
         )
-    # The labels change places instead of the hidden states, which would have to be copied.
+    # Transpose the labels, because transposing the hidden states would copy them.
     log_prob, entropy = _log_prob_and_entropy(hidden_states, weight, labels.t(), temperature, options)
     if hasattr(log_prob, "to_local") and hasattr(entropy, "to_local"):
         log_prob, entropy = log_prob.to_local(), entropy.to_local()
@@ -142,7 +141,7 @@ def _mesh(group: Any, device_type: str) -> Any:
 def _over_ranks(
     mesh: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, of_tokens: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Each as a DTensor over its classes, and hidden over its tokens where these are sharded, too."""
+    """Return each as a DTensor that is sharded over its classes, and hidden over its tokens if they are sharded."""
     from torch.distributed.tensor import DTensor, Shard
 
     def spread(local: Tensor) -> Tensor:

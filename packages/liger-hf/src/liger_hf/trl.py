@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liger's head in TRL's trainers:
-
-SFT (`chunked_nll`), DPO, KTO and GRPO compute their log-probabilities by `linear_log_prob`.
-"""
+"""Compute the log-probabilities of TRL's SFT (`chunked_nll`), DPO, KTO and GRPO trainers by `linear_log_prob`."""
 
 from __future__ import annotations
 
 import inspect
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,19 +12,12 @@ from torch import Tensor
 from liger_core import OptionError, Unsupported, linear_log_prob
 from liger_hf.private_transformers import TRL_HEAD
 
-# Where TRL's head looks its function up, and what it passes to it.
-PLACE, NAME = "trl.trainer.utils", TRL_HEAD
+# The module and the name by which TRL's head finds its function, and the function's parameters.
+MODULE, NAME = "trl.trainer.utils", TRL_HEAD
 PARAMETERS = [
-    "hidden",
-    "weight",
-    "bias",
-    "targets",
-    "temperature",
-    "chunk_size",
-    "final_logit_softcapping",
-    "logit_scale",
+    "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
     "outputs",
-]
+]  # fmt: skip
 PerToken = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -47,9 +36,7 @@ class TRLHead:
     def __enter__(self) -> TRLHead:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
 
@@ -78,7 +65,7 @@ def use_in_trl() -> TRLHead:
         import trl
 
         raise Unsupported(
-            f"use_in_trl knows the head of TRL 1.16, got {trl.__version__}, in which {PLACE}.{NAME} is missing or "
+            f"use_in_trl knows the head of TRL 1.16, got {trl.__version__}, in which {MODULE}.{NAME} is missing or "
             "takes other arguments"
         )
     return TRLHead(utils, original)
@@ -95,20 +82,11 @@ class _Function:
         final_logit_softcapping: float | None = None, logit_scale: float = 1.0,
         outputs: tuple[str, ...] = ("log_probs",),
     ) -> PerToken:  # fmt: skip
-        # Not the names here, but the arguments that TRL's function is called with.
+        # Called with TRL's arguments by position.
         if hasattr(weight, "ds_id"):
-            given = (
-                hidden,
-                weight,
-                bias,
-                targets,
-                temperature,
-                chunk_size,
-                final_logit_softcapping,
-                logit_scale,
-                outputs,
+            return self.original.apply(
+                hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
             )
-            return self.original.apply(*given)
         weight, wide = _float_weight(weight), None
         if not torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != weight.dtype:
             if hidden.dtype != torch.float32:
@@ -116,24 +94,24 @@ class _Function:
                     f"use_in_trl: hidden states and head must have one dtype, got {hidden.dtype} and {weight.dtype}; "
                     "cast one"
                 )
-            # cast_lm_head_to_fp32: what was float32 only by a cast loses nothing, and the logits are not rounded.
+            # With cast_lm_head_to_fp32, casting back loses nothing, and the logits are not rounded.
             hidden, wide = hidden.to(weight.dtype), torch.float32
         every = not {"log_probs", "entropy"}.issuperset(outputs)
-        found = linear_log_prob(
+        result = linear_log_prob(
             hidden, weight, targets, bias=bias if bias is None else bias.to(weight.dtype), temperature=temperature,
             softcap=final_logit_softcapping, logit_scale=logit_scale, logits_dtype=wide,
             return_entropy="entropy" in outputs and not every, return_statistics=every,
         )  # fmt: skip
         if not every:
-            return (*found, None, None, None) if isinstance(found, tuple) else (found, None, None, None, None)
-        log_prob, statistics = found
-        asked = {
+            return (*result, None, None, None) if isinstance(result, tuple) else (result, None, None, None, None)
+        log_prob, statistics = result
+        optional = {
             "entropy": statistics.entropy,
             "log_sum_sq_probs": statistics.collision.detach().log(),
             "mean_logits": statistics.mean_logit.detach(),
             "is_top1": statistics.prediction == targets,
         }
-        return (log_prob, *(value if name in outputs else None for name, value in asked.items()))
+        return (log_prob, *(value if name in outputs else None for name, value in optional.items()))
 
 
 def _float_weight(weight: Tensor) -> Tensor:
