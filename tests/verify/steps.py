@@ -25,7 +25,7 @@ class MeanOfMeans(Training):
     def loss(self, model: Any, batch: Batch, mesh: Any, total: Tensor) -> Tensor:
         width = self.length // mesh.size()
         first = mesh.get_local_rank() * width
-        valid = max(1, batch.part(slice(first, first + width)).valid())
+        valid = max(1, batch.take(slice(first, first + width)).valid())
         return super().loss(model, batch, mesh, torch.tensor(float(valid * self.accumulation * self.dp * self.cp)))
 
 
@@ -33,7 +33,7 @@ class ShiftedInside(Training):
     """Labels shifted after the sequence was cut, so that the last token of each part predicts nothing (verl #6068)."""
 
     def labeled(self, batch: Batch, columns: slice) -> Batch:
-        part = batch.part(columns)
+        part = batch.take(columns)
         labels = F.pad(batch.labels[:, columns][:, :-1], (0, 1), value=IGNORED)
         return Batch(part.ids, labels, part.positions, part.documents)
 
@@ -192,8 +192,8 @@ class OnRankOne:
 class Random(Training):
     """A model whose logits depend on the random state."""
 
-    def made(self, world: World) -> Any:
-        model = super().made(world)
+    def build(self, world: World) -> Any:
+        model = super().build(world)
         model.lm_head.register_forward_hook(lambda module, inputs, logits: logits * (1 + torch.rand(())))
         return model
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares a parallel training step with one process in float64."""
+"""Compare a parallel training step with one process in float64."""
 
 from __future__ import annotations
 

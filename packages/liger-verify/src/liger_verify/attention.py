@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention for context parallelism: every rank has the queries of its part of the sequence, and gathers keys and
-values of all parts.
+"""Attention for context parallelism: each rank has the queries of its tokens, and gathers the keys and values of all.
 
-A plain formula, so that what is verified is the training step around it. Masks come from the documents of a batch, not
-from the model.
+It is a plain formula, because only the training step around it is verified. Masks come from the documents of a batch,
+not from the model.
 """
 
 from __future__ import annotations
@@ -20,24 +19,15 @@ from liger_core.errors import OptionError
 from liger_verify.batches import Batch
 
 NAME = "liger_verify"
-# Arguments of an attention function that do not change its output here: the batch says which tokens are seen, and the
-# loss has its own arguments.
-HARMLESS = frozenset(
-    {
-        "position_ids",
-        "cache_position",
-        "use_cache",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-    }
-    | {"num_items_in_batch", "shift_labels", "deterministic"}
-)
+# Arguments that do not change the output here: the batch defines the mask, and the loss has its own arguments.
+HARMLESS = {
+    "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states",
+    "output_router_logits", "return_dict", "num_items_in_batch", "shift_labels", "deterministic",
+}  # fmt: skip
 
 
 class _Context:
-    """The batch that is running: that of all ranks of the group, and the tokens that are this rank's.
+    """The batch that is running on all ranks of the group, and the tokens of this rank.
 
     calls     how often attention ran
     separate  whether tokens do not see other documents
@@ -55,7 +45,7 @@ _now = _Context()
 
 @contextlib.contextmanager
 def of_batch(whole: Batch, columns: slice, group: Any) -> Iterator[None]:
-    """Run a model on these tokens of a batch; group is None if they are all."""
+    """Run a model on these tokens of a batch within this context; group is None for all tokens."""
     _now.whole, _now.columns, _now.group, _now.calls = whole, columns, group, 0
     yield
 
@@ -66,7 +56,7 @@ def calls() -> int:
 
 
 def register(separate: bool = True) -> str:
-    """Make the attention known to Transformers, under the name that is returned; `separate` keeps documents apart."""
+    """Register the attention in Transformers and return its name; `separate` keeps documents apart."""
     _now.separate = separate
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -125,14 +115,14 @@ def attention(
 
 
 class _Gather(torch.autograd.Function):
-    """All parts of a sequence; in the backward pass every rank gets the sum of what all ranks say about its part."""
+    """Gather a sequence from its ranks; the backward pass sums the gradients of all ranks for each shard."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+    def forward(ctx: Any, shard: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        parts = [torch.empty_like(part) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, 2)
+        shards = [torch.empty_like(shard) for _ in range(group.size())]
+        dist.all_gather(shards, shard.contiguous(), group=group)
+        return torch.cat(shards, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -25,7 +25,7 @@ class Batch:
     positions: Tensor
     documents: Tensor
 
-    def part(self, columns: slice) -> Batch:
+    def take(self, columns: slice) -> Batch:
         """Return the same rows with these tokens only."""
         return Batch(*(t[:, columns].contiguous() for t in (self.ids, self.labels, self.positions, self.documents)))
 
@@ -50,7 +50,7 @@ def _batch(index: int, count: int, rows: int, length: int, vocabulary: int, gene
     positions = torch.where(documents == 1, column - cut, column)
     labels = torch.where(documents[:, 1:] == documents[:, :-1], ids[:, 1:], IGNORED)
     labels = torch.cat((labels, torch.full((rows, 1), IGNORED)), 1)
-    # Prompts: so many that a shard of the sequence may have none.
+    # Prompts so long that a shard of the sequence may have no label.
     prompt = length // 2 if index % 3 == 1 else index % 5
     labels = torch.where((column < prompt) | (documents < 0), IGNORED, labels)
     if count > 2 and index == count - 2:

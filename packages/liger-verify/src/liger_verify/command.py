@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`liger verify`."""
+"""The command `liger verify`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import ProcessException
 from liger_core.errors import OptionError
 from liger_core.tables import Column, output, print_table
 from liger_verify.comparison import compare
-from liger_verify.matrix import MODELS, SETUPS, Outcome, outcomes, said, setups_in, steps_of
+from liger_verify.matrix import MODELS, SETUPS, Outcome, outcomes, reason_of, setups_in, steps_of
 from liger_verify.report import Report
 from liger_verify.training import SHARDS, Training
 from liger_verify.world import Step, World
@@ -44,7 +44,7 @@ MATRIX = (
     Column("s", "seconds, with those of the one process where it was not yet known", number=True),
     Column("result"),
 )
-# Rows of the table that are shown unless all are asked for.
+# The rows of the table that are shown without --all.
 SHOWN = 10
 
 
@@ -135,7 +135,7 @@ def verify(
     setup: dict[str, Any] = {"tp": tp, "cp": cp, "shard": shard, "accumulation": accumulation, "ranks": count}
     several = matrix or setups is not None
     if several:
-        given = {
+        single = {
             "tp": tp > 1,
             "cp": cp > 1,
             "shard": shard != "fsdp2",
@@ -143,7 +143,7 @@ def verify(
             "ranks": ranks,
             "step": step,
         }
-        _not_both(matrix, setups is not None, [name for name, value in given.items() if value])
+        _not_both(matrix, setups is not None, [name for name, value in single.items() if value])
     options: dict[str, Any] = {"tolerance": tolerance, "patience": patience}
     if several or (step is None and len(model or []) > 1):
         listed = setups_in(setups) if setups is not None else SETUPS if matrix else [setup]
@@ -157,7 +157,7 @@ def verify(
             "liger": liger is True,
             "plain": liger is False,
         }
-        for option in (name for name, given in of_a_model.items() if given):
+        for option in (name for name, is_set in of_a_model.items() if is_set):
             raise OptionError(f"verify: --step is a step of your own; leave out --{option}, which is for models")
         path, name = loaded_from(step)
         sizes = {"tp": tp, "cp": cp, "accumulation": accumulation}
@@ -170,17 +170,17 @@ def verify(
         try:
             right = _single(run, training.title, as_json, all_rows, start)
         except ProcessException as error:
-            raise OptionError(f"verify: {training.title} failed: {said(error)}") from error
+            raise OptionError(f"verify: {training.title} failed: {reason_of(error)}") from error
     if not right:
         raise typer.Exit(1)
 
 
-def _not_both(matrix: bool, setups: bool, given: list[str]) -> None:
+def _not_both(matrix: bool, setups: bool, options: list[str]) -> None:
     if matrix and setups:
         raise OptionError("verify: --matrix has its setups, --setups those of a file; leave one of them out")
-    if given:
+    if options:
         raise OptionError(
-            f"verify: {'--matrix' if matrix else '--setups'} has several setups; leave out --{given[0]}, which is of "
+            f"verify: {'--matrix' if matrix else '--setups'} has several setups; leave out --{options[0]}, which is of "
             "one"
         )
 
@@ -200,14 +200,14 @@ def _single(run: Callable[[], Report], title: str, as_json: bool, all_rows: bool
     return report.right
 
 
-def _several(found: Iterable[Outcome], count: int, as_json: bool, start: float) -> bool:
+def _several(results: Iterable[Outcome], count: int, as_json: bool, start: float) -> bool:
     """Print comparisons as they end, then a table of all and the problems of each; return whether all passed."""
     ended: list[Outcome] = []
-    for outcome in found:
+    for outcome in results:
         ended.append(outcome)
         print(f"{len(ended)} of {count}: {outcome.training.title}: {outcome.result}", file=sys.stderr, flush=True)
     seconds, wrong = time.perf_counter() - start, [outcome for outcome in ended if not outcome.right]
-    # That of a comparison without a result is not a number.
+    # A comparison without a result has NaN.
     largest = max((o.error for o in ended if o.report is not None), default=math.nan)
     if as_json:
         whole = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a step on one process and on several, and measures how far their losses and gradients are apart."""
+"""Run a step on one process and on several, and measure how much their losses and gradients differ."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from liger_verify.report import Difference, Report
 from liger_verify.world import Step, World
 
 TRUTH = "truth.pt"
-# How far the gradients of one process in float32 are from the truth.
+# The errors of the gradients of one process in float32.
 ROUNDING = "rounding.pt"
-# How the file is named in which a process says why it failed.
+# The suffix of the file in which a process says why it failed.
 FAILURE = ".failure"
-# What most steps import; a process is a fork of one that has.
+# Modules that most steps import, which the server of forks imports once.
 LIBRARIES = [
     "torch.distributed.fsdp",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "liger_verify.training",
 ]
-# Round-off of several processes is at most this many times that of one: sums are in another order.
+# Several processes sum in another order, so their round-off may be this many times that of one.
 ORDER = 10.0
 
 
 class Run(NamedTuple):
-    """The processes of one run, as each of them needs to know them.
+    """The processes of one run of a step.
 
-    folder    the same for all runs of a step, where the one process leaves the truth
-    results   what the processes of this run leave
+    folder    the folder with the result of the one process, which all runs of the step share
+    results   the folder for the results of this run
     patience  seconds that a process waits for another one
     """
 
@@ -71,7 +71,7 @@ def compare(
                gradient differs, the step also runs on one process in float32, and ten times the error of that passes,
                too: a gradient that is 0 by nature is round-off
     patience   seconds that a process may wait for another one
-    returns    `Report`; `report.right` if nothing differs, and `print(report)` says what does
+    returns    `Report`; `report.right` if nothing differs, and `print(report)` explains a difference
 
     Raises OptionError for fewer than two ranks; an exception in a process ends all of them and is raised here.
     """
@@ -82,7 +82,7 @@ def compare(
 
 
 def check(ranks: int, tolerance: float) -> None:
-    """Raise OptionError for what `compare` cannot do."""
+    """Raise OptionError for arguments that `compare` does not accept."""
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 2:
         raise OptionError(
             "compare: ranks must be an integer of at least 2, since one process is what they are compared with, got "
@@ -93,7 +93,7 @@ def check(ranks: int, tolerance: float) -> None:
 
 
 def leave_truth(step: Step, folder: str, *, patience: float, limit: float | None = None) -> None:
-    """Run a step on one process in float64, and leave in the folder what any number of ranks is compared with."""
+    """Run a step on one process in float64, and save the result in the folder for later comparisons."""
     _start(_alone, Run(step, 1, folder, folder, patience), limit)
 
 
@@ -107,8 +107,7 @@ def compare_with_truth(
     patience: float = 600.0,
     limit: float | None = None,
 ) -> Report:
-    """Run a step on `ranks` processes and compare it with the truth in the folder; a run that takes longer than `limit`
-    seconds is ended."""
+    """Run a step on `ranks` processes, for `limit` seconds at most, and compare it with the truth in the folder."""
     with TemporaryDirectory(prefix="liger-verify-") as results:
         _start(_rank, Run(step, ranks, folder, results, patience), limit)
         truth = torch.load(Path(folder, TRUTH), weights_only=True)
@@ -123,10 +122,10 @@ def compare_with_truth(
 
 
 def _rounding(step: Step, folder: str, patience: float, limit: float | None) -> dict[str, float]:
-    """Return the error of one process's gradients in float32, measured only for what differs."""
+    """Return the error of one process's gradients in float32, which is needed only if something differs."""
     path = Path(folder, ROUNDING)
     if not path.is_file():
-        # A step of one's own may refuse float32 on one process; then nothing but the tolerance counts.
+        # A user's step may refuse float32 on one process; then only the tolerance counts.
         with contextlib.suppress(ProcessException, TimeoutError):
             _start(_rounded, Run(step, 1, folder, folder, patience), limit)
     return torch.load(path, weights_only=True) if path.is_file() else {}
@@ -136,7 +135,7 @@ def _start(work: Any, run: Run, limit: float | None) -> None:
     # A fork of a server that has imported PyTorch starts in a moment; where there are no forks, fresh interpreters do.
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     if method == "forkserver":
-        # Without effect where the server runs already.
+        # No effect if the server already runs.
         multiprocessing.get_context(method).set_forkserver_preload(LIBRARIES)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     started = torch.multiprocessing.start_processes(
@@ -163,10 +162,10 @@ def _wait(started: ProcessContext, limit: float | None) -> None:
 
 
 def _cause(started: ProcessContext, run: Run, error: Exception) -> str:
-    """Say in one line why a run failed: the error of the process that failed first and took the others with it."""
+    """Say in one line why a run failed, by the error of the process that failed first."""
     for rank, process in enumerate(started.processes):
         code = process.exitcode or 0
-        # 1 is an exception, and SIGTERM ends those that are left.
+        # 1 is an exception, and SIGTERM ends the remaining processes.
         if code not in (0, 1, -signal.SIGTERM):
             return f"rank {rank} ended with {f'exit code {code}' if code > 0 else signal.Signals(-code).name}"
     failures = sorted(Path(run.results).glob(f"*{FAILURE}"), key=lambda path: path.stat().st_mtime_ns)
@@ -176,8 +175,8 @@ def _cause(started: ProcessContext, run: Run, error: Exception) -> str:
 def _alone(rank: int, run: Run, port: int) -> None:
     with _process(rank, 1, run, port):
         loss, gradients = run.step(World(0, 1, torch.float64, Path(run.folder)))
-        found = {name: None if g is None else _whole(g).double() for name, g in gradients.items()}
-        torch.save({"loss": float(loss), "gradients": found}, Path(run.folder, TRUTH))
+        whole_gradients = {name: None if g is None else _whole(g).double() for name, g in gradients.items()}
+        torch.save({"loss": float(loss), "gradients": whole_gradients}, Path(run.folder, TRUTH))
 
 
 def _rounded(rank: int, run: Run, port: int) -> None:
@@ -198,11 +197,10 @@ def _rank(rank: int, run: Run, port: int) -> None:
         truth = torch.load(Path(run.folder, TRUTH), weights_only=True)["gradients"]
         loss, gradients = run.step(World(rank, run.ranks, torch.float32, Path(run.folder)))
         measured: dict[str, dict[str, float]] = {}
-        # In the order of the truth, and all of that on every rank: the others would wait for one that has no such
-        # gradient.
+        # The same names in the same order on every rank, because each gradient needs collectives.
         for name in dict.fromkeys((*truth, *gradients)):
-            found = gradients.get(name)
-            whole = None if found is None else _whole(found)
+            gradient = gradients.get(name)
+            whole = None if gradient is None else _whole(gradient)
             sums = _sums(whole, truth.get(name))
             if name in gradients:
                 measured[name] = measure(whole, truth.get(name)) | sums
@@ -212,7 +210,7 @@ def _rank(rank: int, run: Run, port: int) -> None:
 
 @contextlib.contextmanager
 def _process(rank: int, ranks: int, run: Run, port: int) -> Iterator[None]:
-    # What a library prints is not part of a table or of JSON.
+    # Keep the prints of libraries out of tables and JSON.
     os.dup2(2, 1)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -242,29 +240,28 @@ def _whole(gradient: Tensor) -> Tensor:
 
 
 def measure(gradient: Tensor | None, truth: Tensor | None) -> dict[str, float]:
-    """Return the numbers that distinguish a wrong gradient from a right one: its squared norm and its product with the
-    true one.
+    """Return the numbers that distinguish a wrong gradient from a right one, such as its product with the true one.
 
-    Numbers are enough: the distance to any multiple k of the truth is |g|² - 2k g·t + k² |t|².
+    These are enough: the squared distance to a multiple k of the truth is |g|² - 2k g·t + k² |t|².
     """
     if truth is None or gradient is None or gradient.shape != truth.shape:
         return {
-            # Where no loss depends on a parameter, None and 0 are the same.
+            # If no loss depends on a parameter, None and 0 are equal.
             "missing": float(gradient is None or (truth is None and not gradient.any())),
             "unknown": float(truth is None),
             "shape": float(gradient is not None and truth is not None),
         }
     whole = gradient.double()
-    found = {
+    numbers = {
         "square": float(whole.square().sum()),
         "product": float((whole * truth).sum()),
         "apart": float((whole - truth).square().sum()),
     }
-    return found | {"truth": float(truth.square().sum())}
+    return numbers | {"truth": float(truth.square().sum())}
 
 
 def _sums(gradient: Tensor | None, truth: Tensor | None) -> dict[str, float]:
-    """The same of the sum over ranks, to which one without a gradient adds nothing."""
+    """Return the same numbers for the sum over ranks, to which a rank without a gradient adds nothing."""
     if truth is None:
         return {}
     fits = gradient is not None and gradient.shape == truth.shape
@@ -280,13 +277,15 @@ def report_of(
     tolerance: float,
     rounding: Mapping[str, float] | None = None,
 ) -> Report:
-    """The comparison of all ranks, from what each of them measured; `rounding` is the distance that float32 explains,
-    for each gradient."""
+    """Return the comparison of all ranks from the measurements of each.
+
+    rounding  the error of each gradient that float32 explains
+    """
     names = dict.fromkeys(name for rank in measured for name in rank["gradients"])
     gradients = {name: [rank["gradients"].get(name) for rank in measured] for name in names}
     known = {name: gradient for name, gradient in truth["gradients"].items() if gradient is not None}
     norm = float(sum(gradient.square().sum() for gradient in known.values())) ** 0.5
-    # An element that is 0 by nature is a sum of others that cancel, of which none is more precise than float32.
+    # An element that is 0 by nature is a sum of terms that cancel, each as precise as float32.
     element = (
         torch.finfo(torch.float32).eps * norm / max(sum(gradient.numel() for gradient in known.values()), 1) ** 0.5
     )
@@ -305,7 +304,7 @@ def report_of(
 
 
 def _within(ranks: list[dict[str, float] | None], tolerance: float) -> bool:
-    """Whether a gradient that passes does so by the tolerance alone."""
+    """Return whether a gradient passes by the tolerance alone."""
     return all(
         rank is None or rank.get("apart", 0.0) ** 0.5 <= tolerance * rank.get("truth", 0.0) ** 0.5 for rank in ranks
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many comparisons, one after the other: models by setups, with and without Liger."""
+"""Run many comparisons, one after the other: models by setups, with and without Liger."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from liger_verify.comparison import check, compare_with_truth, leave_truth
 from liger_verify.report import Report
 from liger_verify.training import Training
 
-# What `--matrix` is: every dimension alone, and those that meet in one gradient together.
+# The models and setups of `--matrix`: every dimension alone, and combinations that affect one gradient.
 MODELS = ("llama", "qwen3", "gemma2", "granite", "phi3", "mixtral")
 SETUPS: tuple[dict[str, Any], ...] = (
     {"tp": 2},
@@ -31,7 +31,7 @@ SETUPS: tuple[dict[str, Any], ...] = (
     {"shard": "none", "cp": 2, "ranks": 4},
     {"tp": 2, "cp": 2, "ranks": 8, "accumulation": 3},
 )
-# The fields of a setup in a file, and what they must be.
+# The fields of a setup in a file, and their types.
 FIELDS: dict[str, type] = {name: kind for name, kind in get_type_hints(Training).items() if kind in (str, int, bool)}
 LEAST = {"length": 8, "seed": 0, "ranks": 2}
 
@@ -77,19 +77,19 @@ class Outcome:
 def setups_in(path: str) -> list[dict[str, Any]]:
     """Return the setups in a TOML file, each a table [[setup]]."""
     try:
-        found = tomllib.loads(Path(path).read_text())
+        table = tomllib.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise OptionError(f"verify: --setups must be a TOML file: {error}") from None
-    setups = found.get("setup")
+    setups = table.get("setup")
     if (
-        set(found) != {"setup"}
+        set(table) != {"setup"}
         or not isinstance(setups, list)
         or not setups
         or not all(isinstance(each, dict) for each in setups)
     ):
         raise OptionError(
             f"verify: --setups must be a file of tables [[setup]] and nothing else, {path} has "
-            f"{', '.join(found) or 'nothing'}"
+            f"{', '.join(table) or 'nothing'}"
         )
     for number, setup in enumerate(setups, 1):
         for name, value in setup.items():
@@ -111,14 +111,14 @@ def steps_of(
     models: Sequence[str], setups: Sequence[dict[str, Any]], ways: Sequence[bool], **common: Any
 ) -> list[Training]:
     """Return the steps of every model in every setup, with and without Liger; fields of a setup take precedence."""
-    found = []
+    steps = []
     for model, setup, liger in product(models, setups, ways):
         named: dict[str, Any] = {"model": model, "liger": liger, **common, **setup}
         named.setdefault("ranks", max(2, named.get("tp", 1) * named.get("cp", 1)))
-        found.append(Training(**named))
-    # A setup that names its model or its way is one comparison; those of a model follow each other.
-    order = list(dict.fromkeys(training.model for training in found))
-    unique = [training for number, training in enumerate(found) if training not in found[:number]]
+        steps.append(Training(**named))
+    # Setups that name their model or `liger` repeat; the comparisons of a model follow each other.
+    order = list(dict.fromkeys(training.model for training in steps))
+    unique = [training for number, training in enumerate(steps) if training not in steps[:number]]
     for training in unique:
         training.check()
     return sorted(unique, key=lambda training: order.index(training.model))
@@ -133,21 +133,21 @@ def outcomes(matrix: Sequence[Training], *, tolerance: float, patience: float, l
         check(training.ranks, tolerance)
     for _, alike in groupby(matrix, lambda training: training.model):
         with TemporaryDirectory(prefix="liger-verify-") as folder:
-            # By their words: options cannot be hashed.
+            # Keyed by repr, because options cannot be hashed.
             truths: dict[str, tuple[str, str]] = {}
             for training in alike:
-                start, report, words = time.perf_counter(), None, repr(training.truth)
-                if words not in truths:
-                    truths[words] = _truth(training.truth, mkdtemp(dir=folder), patience, limit)
-                place, problem = truths[words]
+                start, report, key = time.perf_counter(), None, repr(training.truth)
+                if key not in truths:
+                    truths[key] = _truth(training.truth, mkdtemp(dir=folder), patience, limit)
+                truth_folder, problem = truths[key]
                 if not problem:
                     options: dict[str, Any] = {"tolerance": tolerance, "patience": patience, "limit": limit}
                     try:
                         report = compare_with_truth(
-                            training, place, ranks=training.ranks, sizes=training.sizes, **options
+                            training, truth_folder, ranks=training.ranks, sizes=training.sizes, **options
                         )
                     except Exception as error:
-                        problem = said(error)
+                        problem = reason_of(error)
                 yield Outcome(training, time.perf_counter() - start, report, problem)
 
 
@@ -156,10 +156,10 @@ def _truth(training: Training, folder: str, patience: float, limit: float) -> tu
     try:
         leave_truth(training, folder, patience=patience, limit=limit)
     except Exception as error:
-        return folder, f"one process in float64: {said(error)}"
+        return folder, f"one process in float64: {reason_of(error)}"
     return folder, ""
 
 
-def said(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Return a line about an exception; for a failed run, the error of the process that failed first."""
     return next(iter(getattr(error, "__notes__", [])), f"{type(error).__name__}: {error}")

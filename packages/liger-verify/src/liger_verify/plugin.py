@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin that liger-verify is: the command `liger verify`."""
+"""The plugin of liger-verify: the command `liger verify`."""
 
 from __future__ import annotations
 

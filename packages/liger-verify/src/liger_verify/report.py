@@ -10,7 +10,7 @@ from typing import Any
 
 from liger_core.errors import listed
 
-# How close a factor must be to a size to be explained by it.
+# A size explains a factor up to this relative distance.
 NEAR = 1e-2
 
 
@@ -18,11 +18,11 @@ NEAR = 1e-2
 class Difference:
     """The difference between the ranks' gradient of one parameter and the true one, which one process computes.
 
-    error    relative error on the worst rank; infinite if there is no gradient, or one of another shape
+    error    the relative error on the worst rank; infinite without a gradient, or for one of another shape
     factor   the multiple of the true gradient that is closest to the worst rank's
-    rest     the relative error that remains beside this multiple
+    rest     the relative distance to this multiple
     errors   the relative error on each rank
-    summed   factor and rest of the sum over all ranks, which reveal parts that were never summed
+    summed   factor and rest of the sum over all ranks, which reveal gradients that were never summed
     problem  why the gradients cannot be compared, if they cannot
     """
 
@@ -40,15 +40,15 @@ class Difference:
 
         least  the smallest norm that errors are relative to
         """
-        apart = [i for i, found in enumerate(ranks) if found is None or "apart" not in found]
+        apart = [i for i, measured in enumerate(ranks) if measured is None or "apart" not in measured]
         if apart:
             return cls(
                 name, *_incomparable(ranks[apart[0]], "" if len(apart) == len(ranks) else f" on {_ranks(apart)}")
             )
-        known = [found for found in ranks if found is not None]
+        known = [measured for measured in ranks if measured is not None]
         size = max(known[0]["truth"] ** 0.5, least)
-        # Not a number is more than any error.
-        distances = [math.inf if math.isnan(found["apart"]) else found["apart"] ** 0.5 for found in known]
+        # NaN counts as an infinite error.
+        distances = [math.inf if math.isnan(measured["apart"]) else measured["apart"] ** 0.5 for measured in known]
         errors = tuple(distance / size if size else (math.inf if distance else 0.0) for distance in distances)
         worst = known[max(range(len(known)), key=lambda i: errors[i])]
         factor, rest = _multiple(worst["square"], worst["product"], worst["truth"], size)
@@ -68,12 +68,12 @@ class Difference:
         return ".".join(parts[:-2] or parts[:-1] or parts)
 
 
-def _incomparable(found: dict[str, float] | None, where: str) -> tuple[Any, ...]:
-    if found is None:
+def _incomparable(measured: dict[str, float] | None, where: str) -> tuple[Any, ...]:
+    if measured is None:
         why = "it is not there"
-    elif found["unknown"]:
-        why = "one process has no gradient for it" if not found["missing"] else ""
-    elif found["missing"]:
+    elif measured["unknown"]:
+        why = "one process has no gradient for it" if not measured["missing"] else ""
+    elif measured["missing"]:
         why = "it has no gradient"
     else:
         why = "its gradient has another shape"
@@ -137,20 +137,20 @@ class Report:
         return max((d.error for d in self.differences), default=0.0)
 
     def sentences(self) -> list[str]:
-        """Return sentences on what is wrong and what explains it."""
-        found = [self._of_loss()] if self.wrong_losses else []
+        """Return sentences on the differences and their explanation."""
+        lines = [self._of_loss()] if self.wrong_losses else []
         wrong = self.wrong
         if wrong:
-            found.append(self._of_first(wrong[0], len(wrong)))
+            lines.append(self._of_first(wrong[0], len(wrong)))
             others = {self._explained(d) for d in wrong} - {self._explained(wrong[0])}
             for explanation in sorted(others):
                 alike = [d for d in wrong if self._explained(d) == explanation]
-                found.append(f"{listed([d.name for d in alike])}: {explanation}")
+                lines.append(f"{listed([d.name for d in alike])}: {explanation}")
         if self.missing:
-            found.append(
+            lines.append(
                 f"no rank returns a gradient for {', '.join(self.missing[:3])}{' …' if len(self.missing) > 3 else ''}"
             )
-        return found
+        return lines
 
     @property
     def notes(self) -> list[str]:
@@ -217,7 +217,7 @@ class Report:
             return d.problem
         fine = [i for i, error in enumerate(d.errors) if error <= self.tolerance]
         where = f" on {_ranks([i for i in range(len(d.errors)) if i not in fine])}" if fine else ""
-        # Round-off of the measurement itself.
+        # The round-off of the measurement.
         exact = max(10 * self.tolerance, 1e-3)
         if d.rest <= exact:
             if not math.isfinite(d.factor):
@@ -246,8 +246,8 @@ class Report:
         for name, size in self.sizes.items():
             names.setdefault(size, []).append(name)
         return [
-            (" or ".join(n for n in found if n != "ranks" or len(found) == 1), size)
-            for size, found in names.items()
+            (" or ".join(n for n in aliases if n != "ranks" or len(aliases) == 1), size)
+            for size, aliases in names.items()
             if size > 1
         ]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small configs of the model types of Transformers, for a step that is not random."""
+"""Small configs of Transformers' model types, without randomness."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from liger_core.errors import OptionError, nearest
 
-# What makes a config small, under every name that Transformers has for it; sizes are multiples of 8 ranks.
+# The sizes of a small config, by every name in Transformers; they are multiples of 8 ranks.
 TINY: dict[str, Any] = {
     "vocab_size": 192, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8, "num_experts": 8, "num_local_experts": 8,
@@ -20,16 +20,16 @@ TINY: dict[str, Any] = {
     "qk_rope_head_dim": 8, "chunk_size": 8, "mamba_chunk_size": 8, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
-# Fields that some classes leave without a value that their models need.
+# Fields that some configs leave empty although their models need them.
 UNSET = ("head_dim", "num_key_value_heads")
-# Parameters of a model that one process trains in float64 in a moment.
+# The most parameters of a model that one process trains quickly in float64.
 LARGEST = 2e8
-# Of what the config of a model names in this way, the loss is random.
+# Parts of the names of config fields that make the loss random.
 RANDOM = ("drop", "jitter")
 
 
 def tiny_config(model: str, options: Mapping[str, Any]) -> Any:
-    """The config of a model type with the sizes of TINY, as far as it has them."""
+    """Return the config of a model type with the sizes in TINY that it has."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if model not in CONFIG_MAPPING:
@@ -59,7 +59,7 @@ def check_size(model: str, config: Any, **options: Any) -> None:
 
 
 def without_chance(config: Any) -> None:
-    """Turn dropout and noise off, also in the configs that are in this one."""
+    """Turn dropout and noise off, also in nested configs."""
     from transformers import PretrainedConfig
 
     for name, value in vars(config).items():
@@ -70,16 +70,15 @@ def without_chance(config: Any) -> None:
 
 
 def one_line(error: Exception) -> str:
-    """The kind of an exception and what it says, in one line."""
+    """Return the class and the message of an exception in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _not_tiny(model: str, why: object, config: Any) -> OptionError:
-    """Return the error for a model type; where its default config, or the class of that, has none of its parts, they
-    are the reason."""
+    """Return the error for a model type; if its default config has none of its sub-configs, that is the reason."""
     if isinstance(why, OptionError):
         return why
-    if config.sub_configs and all(getattr(config, part, None) is None for part in config.sub_configs):
+    if config.sub_configs and all(getattr(config, name, None) is None for name in config.sub_configs):
         why = f"its default config has no {', '.join(config.sub_configs)}"
     return OptionError(
         f"verify: {model} could not be made tiny: {' '.join(str(why).split())}; pass a folder with a small checkpoint"
@@ -87,21 +86,21 @@ def _not_tiny(model: str, why: object, config: Any) -> OptionError:
 
 
 def _tiny(default: Any) -> dict[str, Any]:
-    """The sizes of TINY that a config has, also in the configs that are in it, and a layer of each kind."""
+    """Return the sizes in TINY that a config and its nested configs have, and a layer of each kind."""
     from transformers import PretrainedConfig
 
-    found = {name: value for name, value in TINY.items() if _field(default, name) is not None}
+    fields = {name: value for name, value in TINY.items() if _field(default, name) is not None}
     for name, value in vars(default).items():
         if isinstance(value, PretrainedConfig):
-            found[name] = {"model_type": value.model_type, **_tiny(value)}
+            fields[name] = {"model_type": value.model_type, **_tiny(value)}
     if kinds := list(dict.fromkeys(_field(default, "layer_types") or ())):
-        found["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
-        found["num_hidden_layers"] = len(found["layer_types"])
-    return found
+        fields["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
+        fields["num_hidden_layers"] = len(fields["layer_types"])
+    return fields
 
 
 def _field(config: Any, name: str) -> Any:
-    """The value of a field that can be set, or None; where a model needs a value that its config has not, True."""
+    """Return the value of a field that can be set, or None; True for a missing value that the model needs."""
     kind = getattr(type(config), config.attribute_map.get(name, name), None)
     if isinstance(kind, property) and kind.fset is None:
         return None

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training step that `liger verify` checks: a Hugging Face model under tensor, context and data parallelism, plain
-or with Liger."""
+"""The training step of `liger verify`: a Hugging Face model under tensor, context and data parallelism."""
 
 from __future__ import annotations
 
@@ -27,11 +26,11 @@ from liger_verify.tiny import check_size, one_line, tiny_config, without_chance
 from liger_verify.world import World
 
 SHARDS = ("none", "ddp", "fsdp2")
-# Where one process leaves how many micro-batches depend on each parameter that not all of them do.
+# The file with the number of micro-batches that use each parameter, if not all of them do.
 UNUSED = "unused.json"
 # Grouped matmuls do not support float64.
 EXPERTS = {"experts_implementation": "eager"}
-# Standard deviation of what is added to each initial weight, so that every part of the model matters.
+# The standard deviation of the noise on initial weights, which makes every part of the model matter.
 NOISE = 0.1
 
 
@@ -41,10 +40,10 @@ class Training:
 
     model         model type of Transformers, made tiny, or a folder with a config and a checkpoint
     tp, cp        ranks that share the weights of a layer, and the tokens of a sequence; the others are data-parallel
-    shard         what the ranks that are not of tp do: "none" adds up gradients, "ddp" is DistributedDataParallel,
+    shard         how the ranks outside tp share the model: "none" sums gradients, "ddp" is DistributedDataParallel,
                   "fsdp2" shards parameters
-    liger         patch the model
-    options       of the config, instead of those that make it tiny
+    liger         whether to patch the model
+    options       config fields, instead of the tiny ones
     """
 
     model: str = "llama"
@@ -60,7 +59,7 @@ class Training:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise OptionError for a setup that cannot be."""
+        """Raise OptionError for an impossible setup."""
         if self.ranks % (self.tp * self.cp):
             raise OptionError(f"verify: ranks must be a multiple of tp × cp = {self.tp} × {self.cp}, got {self.ranks}")
         if self.shard not in SHARDS:
@@ -72,7 +71,7 @@ class Training:
             )
         if self.length % self.cp:
             raise OptionError(f"verify: length must be a multiple of cp = {self.cp}, got {self.length}")
-        # Raises OptionError for a model that there is not.
+        # Raises OptionError for an unknown model.
         config = self.config()
         try:
             text = config.get_text_config()
@@ -94,7 +93,7 @@ class Training:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """For the report."""
+        """The number of ranks or micro-batches of each dimension, for the report."""
         return {
             "tp": self.tp,
             "cp": self.cp,
@@ -111,8 +110,7 @@ class Training:
 
     @property
     def truth(self) -> Training:
-        """The setup that stands for all that one process computes the same for: of the same model and the same
-        micro-batches."""
+        """The setup of one process with the same model and micro-batches, whose result several setups share."""
         return dataclasses.replace(
             self, tp=1, cp=1, shard="none", accumulation=1, ranks=self.dp * self.accumulation, liger=False
         )
@@ -131,23 +129,23 @@ class Training:
         loss = torch.zeros(())
         for i, batch in enumerate(ours):
             self.last_of(model, i == len(ours) - 1)
-            part = self.loss(model, batch, mesh["cp"], total)
-            self.scaled(part).backward()
-            loss = loss + part.detach()
+            rank_loss = self.loss(model, batch, mesh["cp"], total)
+            self.scaled(rank_loss).backward()
+            loss = loss + rank_loss.detach()
         self.reduce(model, mesh)
         return self.summed(loss, mesh), {
             _plain_name(name): p.grad for name, p in model.named_parameters() if p.requires_grad
         }
 
     def _alone(self, world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
-        model = self.made(world)
+        model = self.build(world)
         every = self.data(model)
         total = torch.tensor(float(sum(batch.valid() for batch in every)))
         losses, used = [], Counter[str]()
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name: used.update([name]))
-        # A model casts to float32 here and there.
+        # Models cast to float32 in places.
         with DoublePrecision() if world.dtype == torch.float64 else contextlib.nullcontext():
             self._check_loss(model, every[0], total)
             for batch in every:
@@ -160,8 +158,7 @@ class Training:
         return torch.stack(losses).sum(), gradients
 
     def _check_loss(self, model: Any, batch: Batch, total: Tensor) -> None:
-        """Raise OptionError for a loss that fails, is not finite or depends on the random state: nothing can be
-        compared with it."""
+        """Raise OptionError for a loss that fails, is not finite or depends on the random state."""
         losses = []
         try:
             for seed in (self.seed, self.seed + 1):
@@ -181,44 +178,44 @@ class Training:
                 "same tokens"
             )
 
-    # -- its parts, each of which a setup of one's own may do in another way
+    # -- the parts of the step, which subclasses may override
 
     def data(self, model: Any) -> list[Batch]:
-        """The micro-batches of all data-parallel ranks; number i is of rank i % dp."""
+        """Return the micro-batches of all data-parallel ranks; number i belongs to rank i % dp."""
         config = getattr(model, "module", model).config
         vocabulary = config.get_text_config().vocab_size
         return batches(self.dp * self.accumulation, self.rows, self.length, vocabulary, self.seed)
 
     def loss(self, model: Any, batch: Batch, mesh: Any, total: Tensor) -> Tensor:
-        """This rank's part of the loss: the sum over its tokens, divided by the number of all tokens that count."""
+        """Return this rank's part of the loss: the sum over its tokens, divided by the number of all counted tokens."""
         group = None if mesh is None or mesh.size() == 1 else mesh.get_group()
         width = self.length // (1 if group is None else group.size())
         first = 0 if group is None else group.rank() * width
         columns = slice(first, first + width)
-        part = self.labeled(batch, columns)
+        tokens = self.labeled(batch, columns)
         with attention.of_batch(batch, columns, group):
             return model(
-                input_ids=part.ids, position_ids=part.positions, labels=part.labels, shift_labels=part.labels,
+                input_ids=tokens.ids, position_ids=tokens.positions, labels=tokens.labels, shift_labels=tokens.labels,
                 num_items_in_batch=total, use_cache=False,
             ).loss  # fmt: skip
 
     def labeled(self, batch: Batch, columns: slice) -> Batch:
-        """The tokens of a rank, whose labels were shifted before the sequence was cut."""
-        return batch.part(columns)
+        """Return the tokens of a rank; labels were shifted before the sequence was cut."""
+        return batch.take(columns)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """FSDP and DDP average over the ranks, where parts are to be summed."""
+        """Scale the loss, because FSDP and DDP average gradients that should be summed."""
         return loss if self.shard == "none" else loss * (self.dp * self.cp)
 
     def last_of(self, model: Any, last: bool) -> None:
-        """Gradients are exchanged once, after the last micro-batch."""
+        """Exchange gradients only after the last micro-batch."""
         if self.shard == "fsdp2":
             model.set_requires_gradient_sync(last)
         elif self.shard == "ddp":
             model.require_backward_grad_sync = last
 
     def reduce(self, model: Any, mesh: Any) -> None:
-        """Add up the gradients of the ranks that have other tokens, if nothing wraps the model."""
+        """Sum the gradients of ranks with different tokens, if nothing wraps the model."""
         if self.shard != "none":
             return
         for parameter in model.parameters():
@@ -229,7 +226,7 @@ class Training:
                     dist.all_reduce(local, group=mesh[name].get_group())
 
     def summed(self, loss: Tensor, mesh: Any) -> Tensor:
-        """The loss of the whole batch."""
+        """Return the loss of the whole batch."""
         for name in ("dp", "cp"):
             dist.all_reduce(loss, group=mesh[name].get_group())
         return loss
@@ -246,8 +243,8 @@ class Training:
         without_chance(config)
         return config
 
-    def made(self, world: World) -> Any:
-        """Make the model, save it in float32 for all runs, and return it in the dtype of this one."""
+    def build(self, world: World) -> Any:
+        """Make the model, save it in float32 for all runs, and return it in the dtype of this run."""
         from transformers import AutoModelForCausalLM
 
         _quiet()
@@ -267,17 +264,16 @@ class Training:
         return nn.Module.to(self.loaded(world, options), world.dtype).train()
 
     def loaded(self, world: World, options: Mapping[str, Any]) -> Any:
-        """The saved model in float32, which all runs start from; Transformers makes frozen parameters trainable as it
-        loads them."""
+        """Return the saved model in float32, from which all runs start, with frozen parameters made trainable."""
         from transformers import AutoModelForCausalLM
 
-        # The text config that is saved for a model of several parts may be no config of a causal model.
+        # The saved text config of a model of several parts may not be that of a causal model.
         return AutoModelForCausalLM.from_pretrained(
             world.folder / "model", config=self.config(), dtype=torch.float32, **options
         )
 
     def parallel(self, world: World, mesh: Any) -> Any:
-        """The same model on every rank of a mesh, patched and wrapped."""
+        """Return the same model on every rank of a mesh, patched and wrapped."""
         from torch.distributed.fsdp import fully_shard
         from torch.nn.parallel import DistributedDataParallel
         from transformers.distributed import DistributedConfig
@@ -303,8 +299,7 @@ class Training:
             unused = json.loads((world.folder / UNUSED).read_text())
             for name, parameter in model.named_parameters():
                 if unused.get(name) == 0:
-                    # DDP would wait for its gradient. It finds unused parameters only in models without a backward pass
-                    # of their own.
+                    # DDP would wait for its gradient, since it misses unused parameters of custom backward passes.
                     parameter.requires_grad_(False)
             return DistributedDataParallel(model, find_unused_parameters=any(unused.values()))
         if self.shard == "fsdp2" and "distributed_config" not in options:
@@ -315,13 +310,15 @@ class Training:
         return model
 
     def _gather_keys(self, model: Any) -> None:
-        """Give a model the attention that gathers the keys of all parts; raise OptionError where that is not the
-        model's own."""
+        """Give a model the attention that gathers the keys of all ranks.
+
+        Raises OptionError if the model's own attention is another one.
+        """
         batch = self.data(model)[0]
-        own = self._loss_with(model, batch, "eager")
-        # Positions that start at 0 again separate documents in some models, not in others.
+        eager_loss = self._loss_with(model, batch, "eager")
+        # Positions that start at 0 again separate documents in some models only.
         same = any(
-            math.isclose(own, self._loss_with(model, batch, attention.register(separate)), rel_tol=1e-5)
+            math.isclose(eager_loss, self._loss_with(model, batch, attention.register(separate)), rel_tol=1e-5)
             for separate in (True, False)
         )
         layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
@@ -343,23 +340,22 @@ class Training:
             return float(Training.loss(self, model, batch, None, torch.tensor(float(batch.valid()))))
 
     def _places_all_ranks(self) -> bool:
-        """Whether Transformers shards layers and parameters in one call; before 5.18 that fails, and it takes a mesh
-        instead."""
+        """Return whether Transformers (from 5.18) shards layers and parameters in one call; earlier it takes a mesh."""
         from transformers.distributed import DistributedConfig
 
         return "dp_replicate_size" in {f.name for f in dataclasses.fields(DistributedConfig)}
 
 
 def _quiet() -> None:
-    """No progress bars and warnings of many processes."""
+    """Turn off the progress bars and warnings of many processes."""
     import logging as of_python
     import warnings
 
     from transformers.utils import logging
 
-    # About how `parallel` calls Transformers.
+    # `parallel` calls Transformers in this way.
     warnings.filterwarnings("ignore", "Passing `tp_plan` directly", FutureWarning)
-    # About how many collectives make a gradient whole that is sharded twice, which only this comparison does.
+    # Only this comparison gathers gradients that are sharded twice, which takes many collectives.
     of_python.getLogger("torch.distributed.tensor._redistribute").setLevel(of_python.ERROR)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -377,7 +373,7 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _unwrapped(model: Any) -> Any:
-    """A model that no wrapper averages."""
+    """Return a model that no wrapper averages."""
     model.set_requires_gradient_sync = lambda last: None
     return model
 
