@@ -595,3 +595,8 @@ def test_only_calls_that_surely_come_with_one_input_are_rewritten(name: str, exp
     if function is not None:
         torch.testing.assert_close(function(module, x), getattr(module, name)(x))
     assert groups == expected
+
+
+def test_a_note_counts_a_single_module_in_the_singular() -> None:
+    report = liger_hf.apply(adapted(make()).get_submodule("base_model.model.model.layers.0"))
+    assert "In 1 module, linear layers with adapters that read the same input read it once." in report.notes

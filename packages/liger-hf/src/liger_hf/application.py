@@ -70,13 +70,13 @@ def apply(
         report.notes.append(packing)
     summed = list(partial_gradients.patches(model))
     if summed:
-        report.notes.append(partial_gradients.NOTE.format(count=len(summed)))
+        report.notes.append(partial_gradients.NOTE.format(count=len(summed), s="s" * (len(summed) > 1)))
         patches.extend(summed)
     # Installed after all decisions, so an error leaves the model unchanged.
     report.patches = [patch.install() for patch in patches]
     shared = list(together.patches(model, report.patches))
     if shared:
-        report.notes.append(together.NOTE.format(count=len(shared)))
+        report.notes.append(together.NOTE.format(count=len(shared), s="s" * (len(shared) > 1)))
         report.patches += [patch.install() for patch in shared]
     report.notes.extend(together.unread_forwards(model))
     if mlp_rows is not None:

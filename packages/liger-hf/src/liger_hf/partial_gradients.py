@@ -22,7 +22,7 @@ from liger_hf.patch import Patch
 from liger_hf.private_transformers import ALL_REDUCE_GRAD, PARTIAL_GRADIENTS
 
 NOTE = (
-    "Gradients of {count} norms over the heads of a rank stay right when they are accumulated, which Transformers "
+    "Gradients of {count} norm{s} over the heads of a rank stay right when they are accumulated, which Transformers "
     "would add up several times."
 )
 # The names in the summing code. Different names mean different code, for which dividing may be wrong.

@@ -16,7 +16,7 @@ from torch import nn
 from liger_hf.rebinding import innermost, names_in, unwrapped
 
 NOTE = (
-    "In {count} modules ({classes}), a state or a convolution passes from token to token whatever position_ids say: "
+    "In {count} module{s} ({classes}), a state or a convolution passes from token to token whatever position_ids say: "
     "where documents are "
     "packed into one row, each sees those before it. Train such a model on one document per row."
 )
@@ -35,7 +35,7 @@ def note(model: nn.Module) -> str | None:
         if not any(type(descendant) in kinds for descendant in module.modules() if descendant is not module)
     ]
     classes = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers))
-    return NOTE.format(count=len(layers), classes=classes) if layers else None
+    return NOTE.format(count=len(layers), s="s" * (len(layers) > 1), classes=classes) if layers else None
 
 
 def _keeps_a_state(kind: type[nn.Module]) -> bool:

@@ -18,7 +18,7 @@ from liger_hf.rules.lora.rule import ADAPTED, Adapter, brings_weight, computed, 
 from liger_hf.rules.lora.source import TAKE, TOGETHER, with_shared_inputs
 from liger_hf.unread import unread
 
-NOTE = "In {count} modules, linear layers with adapters that read the same input read it once."
+NOTE = "In {count} module{s}, linear layers with adapters that read the same input read it once."
 MOST = 3
 SUFFIXES = ("", "_2", "_3")
 
