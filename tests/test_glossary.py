@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No page, source or test uses a wording that the glossary refuses, and every docstring begins with a verb or a noun
-phrase."""
+"""No file uses a refused wording; docstrings begin with a verb or a noun phrase; names say the thing."""
 
 from __future__ import annotations
 
@@ -125,6 +124,10 @@ HEADLESS = re.compile(
     r"(What|Those|That|Of|In which|As|With|By|Where|Whose|Which|Why|Once|Afterwards|One that|On one|From)\b"
 )
 
+# Names that say nothing about the thing, and the packages that have none of them.
+GENERIC = {"found", "given", "place", "asked", "kept", "told", "made", "came", "part", "own", "one"}
+NAMED = ("liger-hf", "liger-verify")
+
 pytestmark = pytest.mark.cpu
 
 
@@ -210,3 +213,34 @@ def test_a_docstring_without_a_subject_is_found(docstring: str) -> None:
 @pytest.mark.parametrize("docstring", ["Return what a kernel takes.", "The options.", "Whether it fits."])
 def test_a_docstring_with_a_verb_or_a_subject_is_fine(docstring: str) -> None:
     assert not HEADLESS.match(docstring)
+
+
+def generic_names(source: str) -> Iterator[str]:
+    """Line and name of every variable, attribute, parameter and function with a generic name."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case (
+                ast.Name(id=name, ctx=ast.Store())
+                | ast.Attribute(attr=name, ctx=ast.Store())
+                | ast.arg(arg=name)
+                | ast.FunctionDef(name=name)
+            ) if name in GENERIC:
+                yield f"{node.lineno}: {name}"
+
+
+@pytest.mark.parametrize("package", NAMED)
+def test_no_name_is_generic(package: str) -> None:
+    paths = sorted((ROOT / "packages" / package / "src").rglob("*.py"))
+    assert paths
+    generic = [f"{path.relative_to(ROOT)}:{name}" for path in paths for name in generic_names(path.read_text())]
+    assert not generic, "\n".join(["a name says the thing, such as registry, match, index or rows:", *generic])
+
+
+@pytest.mark.parametrize("source", ["found = 1", "self.kept = 1", "own: int", "lambda part: 1", "def made(): pass"])
+def test_a_generic_name_is_found(source: str) -> None:
+    assert len(list(generic_names(source))) == 1
+
+
+@pytest.mark.parametrize("source", ["registry.found", "f(given=1)", "parts = found()", "placement = 1"])
+def test_a_name_that_says_the_thing_is_fine(source: str) -> None:
+    assert not list(generic_names(source))
