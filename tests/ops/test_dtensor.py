@@ -60,17 +60,6 @@ def spread() -> Iterator[Callable[..., Any]]:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(("op", "args"), SPREAD.items(), ids=SPREAD.keys())
-def test_elementwise_ops_and_norms_take_dtensors(op: str, args: tuple[Tensor, ...], spread: Callable[..., Any]) -> None:
-    with use("auto"):
-        result, expected = getattr(liger_core, op)(*map(spread, args)), getattr(liger_core, op)(*args)
-    for got, wanted in zip(
-        *(value if isinstance(value, tuple) else (value,) for value in (result, expected)), strict=True
-    ):
-        assert isinstance(got, distributed.DTensor)
-        torch.testing.assert_close(got.full_tensor(), wanted)
-
-
 @pytest.mark.parametrize(("op", "args"), MIXED.items(), ids=MIXED.keys())
 def test_a_dtensor_beside_a_plain_tensor_is_an_error_that_says_what_to_do(
     op: str, args: tuple[Tensor, ...], spread: Callable[..., Any]
@@ -136,12 +125,6 @@ def test_a_replicated_weight_of_sharded_rows_has_a_partial_gradient(spread: Call
     liger_core.rms_norm(x, weight).sum().backward()
     assert x.grad.placements == (distributed.Shard(1),)
     assert weight.grad.placements == (distributed.Partial(),)
-
-
-def test_a_replicated_weight_of_whole_rows_has_a_replicated_gradient(spread: Callable[..., Any]) -> None:
-    x, weight = spread(X).requires_grad_(), spread(WEIGHT).requires_grad_()
-    liger_core.rms_norm(x, weight).sum().backward()
-    assert weight.grad.placements == (distributed.Replicate(),)
 
 
 @pytest.mark.parametrize("dimension", [0, 1], ids=["batch", "sequence"])

@@ -4,23 +4,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from liger_core import dyt, nn
-from ops.agreement import disagreements, leaf
-
-
-def test_dyt_is_a_scaled_tanh_with_weight_and_bias(device: torch.device) -> None:
-    def formula(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return weight * torch.tanh(alpha * x) + bias
-
-    given = {
-        "x": leaf(5, 77, device=device),
-        "alpha": leaf(1, device=device),
-        "weight": leaf(77, device=device),
-        "bias": leaf(77, device=device),
-    }
-    assert disagreements(dyt, formula, **given) == []
+from liger_core import nn
 
 
 def test_the_module_has_the_parameters_of_the_paper(device: torch.device) -> None:

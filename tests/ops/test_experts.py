@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from liger_core import experts, swiglu
@@ -32,19 +31,6 @@ def arguments(device: torch.device, dtype: torch.dtype = torch.float32) -> dict[
     return {
         n: (leaf(*s, device=device) * scales.get(n, 1.0)).detach().to(dtype).requires_grad_() for n, s in sizes.items()
     }
-
-
-def test_one_expert_that_all_tokens_go_to_is_a_gated_mlp(device: torch.device) -> None:
-    index = torch.zeros(TOKENS, 1, dtype=torch.int64, device=device)
-
-    def mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return F.linear(swiglu.reference(F.linear(x, gate_up[0])), down[0])
-
-    def routed(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        return experts(x, gate_up, down, index, torch.ones(TOKENS, 1, device=device))
-
-    given = arguments(device)
-    assert disagreements(routed, mlp, x=given["x"], gate_up=given["gate_up"][:1], down=given["down"][:1]) == []
 
 
 def test_experts_are_those_of_transformers(device: torch.device) -> None:
@@ -82,22 +68,6 @@ def test_an_index_of_no_expert_is_a_weight_of_zero(device: torch.device) -> None
     biases = leaf(EXPERTS, 2 * INNER, device=device), leaf(EXPERTS, HIDDEN, device=device)
     torch.testing.assert_close(
         experts(*rest, outside, given["weight"], *biases), experts(*rest, index, silenced, *biases)
-    )
-
-
-def test_experts_spread_over_ranks_add_up_to_all_of_them(device: torch.device) -> None:
-    given, index = arguments(device), routing(device)
-    x, gate_up, down, weight = (given[name].detach() for name in ("x", "gate_up", "down", "weight"))
-    half = EXPERTS // 2
-    parts = [experts(x, gate_up[at : at + half], down[at : at + half], index - at, weight) for at in (0, half)]
-    torch.testing.assert_close(sum(parts), experts(x, gate_up, down, index, weight))
-
-
-def test_the_order_of_a_tokens_experts_does_not_matter(device: torch.device) -> None:
-    given, index = arguments(device), routing(device)
-    rest = [given[name] for name in ("x", "gate_up", "down")]
-    torch.testing.assert_close(
-        experts(*rest, index.flip(1), given["weight"].flip(1)), experts(*rest, index, given["weight"])
     )
 
 
@@ -179,18 +149,6 @@ def test_a_fused_backend_keeps_one_tensor_of_as_many_rows_as_there_are_slots(
     assert rows == [(TOKENS * TOP, 2 * INNER)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_kept_graph_gives_the_same_gradients_again(dtype: torch.dtype, device: torch.device) -> None:
-    # A backward pass that frees its graph works in the memory of what was kept.
-    given, index = arguments(device, dtype), routing(device)
-    y = experts(*[given[name] for name in ("x", "gate_up", "down")], index, given["weight"])
-    inputs = [given[name] for name in ("x", "gate_up", "down", "weight")]
-    first = torch.autograd.grad(y.float().square().sum(), inputs, retain_graph=True)
-    second = torch.autograd.grad(y.float().square().sum(), inputs)
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one, other)
-
-
 def test_torch_gets_matrices_only_in_the_layouts_that_it_multiplies() -> None:
     grouped = pytest.importorskip("liger_triton._grouped")
     dense = torch.zeros(8, 16, 24, dtype=torch.bfloat16)
@@ -210,26 +168,3 @@ def test_torch_gets_matrices_only_in_the_layouts_that_it_multiplies() -> None:
         "odd_width": False,
         "unaligned": False,
     }
-
-
-@pytest.mark.parametrize("targets", [("gate_up",), ("down",), ("gate_up", "down")], ids=["gate_up", "down", "both"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_an_adapter_is_added_to_its_matrices(
-    dtype: torch.dtype, targets: tuple[str, ...], device: torch.device
-) -> None:
-    index, values = routing(device), arguments(device, dtype)
-    for name, rank in zip(targets, (3, 8), strict=False):
-        count, outer, inner = values[name].shape
-        values[f"{name}_a"] = leaf(count, rank, inner, device=device, dtype=dtype, scale=inner**-0.5)
-        values[f"{name}_b"] = leaf(count, outer, rank, device=device, dtype=dtype, scale=0.3)
-
-    def op(x: Tensor, gate_up: Tensor, down: Tensor, weight: Tensor, **factors: Tensor) -> Tensor:
-        return experts(x, gate_up, down, index, weight, **factors)
-
-    def whole(x: Tensor, gate_up: Tensor, down: Tensor, weight: Tensor, **factors: Tensor) -> Tensor:
-        matrices = {"gate_up": gate_up, "down": down}
-        for name in targets:
-            matrices[name] = matrices[name] + factors[f"{name}_b"] @ factors[f"{name}_a"]
-        return experts.reference(x, matrices["gate_up"], matrices["down"], index, weight)
-
-    assert disagreements(op, whole, **values) == []

@@ -31,10 +31,3 @@ def test_gated_rms_norm_is_that_of_transformers(name: str, device: torch.device)
 
     given = {"x": leaf(5, 48, device=device), "gate": leaf(5, 48, device=device), "weight": leaf(48, device=device)}
     assert disagreements(lambda **named: gated_rms_norm(**named, **MODELS[name]), formula, **given) == []
-
-
-def test_groups_are_norms_of_their_own(device: torch.device) -> None:
-    x, gate = torch.randn(4, 48, device=device), torch.randn(4, 48, device=device)
-    whole = gated_rms_norm(x, gate, group_size=16)
-    parts = [gated_rms_norm(*pair) for pair in zip(x.split(16, dim=-1), gate.split(16, dim=-1), strict=True)]
-    torch.testing.assert_close(whole, torch.cat(parts, dim=-1))

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from liger_core import GradientError, TokenStatistics, explain, linear_cross_entropy, linear_log_prob
+from liger_core import TokenStatistics, explain, linear_log_prob
 from liger_core.ops.head.loop import Cut, tiling
 from liger_core.plugins import registry
 from ops.agreement import disagreements, leaf, products
@@ -54,77 +53,6 @@ def answers(device: torch.device, rows: int = 4, tokens: int = 5) -> tuple[dict[
     target[:, 0] = -100
     target[1, 3:] = -100
     return given, target
-
-
-@CHUNKS
-@pytest.mark.parametrize("has_bias", [False, True], ids=["no_bias", "bias"])
-@pytest.mark.parametrize("ignore_index", [-100, 5])
-def test_linear_log_prob_is_gathered_from_the_log_softmax(
-    chunk: Any, has_bias: bool, ignore_index: int, device: torch.device
-) -> None:
-    target = some_targets(30, 9, device=device, ignored=ignore_index)
-    bias = leaf(30, device=device) if has_bias else None
-
-    def formula(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        return plain(F.linear(hidden, weight, bias), target, ignore_index)
-
-    def call(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        return linear_log_prob(
-            hidden, weight, target, bias=bias, ignore_index=ignore_index, chunk=chunk, return_entropy=True
-        )
-
-    assert disagreements(call, formula, **head(device), bias=bias) == []
-
-
-@CHUNKS
-def test_the_temperature_divides_what_scale_and_softcap_left(chunk: Any, device: torch.device) -> None:
-    target = some_targets(30, 9, device=device)
-
-    def formula(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return plain(2.0 * torch.tanh(0.5 * (hidden @ weight.t()) / 2.0) / 0.4, target)
-
-    def call(hidden: Tensor, weight: Tensor) -> Any:
-        options = {"logit_scale": 0.5, "softcap": 2.0, "temperature": 0.4}
-        return linear_log_prob(hidden, weight, target, chunk=chunk, return_entropy=True, **options)
-
-    assert disagreements(call, formula, **head(device)) == []
-
-
-def test_log_prob_is_minus_the_loss_of_each_token(device: torch.device) -> None:
-    given, target = head(device), some_targets(30, 9, device=device)
-    torch.testing.assert_close(
-        linear_log_prob(**given, target=target),
-        -linear_cross_entropy(**given, target=target, reduction="none"),
-        rtol=0,
-        atol=0,
-    )
-
-
-def test_asking_for_entropy_does_not_change_the_log_prob(device: torch.device) -> None:
-    given, target = head(device), some_targets(30, 9, device=device)
-    with_entropy, _ = linear_log_prob(**given, target=target, return_entropy=True)
-    torch.testing.assert_close(linear_log_prob(**given, target=target), with_entropy, rtol=0, atol=0)
-
-
-def test_the_gradient_of_the_entropy_is_its_derivative(device: torch.device) -> None:
-    target = some_targets(12, 5, device=device)
-    hidden, weight = leaf(5, 8, device=device, dtype=torch.float64), leaf(12, 8, device=device, dtype=torch.float64)
-    bias = leaf(12, device=device, dtype=torch.float64)
-
-    def entropy(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        options = {"temperature": 1.3, "softcap": 4.0, "chunk": 2}
-        return linear_log_prob.reference(hidden, weight, target, bias=bias, return_entropy=True, **options)[1]
-
-    assert torch.autograd.gradcheck(entropy, (hidden, weight, bias))
-
-
-def test_the_entropy_of_equal_logits_is_at_its_maximum(device: torch.device) -> None:
-    weight, target = head(device)["weight"], torch.randint(30, (9,), device=device)
-    hidden = torch.zeros(9, 20, device=device, requires_grad=True)
-    log_prob, entropy = linear_log_prob(hidden, weight, target, return_entropy=True)
-    torch.testing.assert_close(entropy, torch.full_like(entropy, 30).log())
-    steep, flat = (torch.autograd.grad(result.sum(), hidden, retain_graph=True)[0] for result in (log_prob, entropy))
-    assert flat.norm() < 1e-5 * steep.norm()
 
 
 def test_an_ignored_token_has_zeros_and_no_gradient_whatever_arrives(device: torch.device) -> None:
@@ -182,13 +110,6 @@ def test_loss_scaling_keeps_the_gradients_of_nearly_certain_tokens_in_float16(de
     (expected,) = torch.autograd.grad(torch.log_softmax(exact @ weight.double().t(), -1)[:, 0], exact, factor.double())
     # float32 rounds 1 - p to a multiple of 6e-8.
     torch.testing.assert_close(grad.double(), expected, rtol=0.1, atol=0.0)
-
-
-def test_a_second_derivative_is_refused(device: torch.device) -> None:
-    given, target = head(device), some_targets(30, 9, device=device)
-    log_prob = linear_log_prob(**given, target=target)
-    with pytest.raises(GradientError, match="must not be differentiated again"):
-        torch.autograd.grad(log_prob.sum(), given["hidden"], create_graph=True)
 
 
 @CHUNKS
@@ -289,24 +210,6 @@ def several_targets(device: torch.device) -> Tensor:
     target = torch.randint(30, (9, 4), device=device)
     target[1, 2], target[2, 1], target[5] = target[1, 0], -100, -100
     return target
-
-
-@HELD
-@pytest.mark.parametrize("scale", [None, 0.5, -2.0], ids=str)
-def test_every_statistic_of_several_targets_is_its_formula(
-    options: dict[str, int], scale: float | None, device: torch.device
-) -> None:
-    target, more = several_targets(device), {} if scale is None else {"logit_scale": scale, "softcap": 4.0}
-
-    def formula(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        logits = hidden @ weight.t()
-        return statistics(logits if scale is None else 4.0 * torch.tanh(scale * logits / 4.0), target)
-
-    def call(hidden: Tensor, weight: Tensor) -> Any:
-        log_prob, found = linear_log_prob(hidden, weight, target, return_statistics=True, **options, **more)
-        return log_prob, *found[:4]
-
-    assert disagreements(call, formula, **head(device)) == []
 
 
 @pytest.mark.parametrize("place", range(3), ids=["first", "second", "third"])
@@ -490,8 +393,3 @@ def test_a_frozen_weight_gets_no_gradient_buffer(measured_device: torch.device) 
     frozen, trained = tensors(measured_device, weight=False), tensors(measured_device)
     assert allocations(lambda: step(*trained, chunk=8), measured_device).largest >= WEIGHT_BYTES
     assert allocations(lambda: step(*frozen, chunk=8), measured_device).largest < WEIGHT_BYTES
-
-
-def test_without_gradients_there_are_no_gradient_buffers(measured_device: torch.device) -> None:
-    pair = tensors(measured_device, hidden=False, weight=False)
-    assert allocations(lambda: step(*pair, chunk=8), measured_device).peak < WEIGHT_BYTES

@@ -70,15 +70,6 @@ def test_the_derivative_is_not_summed_where_it_does_not_pay_or_hold(
     assert forward == 1.0
 
 
-def test_a_graph_that_is_kept_gives_the_same_gradient_again(device: torch.device) -> None:
-    hidden, weight = hidden_and_weight(device, torch.bfloat16)
-    log_prob = linear_log_prob(hidden, weight, targets(device), budget=BUDGET)
-    first, second = (torch.autograd.grad(log_prob.sum(), hidden, retain_graph=True)[0] for _ in range(2))
-    last = torch.autograd.grad(log_prob.sum(), hidden)[0]
-    assert torch.equal(first, second)
-    assert torch.equal(first, last)
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "narrow": {"budget": NARROW},

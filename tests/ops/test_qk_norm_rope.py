@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_core import explain, qk_norm_rope, rms_norm, rope
+from liger_core import explain, qk_norm_rope
 from liger_core.ops._rotary import angles
 from ops.agreement import disagreements, leaf
 
@@ -69,44 +69,6 @@ def test_with_an_offset_and_float32_cast_it_is_what_gemma3_computes(dtype: torch
         )
         == []
     )
-
-
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("rotary", [16, 6], ids=["whole", "partial"])
-def test_it_is_rope_of_rms_norm(rotary: int, interleaved: bool, device: torch.device) -> None:
-    given = arguments(device)
-    given["cos"], given["sin"] = angles(device, torch.float32, 7, rotary, interleaved=interleaved)
-
-    def separately(
-        q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        normed = rms_norm.reference(q, q_weight, 1e-5), rms_norm.reference(k, k_weight, 1e-5)
-        return rope.reference(*normed, cos, sin, interleaved=interleaved)
-
-    assert disagreements(lambda **a: qk_norm_rope(**a, eps=1e-5, interleaved=interleaved), separately, **given) == []
-
-
-def test_scores_do_not_depend_on_the_size_of_queries_and_keys(device: torch.device) -> None:
-    given = arguments(device)
-    larger = {**given, "q": 64 * given["q"], "k": 8 * given["k"]}
-    torch.testing.assert_close(qk_norm_rope(**larger, eps=1e-12), qk_norm_rope(**given, eps=1e-12))
-
-
-def test_sections_of_the_angles_may_belong_to_several_positions(device: torch.device) -> None:
-    """As models for images and video combine the angles of time, height and width into one table for each batch row."""
-    given = arguments(device)
-    time, height = angles(device, torch.float32, 7, 16), angles(device, torch.float32, 14, 16)
-    section = torch.tensor([True, True, False, True] * 4, device=device)
-    given["cos"], given["sin"] = (
-        torch.where(section, a, b[7:])[None].repeat(2, 1, 1) for a, b in zip(time, height, strict=True)
-    )
-
-    def separately(
-        q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return rope.reference(rms_norm.reference(q, q_weight), rms_norm.reference(k, k_weight), cos, sin)
-
-    assert disagreements(qk_norm_rope, separately, **given) == []
 
 
 def test_results_lie_in_memory_as_projections_do(device: torch.device) -> None:

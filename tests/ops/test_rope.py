@@ -8,15 +8,11 @@ from contextlib import suppress
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from liger_core import BackendError, GradientError, rope, use
 from liger_core.ops._rotary import angles
 from ops.agreement import disagreements, leaf
-
-LAYOUTS = pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 
 
 def heads(
@@ -32,39 +28,6 @@ def heads(
     )
 
 
-@LAYOUTS
-def test_rope_keeps_the_norm_of_every_vector(interleaved: bool, device: torch.device) -> None:
-    q, k = heads(device)
-    cos, sin = angles(device, torch.float32, 7, 16, interleaved=interleaved)
-    for before, after in zip((q, k), rope(q, k, cos, sin, interleaved=interleaved), strict=True):
-        torch.testing.assert_close(after.norm(dim=-1), before.norm(dim=-1))
-
-
-@LAYOUTS
-def test_rotating_back_gives_the_input(interleaved: bool, device: torch.device) -> None:
-    q, k = heads(device)
-    cos, sin = angles(device, torch.float32, 7, 16, interleaved=interleaved)
-    back = rope(*rope(q, k, cos, sin, interleaved=interleaved), cos, -sin, interleaved=interleaved)
-    torch.testing.assert_close(back, (q, k))
-
-
-@LAYOUTS
-def test_products_depend_on_the_distance_of_positions_alone(interleaved: bool, device: torch.device) -> None:
-    q, k = (x[:, :, :1].expand(-1, -1, 9, -1) for x in heads(device, key=4))
-    cos, sin = angles(device, torch.float32, 9, 16, interleaved=interleaved)
-    q, k = rope(q, k, cos, sin, interleaved=interleaved)
-    scores = q @ k.transpose(-1, -2)
-    torch.testing.assert_close(scores[..., 1:, 1:], scores[..., :-1, :-1], atol=1e-5, rtol=1e-5)
-
-
-@LAYOUTS
-def test_the_first_position_is_not_rotated(interleaved: bool, device: torch.device) -> None:
-    q, k = heads(device)
-    turned = rope(q, k, *angles(device, torch.float32, 7, 16, interleaved=interleaved), interleaved=interleaved)
-    assert torch.equal(turned[0][:, :, 0], q[:, :, 0])
-    assert torch.equal(turned[1][:, :, 0], k[:, :, 0])
-
-
 def test_rope_is_the_formula_of_transformers(device: torch.device) -> None:
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
 
@@ -75,14 +38,6 @@ def test_rope_is_the_formula_of_transformers(device: torch.device) -> None:
     q, k = heads(device)
     cos, sin = (t[None].expand(2, -1, -1) for t in angles(device, torch.float32, 7, 16))
     assert disagreements(rope, formula, q=q, k=k, cos=cos, sin=sin) == []
-
-
-def test_interleaved_is_the_other_layout_after_a_permutation_of_columns(device: torch.device) -> None:
-    q, k = heads(device)
-    apart = torch.cat((torch.arange(0, 16, 2), torch.arange(1, 16, 2))).to(device)
-    interleaved = rope(q, k, *angles(device, torch.float32, 7, 16, interleaved=True), interleaved=True)
-    halves = rope(q[..., apart], k[..., apart], *angles(device, torch.float32, 7, 16))
-    torch.testing.assert_close(tuple(t[..., apart] for t in interleaved), halves)
 
 
 def test_columns_past_the_rotary_width_are_the_same_bits(device: torch.device) -> None:
@@ -113,15 +68,6 @@ def test_inplace_on_views_of_a_projection_leaves_the_rest_of_it(device: torch.de
     rope(q, k, cos, sin, inplace=True)
     torch.testing.assert_close((q, k), expected)
     assert torch.equal(packed[:, :, 6:], before[:, :, 6:])
-
-
-def test_inplace_has_the_gradients_of_the_other_form(device: torch.device) -> None:
-    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return rope(q * 1.0, k * 1.0, cos, sin, inplace=True)
-
-    q, k = heads(device)
-    cos, sin = angles(device, torch.float32, 7, 16)
-    assert disagreements(turned, rope.reference, q=q, k=k, cos=cos, sin=sin) == []
 
 
 def test_inplace_on_views_has_the_gradients_of_the_other_form(device: torch.device) -> None:
@@ -167,49 +113,6 @@ def test_low_precision_angles_are_not_needed(device: torch.device) -> None:
     exact = rope.reference(q.double(), k.double(), *angles(device, torch.float64, 40, 16))
     wide, low = (rope(q, k, *angles(device, dtype, 40, 16)) for dtype in (torch.float32, torch.bfloat16))
     assert (wide[0] - exact[0]).norm() < (low[0] - exact[0]).norm()
-
-
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(
-    draw=st.integers(0, 99),
-    batch=st.integers(1, 3),
-    key_heads=st.integers(1, 3),
-    group=st.integers(1, 3),
-    tokens=st.integers(1, 9),
-    half=st.integers(1, 12),
-    rest=st.integers(0, 9),
-    interleaved=st.booleans(),
-)
-def test_any_shape_is_the_rotation_of_complex_numbers(
-    device: torch.device,
-    draw: int,
-    batch: int,
-    key_heads: int,
-    group: int,
-    tokens: int,
-    half: int,
-    rest: int,
-    interleaved: bool,
-) -> None:
-    torch.manual_seed(draw)
-
-    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        part = x[..., : 2 * half]
-        pairs = part.unflatten(-1, (half, 2)) if interleaved else part.unflatten(-1, (2, half)).transpose(-1, -2)
-        step = slice(0, None, 2) if interleaved else slice(0, half)
-        turned = torch.view_as_real(
-            torch.view_as_complex(pairs.contiguous()) * torch.complex(cos[:, step], sin[:, step])
-        )
-        turned = turned.flatten(-2) if interleaved else turned.transpose(-1, -2).flatten(-2)
-        return torch.cat((turned, x[..., 2 * half :]), dim=-1)
-
-    def formula(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        return turn(q, cos, sin), turn(k, cos, sin)
-
-    width = 2 * half + rest
-    q, k = (leaf(batch, n, tokens, width, device=device) for n in (key_heads * group, key_heads))
-    cos, sin = angles(device, torch.float32, tokens, 2 * half, interleaved=interleaved)
-    assert disagreements(lambda **a: rope(**a, interleaved=interleaved), formula, q=q, k=k, cos=cos, sin=sin) == []
 
 
 def test_complex_angles_are_interleaved_tables(device: torch.device) -> None:
