@@ -68,17 +68,6 @@ def test_compiled_layers_train_to_the_losses_of_eager_mode(small: Setup, options
     assert any("--compile default: compiling took" in note for note in compiled.notes)
 
 
-def test_layers_of_a_kind_share_a_graph(small: Setup) -> None:
-    model = build(replace(small, compile="default"), torch.device("cpu")).model
-    torch._dynamo.utils.counters.clear()
-    tokens = torch.zeros(2, 16, dtype=torch.int64)
-    with compiling.session():
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        assert len(checkpointing.layers(model)) == 2
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-        assert not torch._dynamo.utils.counters["graph_break"]
-
-
 def test_compiled_layers_recompute_what_they_recompute_in_eager_mode(small: Setup) -> None:
     """Moved while the run proceeds, as --checkpoint auto moves them."""
     model = build(replace(small, compile="default", checkpoint="full"), torch.device("cpu")).model
@@ -103,12 +92,6 @@ def test_a_compiler_that_fails_leaves_the_layers_in_eager_mode(small: Setup, mon
     eager, compiled = run(setup), run(replace(setup, compile="default"))
     assert compiled.losses == eager.losses
     assert "--compile: the layers run in eager mode, since the compiler failed: no such instruction" in compiled.notes
-
-
-def test_compile_time_does_not_count_as_part_of_a_step(small: Setup) -> None:
-    """Compiling the first two steps takes a hundred times as long as a step."""
-    row = run(replace(small, compile="default"))
-    assert row.step_seconds < row.compile_seconds
 
 
 def test_compiled_graphs_are_kept_for_later_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -361,15 +344,6 @@ def test_cuda_graphs_train_to_the_losses_of_eager_mode(small: Setup, options: di
     assert graphs.reason == ""
     assert not [note for note in graphs.notes if "without CUDA graphs" in note]
     assert graphs.losses == pytest.approx(eager.losses, rel=2e-2 if setup.precision != "fp32" else 1e-3)
-
-
-@cuda
-@pytest.mark.parametrize("sizes", [(2,), (2, 2, 2), (3, 3, 2)], ids=str)
-def test_graphs_on_a_gpu_train_to_the_losses_of_eager_mode(sizes: tuple[int, ...]) -> None:
-    eager, graphs = (Training(sizes, graphs=graphs, place="cuda").train() for graphs in (False, True))
-    assert graphs.notes == []
-    assert len(graphs.run.graphs) == min(len(sizes), len(set(sizes)) + 1)
-    assert graphs.losses == pytest.approx(eager.losses, rel=1e-5)
 
 
 @cuda

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from dataclasses import fields as fields_of
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from bench.commands import InProcess
 from liger_core.errors import OptionError
@@ -57,11 +56,6 @@ def test_a_field_that_cannot_be_set_is_a_clear_error_before_anything_is_loaded(
 def test_a_field_that_a_technique_sets_cannot_be_set() -> None:
     with pytest.raises(OptionError, match="cannot set max_grad_norm, which another option sets"):
         fields.values("max_grad_norm=1", techniques.arguments(Setup("tiny", optimizer="galore-layerwise")))
-
-
-def test_the_fields_of_options_are_fields_of_transformers() -> None:
-    known = {field.name for field in fields_of(TrainingArguments)}
-    assert set(fields.OPTIONS) <= known | {"local_rank"}
 
 
 def test_values_have_the_declared_types() -> None:

@@ -74,34 +74,6 @@ def test_each_group_is_one_matmul() -> None:
     assert counted(model) == {"linear": 4 * LAYERS}
 
 
-def test_steps_of_an_optimizer_reach_the_merged_weights() -> None:
-    losses = []
-    for merged in (False, True):
-        model = prepared()
-        if merged:
-            merging.merge(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for _ in range(4):
-            loss = model(**tokens()).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss))
-    assert losses[4:] == pytest.approx(losses[:4], rel=1e-5)
-    assert losses[3] < losses[0]
-
-
-def test_gradients_of_micro_batches_add_up_and_a_kept_graph_gives_them_again() -> None:
-    model, merged = prepared(), prepared()
-    merging.merge(merged)
-    for one in (model, merged):
-        loss = one(**tokens()).loss
-        loss.backward(retain_graph=True)
-        loss.backward()
-    for found, expected in zip(merged.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-5)
-
-
 def test_a_saved_model_has_every_weight_under_its_name(tmp_path: Path) -> None:
     model = prepared()
     names, before = list(model.state_dict()), {name: value.clone() for name, value in model.state_dict().items()}
@@ -289,13 +261,6 @@ def test_other_embeddings_are_left_alone(how: str) -> None:
     embedding.sparse = how == "sparse"
     assert tied.tie(model) == ""
     assert "forward" not in vars(embedding)
-
-
-def test_undo_gives_the_embedding_its_forward_back() -> None:
-    model = prepared(tie_word_embeddings=True)
-    tied.tie(model)
-    tied.undo(model)
-    assert "forward" not in vars(model.get_input_embeddings())
 
 
 @pytest.mark.parametrize(

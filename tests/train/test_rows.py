@@ -217,12 +217,6 @@ def test_answers_are_trained_on_after_the_messages_before_them(tmp_path: Path) -
     ]
 
 
-def test_the_trainer_gets_the_labels(tmp_path: Path) -> None:
-    data = data_of(CHATML, tmp_path, [{"messages": TURNS}])
-    row = Sequences(data.sequences)[0]
-    assert torch.equal(torch.stack([row["input_ids"], row["labels"]]), data.sequences[0])
-
-
 @pytest.mark.parametrize(
     ("batch", "accumulation", "packing"),
     [(4, 1, False), (2, 2, False), (1, 4, False), (2, 1, True), (1, 2, True)],
@@ -584,15 +578,3 @@ def test_what_is_read_is_printed_before_the_first_step(tmp_path: Path, capsys: p
     assert notes == ["A decision.", *expected]
     assert row.notes is not None
     assert row.notes[:4] == notes
-
-
-@pytest.mark.parametrize("liger", ["none", "all"])
-def test_a_run_learns_the_answers(liger: str, tmp_path: Path) -> None:
-    model = model_with(CHATML, tmp_path / "model")
-    setup = replace(
-        setup_of(model, data=written(tmp_path / "chats.jsonl", MESSAGES * 4), liger=liger, steps=12), sequence=96
-    )
-    row = run(setup)
-    assert row.losses is not None
-    assert row.losses[-1] < 0.7 * row.losses[0]
-    assert any("in 12 sequences, those of answers" in note for note in row.notes or [])

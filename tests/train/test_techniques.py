@@ -25,7 +25,7 @@ from liger_train.float8 import RECIPES
 from liger_train.model import build
 from liger_train.setup import Setup
 from liger_train.technique import Technique
-from liger_train.techniques import ALL, LIST, NUMBER, TECHNIQUES
+from liger_train.techniques import ALL, LIST, NUMBER
 from liger_train.train import processes
 from liger_train.train.arguments import training_arguments
 from train.training import Trained, saved_model, setup_of, twice
@@ -146,14 +146,6 @@ def test_galore_layerwise_drops_each_gradient_after_its_update(folder: Path) -> 
 def test_liger_applies_the_requested_ops(wanted: str, expected: set[str], folder: Path) -> None:
     built = build(setup_of(folder, liger=wanted), torch.device("cpu"))
     assert {part.split()[0] for part in built.replaced.split(", ") if part} == expected
-
-
-def test_an_optimizer_of_every_row_is_known_to_transformers() -> None:
-    from transformers.training_args import OptimizerNames
-
-    names = {name.value for name in OptimizerNames}
-    for technique in TECHNIQUES["optimizer"].values():
-        assert technique.arguments(Setup("tiny"))["optim"] in names
 
 
 def test_an_extra_installs_what_a_technique_needs() -> None:
