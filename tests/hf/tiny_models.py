@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import liger_hf
 from liger_core.accuracy import judge
 from liger_hf.isolation import DoublePrecision
 
@@ -67,6 +68,13 @@ def twin(model: nn.Module) -> Any:
     return copy.deepcopy(model)
 
 
+def patched_twin(model: nn.Module, **options: Any) -> Any:
+    """Return a patched copy of the model."""
+    copied = twin(model)
+    liger_hf.apply(copied, **options)
+    return copied
+
+
 def checkpoint_layers(model: Any, reentrant: bool = False) -> None:
     """By its name since Transformers 5.23, or the older one."""
     start = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -96,6 +104,12 @@ def disagreements(results: dict[str, Tensor], plain: dict[str, Tensor], exact: d
     dtype = next(value.dtype for name, value in plain.items() if name != "loss")
     found = {name: judge(result, plain[name], exact[name], dtype) for name, result in results.items()}
     return {name: problem for name, problem in found.items() if problem}
+
+
+def step_disagreements(patched: nn.Module, plain: nn.Module, **inputs: Any) -> dict[str, str]:
+    """The disagreements of a training step, on `tokens()` where no inputs are given."""
+    inputs = inputs or tokens()
+    return disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs))
 
 
 class LargestResult(TorchDispatchMode):
