@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,7 +18,9 @@ from hf.tiny_models import (
     disagreements,
     exact_step,
     make,
+    patched_twin,
     step,
+    step_disagreements,
     tokens,
     twin,
 )
@@ -31,28 +35,24 @@ def architecture(request: pytest.FixtureRequest) -> str:
 
 
 def test_every_part_of_the_model_is_replaced(architecture: str) -> None:
-    report = liger_hf.apply(make(architecture))
+    model = make(architecture)
+    keys = list(model.state_dict())
+    report = liger_hf.apply(model)
     norms = NORMS.get(architecture, 2 * LAYERS + 1)
     in_layers = dict.fromkeys(("add_rms_norm", "rope", GATE.get(architecture, "swiglu")), LAYERS)
     normalized = {"qk_norm_rope": LAYERS} if architecture == "qwen3" else {}
     assert report.replaced == {"rms_norm": norms, **in_layers, **normalized, "linear_cross_entropy": 1}
     assert {row.verdict for row in report.rows} == {"replaced"}
+    assert list(model.state_dict()) == keys
 
 
-def test_loss_and_gradients_are_as_accurate_as_those_of_the_unpatched_model(architecture: str) -> None:
+@pytest.mark.parametrize("items", [{}, {"num_items_in_batch": torch.tensor(37)}], ids=["mean", "accumulated"])
+def test_loss_and_gradients_are_as_accurate_as_those_of_the_unpatched_model(
+    architecture: str, items: dict[str, Any]
+) -> None:
     plain = make(architecture).train()
-    patched = twin(plain)
-    liger_hf.apply(patched)
-    inputs = tokens()
-    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
-
-
-def test_losses_over_all_accumulated_tokens_agree(architecture: str) -> None:
-    plain = make(architecture).train()
-    patched = twin(plain)
-    liger_hf.apply(patched)
-    inputs = {**tokens(), "num_items_in_batch": torch.tensor(37)}
-    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+    patched = patched_twin(plain)
+    assert step_disagreements(patched, plain, **tokens(), **items) == {}
 
 
 def test_the_precision_of_a_model_does_not_decide_what_is_replaced(architecture: str) -> None:
@@ -65,8 +65,7 @@ def test_the_precision_of_a_model_does_not_decide_what_is_replaced(architecture:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_logits_in_evaluation_are_those_of_the_unpatched_model(architecture: str, dtype: torch.dtype) -> None:
     plain = make(architecture, dtype).eval()
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     inputs = tokens()
     with torch.no_grad():
         results, expected, exact = (model(**inputs) for model in (patched, plain, twin(plain).double()))
@@ -93,17 +92,15 @@ def test_a_training_step_makes_no_tensor_of_all_the_logits(architecture: str) ->
 
 def test_bfloat16_training_is_as_accurate_as_the_unpatched_model() -> None:
     plain = make("llama", torch.bfloat16).train()
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     inputs = tokens(batch=4, length=24)
-    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+    assert step_disagreements(patched, plain, **inputs) == {}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
 def test_autocast_training_stays_within_the_noise_of_autocast(architecture: str) -> None:
     plain = make(architecture).train()
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     inputs = tokens(batch=4, length=24)
     exact = exact_step(plain, **inputs)
     with torch.autocast(tiny_models.DEVICE.type, dtype=torch.bfloat16):
@@ -128,15 +125,7 @@ def test_undo_gives_the_same_bits_as_before(architecture: str) -> None:
 
 def test_generated_tokens_are_the_same(architecture: str) -> None:
     plain = make(architecture).eval()
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     ids = tokens()["input_ids"]
     options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     assert torch.equal(patched.generate(ids, **options), plain.generate(ids, **options))
-
-
-def test_the_keys_of_the_state_dict_stay(architecture: str) -> None:
-    model = make(architecture)
-    before = list(model.state_dict())
-    liger_hf.apply(model)
-    assert list(model.state_dict()) == before

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,17 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import liger_hf
 from hf import tiny_models
-from hf.tiny_models import VOCABULARY, checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
+from hf.tiny_models import (
+    VOCABULARY,
+    checkpoint_layers,
+    disagreements,
+    exact_step,
+    make,
+    patched_twin,
+    step,
+    tokens,
+    twin,
+)
 
 
 def on_cpu() -> bool:
@@ -93,8 +102,7 @@ def test_the_trainer_logs_the_losses_and_metrics_of_the_unpatched_model(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     plain = make().train()
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     (losses, metrics), (expected, expected_metrics) = (
         history(model, tmp_path, **options) for model in (patched, plain)
     )
@@ -114,8 +122,7 @@ def test_a_loss_function_of_the_user_gets_real_logits(tmp_path: Path) -> None:
         )
 
     plain = make().train()
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     options = {"max_steps": 2, "gradient_accumulation_steps": 2, "logging_steps": 1, "learning_rate": 1e-2}
     for model in (patched, plain):
         trainer = Trainer(model, arguments_for(tmp_path, **options), train_dataset=Rows(64), compute_loss_func=own_loss)
@@ -130,8 +137,7 @@ def test_packed_sequences_have_the_loss_and_gradients_of_the_unpatched_model(
     items: int | None, place: torch.device
 ) -> None:
     plain = make().train()
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     rows = [{"input_ids": Rows(3).ids[row, : 12 - row].tolist()} for row in range(3)]
     collated = DataCollatorWithFlattening(return_position_ids=True, return_tensors="pt")(rows)
     packed = {name: value.to(place) if isinstance(value, torch.Tensor) else value for name, value in collated.items()}
@@ -148,8 +154,7 @@ def test_packed_sequences_have_the_loss_and_gradients_of_the_unpatched_model(
 def test_logits_of_an_evaluation_are_padded_and_gathered(fresh_accelerator: None) -> None:
     accelerator, gathered = Accelerator(cpu=on_cpu()), []
     plain = make().eval()
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     for model in (patched, plain):
         prepared = accelerator.prepare(model)
         with torch.no_grad():
@@ -159,11 +164,8 @@ def test_logits_of_an_evaluation_are_padded_and_gathered(fresh_accelerator: None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_scaled_training_under_autocast_stays_within_the_noise_of_autocast(
-    dtype: torch.dtype, device: torch.device
-) -> None:
-    def train(model: Any, enabled: bool) -> tuple[list[float], torch.Tensor]:
-        """The losses, and the weights after the last step."""
+def test_scaled_training_under_autocast_has_the_losses_of_float32(dtype: torch.dtype, device: torch.device) -> None:
+    def train(model: Any, enabled: bool) -> list[float]:
         scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=enabled)
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.2), []
         for turn in range(4):
@@ -179,26 +181,13 @@ def test_scaled_training_under_autocast_stays_within_the_noise_of_autocast(
             scaler.update()
             losses.append(float(loss.detach()))
         assert not enabled or scaler.get_scale() == 2.0**10
-        return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        return losses
 
-    ratios = []
-    # How far one training run drifts is chance, by a fifth either way; what a dozen drift on average is not.
-    for seed in range(12):
-        plain, generator = make().train(), torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for matrix in (p for p in plain.parameters() if p.dim() == 2):
-                matrix.copy_(0.1 * torch.randn(matrix.shape, generator=generator))
-        patched = twin(plain.to(device))
-        liger_hf.apply(patched)
-        (losses, exact), (_, noisy), (results, result) = (
-            train(twin(plain), False),
-            train(twin(plain), True),
-            train(patched, True),
-        )
-        assert losses[-1] < 0.9 * losses[0]
-        assert results == pytest.approx(losses, rel=2e-3)
-        ratios.append(float((result - exact).norm() / (noisy - exact).norm()))
-    assert statistics.geometric_mean(ratios) <= 1.15
+    plain = make().train().to(device)
+    patched = patched_twin(plain)
+    expected = train(plain, False)
+    assert expected[-1] < 0.9 * expected[0]
+    assert train(patched, True) == pytest.approx(expected, rel=2e-3)
 
 
 def test_training_with_the_trainer_makes_no_tensor_of_all_the_logits(
@@ -211,11 +200,10 @@ def test_training_with_the_trainer_makes_no_tensor_of_all_the_logits(
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "phi3"])
 def test_gradient_checkpointing_of_layers_gives_the_same_gradients(architecture: str, reentrant: bool) -> None:
     plain = make(architecture).train()
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     inputs = tokens()
     expected, exact = step(plain, **inputs), exact_step(plain, **inputs)
     checkpoint_layers(patched, reentrant)
@@ -227,8 +215,7 @@ def test_gradient_checkpointing_of_layers_gives_the_same_gradients(architecture:
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
 def test_checkpointing_of_the_whole_model_gives_the_same_gradients(reentrant: bool) -> None:
     plain = make().train()
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     inputs = tokens()
 
     def whole(model: Any) -> dict[str, torch.Tensor]:
@@ -265,11 +252,3 @@ def test_accelerate_with_mixed_precision_keeps_the_logits_lazy(width: str, fresh
     assert outputs.logits.dtype == torch.float32
     accelerator.backward(outputs.loss)
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_functional_calls_use_the_weights_that_they_are_given() -> None:
-    model = make(tie_word_embeddings=False).train()
-    liger_hf.apply(model)
-    weights = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
-    outputs = torch.func.functional_call(model, weights, (), tokens())
-    assert outputs.loss.item() == pytest.approx(torch.tensor(float(VOCABULARY)).log().item())
