@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import liger_hf
-from hf.tiny_models import make, tokens, twin
+from hf.tiny_models import make, patched_twin, tokens
 from liger_hf.rules.head.deferred_logits import DeferredLogits
 
 USES: dict[str, Callable[[Tensor], Any]] = {
@@ -45,8 +45,7 @@ def outputs_of(model: Any) -> Any:
 @pytest.fixture
 def pair() -> tuple[Any, Any]:
     plain = make().eval()
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     return plain, patched
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import liger_hf.trl
 from hf.test_heads import KINDS, QUANTIZED, adapted
-from hf.tiny_models import VOCABULARY, LargestResult, checkpoint_layers, make, tokens, twin
+from hf.tiny_models import VOCABULARY, LargestResult, make, tokens, twin
 from liger_core import DtypeError, OptionError, TargetError, losses
 from liger_core.losses import Head
 from liger_hf import head_log_prob
@@ -220,33 +220,6 @@ def test_another_head_has_the_errors_of_the_op() -> None:
         TargetError, match=r"^linear_log_prob: every target must be in \[0, 300\) or ignore_index=-100, got 300$"
     ):
         head_log_prob(model.get_output_embeddings(), hidden, torch.full_like(target, 300))
-
-
-@every_way
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non_reentrant", "reentrant"])
-def test_checkpointed_layers_change_nothing(reentrant: bool, way: Any) -> None:
-    plain = make(tie_word_embeddings=False).train()
-    ours = twin(plain)
-    checkpoint_layers(ours, reentrant)
-    assert_same(step(ours, way, **tokens()), step(plain, plainly, **tokens()))
-
-
-@pytest.mark.parametrize("kind", ["plain", "adapted"])
-def test_micro_batches_add_up_to_the_batch(kind: str) -> None:
-    model = make(tie_word_embeddings=False).train()
-    model = model if kind == "plain" else adapted(model, "lm_head")
-    inputs = tokens(batch=4)
-    whole = {
-        name: value
-        for name, value in step(twin(model), plainly, **inputs).items()
-        if name not in ("log_prob", "entropy")
-    }
-    results = by_module(model, **inputs)
-    weights = torch.randn(2, *results[0].shape, generator=torch.Generator().manual_seed(5)).to(results[0].device)
-    for part in (slice(0, 1), slice(1, 4)):
-        found = by_module(model, **{name: value[part] for name, value in inputs.items()})
-        sum((w[part] * result).sum() for w, result in zip(weights, found, strict=True)).backward()
-    assert_same({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, whole)
 
 
 @pytest.mark.parametrize("kind", ["plain", "adapted"])

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import Trainer
 
 import liger_hf
-from hf.test_training import Rows, arguments_for
-from hf.tiny_models import VOCABULARY, disagreements, make, tokens, twin
+from hf.tiny_models import VOCABULARY, disagreements, make, patched_twin, tokens, twin
 
 pytestmark = pytest.mark.cpu
 
@@ -109,8 +106,7 @@ def models(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
     """A patched and an unpatched model, and the unpatched one in float64."""
     architecture, tied = request.param.split("-")
     plain = make(architecture, tie_word_embeddings=tied == "tied").train()
-    patched = twin(plain)
-    liger_hf.apply(patched, only=["linear_cross_entropy"])
+    patched = patched_twin(plain, only=["linear_cross_entropy"])
     return patched, plain, twin(plain).double()
 
 
@@ -315,57 +311,6 @@ def test_a_look_under_autocast_changes_no_gradient(models: tuple[Any, Any, Any])
             seen.append(results(models[0], loss))
     for name, value in seen[1].items():
         assert float((seen[0][name] - value).norm() / value.norm()) < 2e-3, name
-
-
-def test_a_trainer_whose_loss_logs_the_accuracy_first_trains_like_the_unpatched_model(tmp_path: Path) -> None:
-    class Own(Trainer):
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-        ) -> Any:
-            outputs = model(**inputs)
-            with torch.no_grad():
-                accuracies.append(float((outputs.logits.argmax(-1) == inputs["labels"]).float().mean()))
-            penalty = outputs.logits.float().logsumexp(-1).square().mean()
-            loss = (
-                F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()) + 0.1 * penalty
-            )
-            return (loss, outputs) if return_outputs else loss
-
-    plain = make().train()
-    patched = twin(plain)
-    liger_hf.apply(patched)
-    histories = []
-    for model in (patched, plain):
-        accuracies: list[float] = []
-        options = {"max_steps": 4, "logging_steps": 1, "learning_rate": 1e-2, "per_device_train_batch_size": 2}
-        trainer = Own(model, arguments_for(tmp_path, **options), train_dataset=Rows(16))
-        trainer.train()
-        histories.append([*accuracies, *(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)])
-    assert len(histories[0]) == 8
-    assert histories[0] == pytest.approx(histories[1], abs=2e-4)
-
-
-def test_a_write_without_gradients_in_a_forward_keeps_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.llama import modeling_llama
-
-    from liger_hf.rules.head.rule import patches
-
-    def forward(self: Any, input_ids: Tensor, labels: Tensor, **options: Any) -> Any:
-        logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state) * 2
-        with torch.no_grad():
-            logits.argmax(-1)
-            logits[..., :5] = -50.0
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
-        return modeling_llama.CausalLMOutputWithPast(loss=loss, logits=logits)
-
-    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", forward)
-    plain = make().train()
-    patched = twin(plain)
-    for patch in patches(patched, patched.lm_head):
-        patch.install()
-    inputs, loss = tokens(), LOSSES["beside_the_loss"]
-    got, expected = (results(model, loss, **inputs) for model in (patched, plain))
-    assert disagreements(got, expected, results(twin(plain).double(), loss, **inputs)) == {}
 
 
 def test_the_check_of_these_tests_sees_a_missing_gradient(models: tuple[Any, Any, Any]) -> None:
