@@ -5,16 +5,18 @@ Liger."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import liger_hf
 from hf import sweep, tiny_models
 from hf.test_sweep import SAMPLE
-from hf.tiny_models import VOCABULARY, checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
+from hf.tiny_models import checkpoint_layers, exact_step, make, patched_twin, step, step_disagreements, tokens, twin
 from liger_bench import checkpointing
 from liger_core.accuracy import error
 from liger_core.kernels import KERNELS
@@ -78,25 +80,7 @@ def test_adapters_get_the_gradients_of_peft(kind: str) -> None:
     plain = adapted(make(tie_word_embeddings=False), **KINDS[kind])
     patched, inputs = twin(plain), tokens()
     assert liger_hf.apply(patched, **ONLY).replaced == {"lora_linear": 2 if "target_modules" in KINDS[kind] else 14}
-    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_in_bfloat16_gradients_are_on_average_as_close_to_float64_as_those_of_peft(kind: str) -> None:
-    plain = adapted(make(dtype=torch.bfloat16, tie_word_embeddings=False), **KINDS[kind])
-    patched = twin(plain)
-    liger_hf.apply(patched, **ONLY)
-    ours = theirs = 0.0
-    # The roundings of the layers are the larger part of both errors, and one batch has them by chance.
-    for seed in range(8):
-        ids = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(seed)).to(
-            tiny_models.DEVICE
-        )
-        inputs = {"input_ids": ids, "labels": ids}
-        exact = exact_step(plain, **inputs)
-        ours += sum(error(value, exact[name]).frobenius for name, value in step(patched, **inputs).items())
-        theirs += sum(error(value, exact[name]).frobenius for name, value in step(plain, **inputs).items())
-    assert ours <= 1.1 * theirs
+    assert step_disagreements(patched, plain, **inputs) == {}
 
 
 @pytest.mark.matrix
@@ -125,7 +109,27 @@ def test_what_the_op_does_not_compute_is_left_to_peft_with_the_reason(options: d
     patched, inputs = twin(plain), tokens()
     report = liger_hf.apply(patched)
     assert [(row.verdict, row.reason) for row in report.rows if row.op == "lora_linear"] == [("left", reason)]
-    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+    assert step_disagreements(patched, plain, **inputs) == {}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_adapters_of_a_model_in_few_bits_get_the_gradients_of_peft(bits: int, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    make(tie_word_embeddings=False).save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    results = []
+    for patch in (False, True):
+        model = AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=config, dtype=torch.float32, device_map={"": "cpu"}
+        )
+        model = adapted(model, target_modules=["q_proj", "down_proj"])
+        if patch:
+            assert liger_hf.apply(model).replaced["lora_linear"] == 4
+        results.append(step(model, **tokens()))
+    expected, got = results
+    assert sum("lora_" in name for name in got) == 8
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
@@ -179,7 +183,7 @@ def test_adapters_whose_scales_are_tensors_are_left_to_peft_with_the_reason() ->
     patched, inputs = twin(plain), tokens()
     (reason,) = {row.reason for row in liger_hf.apply(patched).rows if row.op == "lora_linear"}
     assert reason.startswith("its scale is a tensor")
-    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+    assert step_disagreements(patched, plain, **inputs) == {}
 
 
 def disabled(model: Any) -> None:
@@ -242,26 +246,6 @@ def test_what_is_active_is_looked_at_in_every_call(change: Callable[[Any], None]
     assert bool(calls) == CHANGES[change]
 
 
-def test_adapters_are_disabled_within_a_block_and_active_behind_it() -> None:
-    model, inputs = adapted(make()), tokens()
-    before = model(**inputs).logits
-    liger_hf.apply(model, **ONLY)
-    with model.disable_adapter():
-        without = model(**inputs).logits
-    assert not torch.allclose(without, before)
-    torch.testing.assert_close(model(**inputs).logits, before)
-
-
-def test_undo_restores_the_forward_of_peft() -> None:
-    model, inputs = adapted(make(dtype=torch.bfloat16)), tokens()
-    before = step(model, **inputs)
-    report = liger_hf.apply(model, **ONLY)
-    report.undo()
-    after = step(model, **inputs)
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    assert not any("forward" in vars(module) for module in model.modules())
-
-
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_dropout_drops_the_share_that_it_should_and_keeps_the_expected_value(dora: bool) -> None:
     torch.manual_seed(0)
@@ -296,17 +280,6 @@ def test_checkpointing_recomputes_with_the_same_dropout(calls: list[Any]) -> Non
         torch.testing.assert_close(got[name], value, msg=name)
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
-def test_checkpointing_gives_the_same_gradients(reentrant: bool) -> None:
-    model = adapted(make())
-    model.enable_input_require_grads()
-    liger_hf.apply(model)
-    expected = step(model, **tokens())
-    checkpoint_layers(model, reentrant)
-    got = step(model, **tokens())
-    assert all(torch.equal(got[name], value) for name, value in expected.items())
-
-
 def test_a_layer_that_keeps_its_matmuls_does_not_repeat_those_with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted(make())
     expected = step(model, **tokens())
@@ -329,30 +302,6 @@ def test_a_layer_that_keeps_its_matmuls_does_not_repeat_those_with_adapters(monk
     assert launched == 2 * ["lora_linears", "lora_linear", "lora_linears", "lora_linear"]
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5, msg=name)
-
-
-def losses(model: Any, steps: int = 30) -> Tensor:
-    """The losses of a short training run of the adapters on one batch."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
-    found = []
-    for _ in range(steps):
-        loss = model(**tokens()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.detach().float())
-    return torch.stack(found)
-
-
-def test_a_training_run_has_the_losses_of_peft_within_the_noise_of_bfloat16() -> None:
-    plain = adapted(make(dtype=torch.bfloat16, tie_word_embeddings=False))
-    patched = twin(plain)
-    exact = losses(twin(plain).float())
-    liger_hf.apply(patched, **ONLY)
-    expected, got = losses(plain), losses(patched)
-    assert float(expected[-1]) < float(expected[0]) - 1
-    noise = (expected - exact).abs().max()
-    assert float((got - exact).abs().max()) <= 2 * float(noise)
 
 
 def test_float32_adapters_of_a_bfloat16_model_stay_float32() -> None:
@@ -435,28 +384,8 @@ def test_layers_with_one_input_are_computed_together_and_get_the_gradients_of_pe
     patched, inputs = twin(plain), tokens()
     liger_hf.apply(patched, exclude=["linear_cross_entropy"])
     shared.clear()
-    assert disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs)) == {}
+    assert step_disagreements(patched, plain, **inputs) == {}
     assert shared == 2 * expected
-
-
-def test_in_bfloat16_adapters_of_layers_with_one_input_are_as_close_to_float64_as_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plain = adapted(make(dtype=torch.bfloat16, tie_word_embeddings=False))
-    patched = twin(plain)
-    liger_hf.apply(patched)
-    together = alone = 0.0
-    for seed in range(8):
-        ids = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(seed)).to(
-            tiny_models.DEVICE
-        )
-        inputs = {"input_ids": ids, "labels": ids}
-        exact = exact_step(plain, **inputs)
-        together += sum(error(value, exact[name]).frobenius for name, value in step(patched, **inputs).items())
-        with monkeypatch.context() as patch:
-            patch.setattr(joint, "_shared", lambda modules, x: {})
-            alone += sum(error(value, exact[name]).frobenius for name, value in step(patched, **inputs).items())
-    assert together <= 1.05 * alone
 
 
 def watched(model: Any) -> None:
@@ -509,8 +438,7 @@ def test_layers_of_4_bits_with_one_input_share_it(shared: list[int]) -> None:
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules=["a", "b"])
     plain = random_adapters(peft.get_peft_model(Pair().to(tiny_models.DEVICE), config).train())
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     shared.clear()
     x = torch.randn(3, 5, 64, device=tiny_models.DEVICE)
     outcomes = []

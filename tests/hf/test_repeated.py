@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import liger_hf
-from hf.tiny_models import make, step, tokens, twin
+from hf.tiny_models import make, patched_twin, step, tokens, twin
 from liger_hf.repeated import Settings
 from liger_hf.rules.head.log_prob import head_log_prob
 
@@ -70,8 +69,7 @@ def test_the_backward_pass_is_that_of_the_forward_pass(
     targets: list[str], options: dict[str, Any], change: Callable[[Any], Any]
 ) -> None:
     plain = adapted(targets, dropout=0.3 if change is CHANGES["evaluation"] and not options else 0.0)
-    patched = twin(plain)
-    liger_hf.apply(patched, **options)
+    patched = patched_twin(plain, **options)
     expected, found = gradients(plain, change), gradients(patched, change)
     # What is frozen before the backward pass gets no gradient.
     assert ("base_model.model.model.embed_tokens.weight" in expected) == (change is not freeze)
@@ -101,8 +99,7 @@ def test_log_probabilities_of_a_head_get_the_gradients_of_the_forward_pass(chang
 @EACH_CHANGE
 def test_logits_are_those_of_the_forward_pass(change: Callable[[Any], Any]) -> None:
     plain = adapted(["lm_head"])
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     found = []
     for model in (plain, patched):
         outputs = model(**tokens())
@@ -113,8 +110,7 @@ def test_logits_are_those_of_the_forward_pass(change: Callable[[Any], Any]) -> N
 
 def test_logits_have_the_dropout_of_the_loss_and_draw_nothing_more() -> None:
     plain = adapted(["lm_head"], dropout=0.3)
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     found = []
     for model in (plain, patched):
         torch.manual_seed(1)
@@ -154,8 +150,7 @@ def test_settings_are_put_back_afterwards() -> None:
 
 def test_a_step_after_the_change_has_the_new_settings() -> None:
     plain = adapted(["lm_head"])
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     results = []
     for model in (plain, patched):
         gradients(model, CHANGES["another adapter"])
