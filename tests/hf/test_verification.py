@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import liger_hf
 from hf.sweep import build
-from hf.tiny_models import make, step, tokens, twin
+from hf.tiny_models import make, patched_twin, step, tokens, twin
 from liger_core import BackendError, DeviceError, LigerError, OptionError, add_rms_norm, rms_norm
 from liger_core import rope as rope_op
 from liger_hf.discovery import replaceable_ops
@@ -79,15 +79,6 @@ def test_an_error_of_one_percent_is_refused(op: str, wrong: dict[str, float], mo
     assert row.verdict == "left"
     assert "relative error" in row.reason
     assert ("gradient of" in row.reason) or "output" in wrong
-
-
-def test_a_refused_op_leaves_the_model_as_accurate_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "rms_norm", gradient=1.01)
-    plain = make().train()
-    patched = twin(plain)
-    liger_hf.apply(patched, only=["rms_norm"])
-    results, expected = step(patched, **tokens()), step(plain, **tokens())
-    assert [name for name in expected if not torch.equal(results[name], expected[name])] == []
 
 
 def test_without_verification_a_wrong_gradient_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,22 +314,15 @@ def test_an_activation_that_depends_on_the_whole_row_is_the_reason_for_leaving_a
     )
 
 
-class FadingNorm(HalfNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x)
-        return y if self.training else y * 0.9
+def fading(kind: Any) -> Any:
+    """A module of this class whose output is smaller in evaluation."""
 
+    class Fading(kind):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x)
+            return y if self.training else y * 0.9
 
-class FadingEmbedding(nn.Embedding):
-    def forward(self, index: Tensor) -> Tensor:
-        y = super().forward(index)
-        return y if self.training else y * 0.9
-
-
-class FadingGroups(nn.GroupNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y if self.training else y * 0.9
+    return Fading
 
 
 class FadingSquare(nn.Module):
@@ -347,10 +331,10 @@ class FadingSquare(nn.Module):
 
 
 FADING: dict[str, Callable[[], nn.Module]] = {
-    "rms_norm": lambda: FadingNorm(lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),
+    "rms_norm": lambda: fading(HalfNorm)(lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),
     "swiglu": lambda: Unit(lambda unit, gate, up: unit.dropout(gate * up * (1.0 if unit.training else 0.9))),
-    "embedding": lambda: FadingEmbedding(9, 8),
-    "group_norm": lambda: FadingGroups(2, 8),
+    "embedding": lambda: fading(nn.Embedding)(9, 8),
+    "group_norm": lambda: fading(nn.GroupNorm)(2, 8),
     "relu_squared": lambda: FadingSquare(),
 }
 
@@ -470,8 +454,7 @@ def test_a_head_that_does_something_else_with_another_length_keeps_its_loss_and_
 
     monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", forward)
     plain = make().train()
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     for length in (32, 33):
         results, expected = (step(model, **tokens(length=length)) for model in (patched, plain))
         torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-6)
@@ -509,18 +492,6 @@ def test_a_gated_mlp_is_replaced_only_if_all_of_it_is_computed(between: Callable
     # Evaluation: a dropout must be noticed although it does nothing yet.
     report = liger_hf.apply(nn.Sequential(Unit(between)).eval())
     assert report.replaced == ({"swiglu": 1} if fits else {})
-
-
-def test_the_dropout_of_a_replaced_unit_still_drops() -> None:
-    plain = nn.Sequential(Unit(lambda unit, gate, up: unit.dropout(gate * up))).train()
-    patched = twin(plain)
-    assert liger_hf.apply(patched).replaced == {"swiglu": 1}
-    x = torch.randn(2, 5, 24)
-    torch.manual_seed(1)
-    expected = plain(x)
-    torch.manual_seed(1)
-    torch.testing.assert_close(patched(x), expected)
-    assert not torch.equal(patched(x), patched(x))
 
 
 def test_units_of_one_class_with_other_settings_are_checked_one_by_one() -> None:

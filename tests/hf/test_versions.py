@@ -49,25 +49,3 @@ def test_a_version_outside_the_metadata_is_named_once(version: str, installed: C
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         liger_hf.apply(model)
-
-
-@pytest.mark.parametrize("version", ["5.17.0", "5.23.1", "5.23.2.dev0"])
-def test_a_tested_version_is_not_warned_about(version: str, installed: Callable[[str], None]) -> None:
-    installed(version)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        liger_hf.inspect(make(num_hidden_layers=1))
-
-
-def test_the_installed_version_is_tested() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        liger_hf.inspect(make(num_hidden_layers=1))
-
-
-def test_without_metadata_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> list[str]:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "requires", missing)
-    warn_if_untested("liger-hf")
