@@ -17,7 +17,7 @@ from transformers import DynamicCache
 import liger_hf
 from hf.sweep import build
 from hf.test_heads import adapted
-from hf.tiny_models import VOCABULARY, disagreements, exact_step, make, step, tokens, twin
+from hf.tiny_models import VOCABULARY, disagreements, exact_step, make, patched_twin, step, tokens
 
 pytestmark = pytest.mark.usefixtures("kernels_when_compiled")
 
@@ -47,8 +47,7 @@ def compiled_step(model: Any, backend: Any, **inputs: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_a_patched_model_is_one_graph_with_the_right_gradients(architecture: str) -> None:
     plain = make(architecture).train()
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     inputs = tokens()
     results = compiled_step(patched, "aot_eager", **inputs)
     assert graphs() == 1
@@ -57,21 +56,9 @@ def test_a_patched_model_is_one_graph_with_the_right_gradients(architecture: str
 
 
 @pytest.mark.cpu
-def test_a_head_with_an_adapter_breaks_no_graph() -> None:
-    plain = adapted(make(tie_word_embeddings=False), "lm_head")
-    patched = twin(plain)
-    liger_hf.apply(patched)
-    inputs = tokens()
-    results = compiled_step(patched, "aot_eager", **inputs)
-    assert graphs() == 1
-    assert disagreements(results, step(plain, **inputs), exact_step(plain, **inputs)) == {}
-
-
-@pytest.mark.cpu
 def test_a_hook_in_a_head_with_an_adapter_breaks_no_graph() -> None:
     plain = adapted(make(tie_word_embeddings=False), "lm_head")
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     for model in (plain, patched):
         model.base_model.model.lm_head.lora_A.default.register_forward_hook(lambda module, args, output: output * 2)
     inputs = tokens()
@@ -84,8 +71,7 @@ def test_a_hook_in_a_head_with_an_adapter_breaks_no_graph() -> None:
 @pytest.mark.parametrize("model_type", ["opt", "bert", "glm4", "gemma4_text"])
 def test_other_heads_and_rotary_functions_break_no_graph(model_type: str) -> None:
     plain = build(model_type).train()
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     inputs = {"input_ids": tokens()["input_ids"], "labels": tokens()["labels"], "use_cache": False}
     expected = step(plain, **inputs)
     results, breaks = step(torch.compile(patched, backend="aot_eager"), **inputs), graph_breaks()
@@ -129,15 +115,13 @@ def test_a_patched_model_recompiles_no_more_than_the_plain_one() -> None:
         return seen
 
     plain = make(num_hidden_layers=1).train()
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     assert count(patched) == count(plain)
 
 
 def test_the_compiled_model_evaluates_like_the_plain_one() -> None:
     plain = make().eval()
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     with torch.no_grad():
         results, expected = torch.compile(patched, fullgraph=True, backend="aot_eager")(**tokens()), plain(**tokens())
     torch.testing.assert_close(results.logits, expected.logits)
@@ -146,8 +130,7 @@ def test_the_compiled_model_evaluates_like_the_plain_one() -> None:
 
 def test_logits_read_outside_the_compiled_graph_are_right() -> None:
     plain = make().train()
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     outputs = torch.compile(patched, fullgraph=True, backend="aot_eager")(**tokens())
     torch.testing.assert_close(outputs.logits + 0, plain(**tokens()).logits)
 
@@ -155,8 +138,7 @@ def test_logits_read_outside_the_compiled_graph_are_right() -> None:
 @pytest.mark.parametrize("strict", [False, True], ids=["traced", "compiled"])
 def test_an_exported_model_in_training_returns_its_logits(strict: bool) -> None:
     plain = make(num_hidden_layers=1).train()
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     inputs = {**tokens(), "use_cache": False}
     results, expected = torch.export.export(patched, (), inputs, strict=strict).module()(**inputs), plain(**inputs)
     torch.testing.assert_close(results.logits, expected.logits)
@@ -166,8 +148,7 @@ def test_an_exported_model_in_training_returns_its_logits(strict: bool) -> None:
 @pytest.mark.slow
 def test_inductor_gives_the_right_gradients(place: torch.device) -> None:
     plain = make(num_hidden_layers=1).train()
-    patched = twin(plain)
-    liger_hf.apply(patched)
+    patched = patched_twin(plain)
     inputs = tokens()
     results = compiled_step(patched, "inductor", **inputs)
     expected = step(plain, **inputs)

@@ -144,15 +144,6 @@ def test_a_model_that_is_created_for_each_training_run_is_patched_each_time(
     largest_of_an_evaluation(made, monkeypatch)
 
 
-def test_adapters_are_trained_under_the_callback(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="needs peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(make(tie_word_embeddings=False), config)
-    before = {name: value.clone() for name, value in model.named_parameters() if "lora_" in name}
-    trainer(model, tmp_path, [liger_hf.LigerCallback(show=None)]).train()
-    assert all(not torch.equal(value, before[name]) for name, value in model.named_parameters() if "lora_" in name)
-
-
 # -- use_liger_kernel=True
 
 
@@ -173,15 +164,6 @@ def test_use_liger_kernel_trains_with_liger(stand_in: list[liger_hf.Report], tmp
     assert losses == pytest.approx(expected, abs=2e-4)
     assert metrics == pytest.approx(expected_metrics, abs=2e-4)
     assert [report.replaced for report in stand_in] == [ALL]
-
-
-def test_evaluating_the_loss_alone_makes_no_logits(
-    stand_in: list[liger_hf.Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = trainer(make().train(), tmp_path, use_liger_kernel=True, prediction_loss_only=True)
-    monkeypatch.setattr("liger_core.ops.head.loop.CPU_BYTES", 4 * VOCABULARY * 4)
-    made.train()
-    assert largest_of_an_evaluation(made, monkeypatch) < Rows(8).ids.numel() * VOCABULARY
 
 
 @pytest.mark.parametrize(
