@@ -43,10 +43,6 @@ def test_what_was_held_before_does_not_count(device: torch.device) -> None:
     del before
 
 
-def test_measuring_twice_gives_the_same(device: torch.device) -> None:
-    assert [peak_bytes(lambda: block(4, device), device) for _ in range(2)] == [4 * MiB, 4 * MiB]
-
-
 def test_a_block_released_between_two_measurements_is_not_missed_in_the_second(device: torch.device) -> None:
     kept = []
     peak_bytes(lambda: kept.append(block(16, device)), device)
@@ -92,15 +88,6 @@ def test_a_temporary_of_the_backward_pass_counts(device: torch.device) -> None:
     y = Holds.apply(x)
     grad = torch.ones_like(x)
     assert peak_bytes(lambda: torch.autograd.grad(y, x, grad), device) == 64 * MiB
-
-
-def test_logits_of_a_loss_are_all_seen() -> None:
-    logits = torch.zeros(512, 8192, requires_grad=True)
-    target = torch.zeros(512, dtype=torch.int64)
-    size = logits.numel() * 4
-    measured = peak_bytes(lambda: torch.nn.functional.cross_entropy(logits, target).backward(), torch.device("cpu"))
-    # Log-probabilities, the gradient at them, and the gradient at the logits.
-    assert 3 * size <= measured < 3.1 * size
 
 
 def test_tensors_that_share_memory_are_held_once(device: torch.device) -> None:

@@ -76,10 +76,6 @@ def test_what_is_offloaded_is_updated_by_adamw() -> None:
     assert {setup.optimizer for setup in setups if setup.offload != "none"} == {"adamw"}
 
 
-def test_a_setup_that_fits_needs_no_technique() -> None:
-    assert [item.title for item in checklist(Setup("tiny"), 30 * GiB, predicting(counted))] == ["no technique"]
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_on_the_cpu_nothing_is_offered_that_takes_a_gpu(ranks: int) -> None:
     setup = Setup("tiny", device="cpu", precision="fp32", checkpoint="none", ranks=ranks)
@@ -129,17 +125,6 @@ def test_the_largest_batch_takes_few_predictions(static: int, slope: int, bend: 
     largest_batch(Setup("tiny"), limit, predicting(size))
     # Bisection alone takes 20; two of three may go to lines that meet far from the bend.
     assert len(asked) <= 60
-
-
-def test_the_largest_batch_on_a_straight_line_takes_four_predictions() -> None:
-    asked: list[int] = []
-
-    def size(setup: Setup) -> int:
-        asked.append(setup.batch)
-        return 1000 + 3 * setup.batch
-
-    assert largest_batch(Setup("tiny"), 4001, predicting(size)) == 1000
-    assert asked == [1, 2, 1001, 1000]
 
 
 def test_an_alternative_changes_one_option() -> None:

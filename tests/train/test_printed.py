@@ -4,10 +4,8 @@ says so."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +19,6 @@ from liger_train.row import Row, row_of
 from liger_train.setup import Setup
 from liger_train.train import command, sweep
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 WHERE = {
     "machine": "Some CPU, 2 threads",
     "versions": "python 3.11, liger-core 1, torch 9.9, transformers 5",
@@ -139,12 +136,6 @@ def test_a_comparison_fits_a_terminal(printed: Callable[[], str]) -> None:
     text = " ".join(printed().replace("│", " ").split())
     assert "23.00 20.00 +15.0% wrong" in text
     assert "out of memory" in text
-
-
-def test_rows_of_gpus_fit_a_terminal(printed: Callable[[], str]) -> None:
-    for row in json.loads((RESULTS / "2026-11-21-h200-techniques" / "train.json").read_text()):
-        command._print(row_of(TINY, WHERE, row), printed=[])
-    printed()
 
 
 @pytest.mark.parametrize(
