@@ -343,13 +343,13 @@ def test_no_other_file_than_the_page_says_writes_an_autograd_function() -> None:
         for p in sources(package)
         if "(torch.autograd.Function)" in p.read_text()
     ]
-    assert [path.name for path in names] == ["kernels.py", "rope.py", "tiling.py"]
+    assert [path.name for path in names] == ["autograd.py", "rope.py", "tiling.py"]
     assert "No op writes one of its own, except `liger_triton/rope.py`" in page("ARCHITECTURE.md")
 
 
 # Autograd functions of measurements and plans, whose gradients nothing differentiates, and one that gives none.
 UNCHECKED = {
-    "liger_core/kernels.py Kept",
+    "liger_core/autograd.py Kept",
     "liger_bench/sharded/heads.py _Copy",
     "liger_bench/sharded/heads.py _Gather",
     "liger_train/plan/devices.py _FlashAttention",
@@ -369,10 +369,7 @@ def test_every_autograd_function_checks_its_backward_pass() -> None:
                     ast.unparse(base) == "torch.autograd.Function" for base in node.bases
                 ):
                     found[f"{path.as_posix().split('/src/')[1]} {node.name}"] = ast.unparse(node)
-    # That of `differentiable` is `derive`.
-    assert {name for name, code in found.items() if "check_backward(" not in code} == UNCHECKED | {
-        "liger_core/kernels.py Function"
-    }
+    assert {name for name, code in found.items() if "check_backward(" not in code} == UNCHECKED
 
 
 def test_the_page_names_every_hook() -> None:

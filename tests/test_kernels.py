@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_core.kernels import Kernel, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Kernel
 
 NUMBERS = itertools.count()
 
@@ -58,7 +59,7 @@ def test_the_schema_is_the_signature_of_launch() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_structures_reach_the_launcher_as_structures(compiled: bool) -> None:
-    function = differentiable(kernel(scaled, results_of), kernel(scaled_backward), public=2)
+    function = differentiable(kernel(scaled, results_of), kernel(scaled_backward), saves=("bias",), public=2)
     call = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
     x = torch.randn(5, requires_grad=True)
     y, total = call(x, Scale(3.0, torch.ones(5)), True)
@@ -119,8 +120,8 @@ def output_kept(grad_x: Tensor, /, grad_y: Tensor, y: Tensor, needs: list[bool])
 
 
 def test_outputs_cannot_be_saved_before_the_forward() -> None:
-    with pytest.raises(TypeError, match="keep_first needs one output and a backward that takes inputs only, got y"):
-        differentiable(kernel(copy), kernel(output_kept), keep_first=True)
+    with pytest.raises(TypeError, match="keep_first needs one output and a backward that saves inputs only, got y"):
+        differentiable(kernel(copy), kernel(output_kept), saves=("y",), keep_first=True)
 
 
 def wrong_name(grad_x: Tensor, /, grad_y: Tensor, xx: Tensor, needs: list[bool]) -> None: ...
@@ -145,6 +146,15 @@ def late_gradient(grad_x: Tensor, /, x: Tensor, grad_y: Tensor, needs: list[bool
 )
 def test_a_backward_that_fits_no_forward_is_refused(backward: Callable[..., None], sentence: str) -> None:
     with pytest.raises(TypeError) as caught:
-        differentiable(kernel(copy), kernel(backward))
+        differentiable(kernel(copy), kernel(backward), saves=())
     assert sentence in str(caught.value)
     assert str(caught.value).startswith(f"liger_test::{backward.__name__}")
+
+
+def input_saved(grad_x: Tensor, /, grad_y: Tensor, x: Tensor, needs: list[bool]) -> None: ...
+
+
+@pytest.mark.parametrize("saves", [(), ("y",), ("x", "y"), ("x", "x"), ("grad_y", "x")], ids=str)
+def test_saves_must_name_the_tensors_that_backward_takes(saves: tuple[str, ...]) -> None:
+    with pytest.raises(TypeError, match=r"saves must name the tensors that it takes besides gradients \(x\), got"):
+        differentiable(kernel(copy), kernel(input_saved), saves)

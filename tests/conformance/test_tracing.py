@@ -20,8 +20,9 @@ from conformance.cases import Case, arguments_of, leaves, sample_names, takes_mi
 from conformance.cases import differentiable as differentiable_arguments
 from conformance.running import Trial, run
 from liger_core import Op, use
+from liger_core.autograd import differentiable
 from liger_core.errors import GradientError
-from liger_core.kernels import Kernel, differentiable
+from liger_core.kernels import Kernel
 from liger_core.plugins import registry
 
 pytestmark = pytest.mark.matrix
@@ -198,15 +199,15 @@ def copying(name: str) -> tuple[Kernel, Kernel]:
 
 def test_a_kernel_has_one_derivative() -> None:
     forward, backward = copying("one_derivative")
-    differentiable(forward, backward)
-    differentiable(forward, backward)
+    differentiable(forward, backward, saves=())
+    differentiable(forward, backward, saves=())
     with pytest.raises(TypeError, match="it must have one derivative"):
-        differentiable(forward, copying("another")[1])
+        differentiable(forward, copying("another")[1], saves=())
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_a_second_derivative_is_an_error_when_compiled_too() -> None:
-    copy = differentiable(*copying("copy"))
+    copy = differentiable(*copying("copy"), saves=())
     x = torch.ones(3, requires_grad=True)
     y = torch.compile(lambda x: copy(x), fullgraph=True, backend="eager")(x)
     with pytest.raises(GradientError, match="must not be differentiated again"):

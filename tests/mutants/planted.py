@@ -214,7 +214,7 @@ KERNELS = (
     ),
     Mutant(
         "a shared gradient reaches one input only",
-        "liger_core.kernels:differentiable.derive",
+        "liger_core.autograd:_node.Function.backward",
         "answer[_1] = answer[_2] = result",
         "answer[_1] = result",
         ACCURATE,
@@ -223,7 +223,7 @@ KERNELS = (
     ),
     Mutant(
         "a gradient is a constant under create_graph",
-        "liger_core.kernels:check_backward",
+        "liger_core.autograd:check_backward",
         "torch.is_grad_enabled()",
         "False",
         f"{CONFORMANCE}accuracy.py::test_a_second_derivative_is_right_or_refused",
@@ -231,7 +231,7 @@ KERNELS = (
     ),
     Mutant(
         "an exported program has the gradients of its tracing",
-        "liger_core.kernels:differentiable.Function.forward",
+        "liger_core.autograd:_node.Function.forward",
         "args = (*args[:-1], ctx.needs)",
         "pass",
         f"{CONFORMANCE}tracing.py::test_an_exported_call_gives_gradients_to_what_was_frozen_when_it_was_exported",
@@ -239,8 +239,8 @@ KERNELS = (
     ),
     Mutant(
         "every gradient is asked for",
-        "liger_core.kernels:differentiable.Function.forward",
-        "given[first] or given[last]",
+        "liger_core.autograd:_node.Function.forward",
+        "required[first] or required[last]",
         "True",
         UNASKED,
         "swiglu or layer_norm",
@@ -249,7 +249,7 @@ KERNELS = (
     ),
     Mutant(
         "checkpointing repeats what comes before the last layer",
-        "liger_core.kernels:differentiable.keep",
+        "liger_core.autograd:_node.Function.forward",
         "ctx.before is None",
         "True",
         "tests/ops/test_lora_linear.py::test_checkpointing_does_not_repeat_the_last_layer",

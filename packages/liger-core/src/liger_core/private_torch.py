@@ -10,10 +10,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch.autograd import forward_ad
 from torch.nn.modules import module as hooks_of_modules
 
 from liger_core.private_names import PrivateNames
@@ -51,7 +50,7 @@ is_legacy_batched = TORCH.look_up(
     "The error is torch's own: such tensors have no memory.",
     lambda tensor: False,
 )
-_FORWARD_LEVEL = TORCH.word(
+FORWARD_LEVEL = TORCH.word(
     "torch.autograd.forward_ad:_current_level",
     "Shows whether forward-mode AD is on without asking every argument.",
     "Every argument is asked; the inductor backend runs references.",
@@ -82,12 +81,6 @@ def constant_when_traced(function: F) -> F:
     imports the compiler."""
     setattr(function, _CONSTANT, True)
     return function
-
-
-@constant_when_traced
-def is_transforming() -> bool:
-    """Whether a torch.func transform or a level of forward-mode AD is open."""
-    return getattr(forward_ad, _FORWARD_LEVEL, 0) >= 0 or interpreter_stack() is not None
 
 
 def is_exporting() -> bool:
@@ -245,35 +238,6 @@ def has_global_backward_hook() -> bool:
 
 # -- schemas of operators
 
-
-class _Field(NamedTuple):
-    name: str
-    type: str
-
-
-class _Schema(NamedTuple):
-    arguments: list[_Field]
-    returns: list[_Field]
-
-
-def _read_schema(schema: str) -> _Schema:
-    """Read the schema of one of the kernels, "name(Tensor x, bool[] needs) -> (Tensor y)"."""
-    fields = [
-        [
-            _Field(name, "List[bool]" if kind == "bool[]" else kind)
-            for kind, _, name in (one.partition(" ") for one in side.split(", "))
-        ]
-        for side in schema.partition("(")[2].removesuffix(")").split(") -> (")
-    ]
-    return _Schema(*fields)
-
-
-parse_schema = TORCH.look_up(
-    "torch._C:parse_schema",
-    "Reads the schema of a kernel: the names and types of its parameters.",
-    "A parser of the few types that kernels have.",
-    _read_schema,
-)
 _SCHEMA = TORCH.word(
     "torch._ops:_schema",
     "`liger plan` binds the arguments of an operator to their names.",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from liger_core.kernels import Kept, check_backward
+from liger_core.autograd import Kept, check_backward
 from liger_hf.patch import Patch, replacement, slot
 from liger_hf.repeated import Numbers, Settings, draws
 from liger_hf.rules.gated_mlp.rule import look

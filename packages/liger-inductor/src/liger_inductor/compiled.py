@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from liger_core import Op
-from liger_core.kernels import check_backward
+from liger_core.autograd import check_backward
+from liger_core.kernels import is_transforming
 from liger_core.op import OVERWRITING
-from liger_core.private_torch import DisableAutocast, autocast_is_on, dispatch_stack_length, is_transforming
+from liger_core.private_torch import DisableAutocast, autocast_is_on, dispatch_stack_length
 
 # Programs that torch.compile may make of a function: one for each dtype, number of dimensions, pattern of gradients and
 # value of an option, for sizes of 1, and for all other sizes. Calls past them run uncompiled.

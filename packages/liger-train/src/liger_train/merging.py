@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_core.kernels import Outputs, differentiable, reference_kernel
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs, reference_kernel
 from liger_hf.patch import Patch, replacement
 from liger_hf.rules.gated_mlp.rule import look
 from liger_hf.rules.lora.source import sharing
@@ -185,4 +186,5 @@ def _whole(whole: Tensor, *weights: Tensor | None) -> Tensor:
 _merged = differentiable(
     reference_kernel("merged_linear", _allocate, _launch),
     reference_kernel("merged_linear_backward", _allocate_backward, _launch_backward),
+    saves=("x", "whole", "a", "b", "c"),
 )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_core.kernels import check_backward
+from liger_core.autograd import check_backward
 from liger_hf.patch import replacement
 
 PATCH = "_liger_tied_patch"

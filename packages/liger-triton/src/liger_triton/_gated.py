@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_core.private_torch import storage_id
 from liger_triton.launch import TILE_WARPS, Launcher, TritonKernel, rows_of, tiles_of
 
@@ -27,6 +28,7 @@ def gated(name: str) -> Callable[..., Any]:
     return differentiable(
         TritonKernel(name, _allocate, _launch),
         TritonKernel(f"{name}_backward", _allocate_backward, _launch_backward, _recycle_backward),
+        saves=("gate", "up"),
     )
 
 

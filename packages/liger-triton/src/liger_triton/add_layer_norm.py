@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_triton import _norm
 from liger_triton.launch import TritonKernel, dense_like, supported
 
@@ -61,5 +62,6 @@ def _launch_backward(
 _add_layer_norm = differentiable(
     TritonKernel("add_layer_norm", _allocate, _launch),
     TritonKernel("add_layer_norm_backward", _allocate_backward, _launch_backward),
+    saves=("summed", "weight", "bias", "mean", "inverse"),
     public=2,
 )

@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_triton import _norm
 from liger_triton.launch import TritonKernel, dense_like, supported
 
@@ -75,5 +76,6 @@ def _launch_backward(
 _add_rms_norm = differentiable(
     TritonKernel("add_rms_norm", _allocate, _launch),
     TritonKernel("add_rms_norm_backward", _allocate_backward, _launch_backward),
+    saves=("summed", "weight", "inverse_rms"),
     public=2,
 )

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from liger_core import Unsupported
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_triton._attention_residual import backward_launch, forward_launch, sum_launch
 from liger_triton._chunks import chunks_of, stages_of, warps_for
 from liger_triton._norm_sum import SUMMED, zero
@@ -148,4 +149,5 @@ def _stacked(layers: Tensor) -> Tensor:
 _attention_residual = differentiable(
     TritonKernel("attention_residual", _allocate, _launch),
     TritonKernel("attention_residual_backward", _allocate_backward, _launch_backward),
+    saves=("layers", "query", "weight", "statistics"),
 )

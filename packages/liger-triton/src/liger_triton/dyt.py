@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_triton._norm_sum import read, store_sums, sum_columns, zero
 from liger_triton.launch import (
     Launcher,
@@ -108,6 +109,7 @@ def _launch_backward(
 _dyt = differentiable(
     TritonKernel("dyt", _allocate, _launch),
     TritonKernel("dyt_backward", _allocate_backward, _launch_backward),
+    saves=("x", "alpha", "weight", "bias"),
 )
 
 

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, rows_of, supported, wait
 
 # Sorted indices that one program adds up. A sum that ends in a later span continues there, and a second kernel adds its
@@ -238,4 +239,5 @@ crossing_launch = Launcher(crossing_kernel)
 _embedding = differentiable(
     TritonKernel("embedding", _allocate, _launch),
     TritonKernel("embedding_backward", _allocate_backward, _launch_backward),
+    saves=("index", "weight"),
 )

@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_core.ops._grouped import grouped
 from liger_triton._experts import (
     activate_backward_launch,
@@ -344,4 +345,16 @@ def _constants(joined: Tensor, width: int, biases: Biases, gate: Gate) -> dict[s
 _experts = differentiable(
     ComposedKernel("experts", _allocate, _launch),
     ComposedKernel("experts_backward", _allocate_backward, _launch_backward, reused="joined"),
+    saves=(
+        "x",
+        "gate_up",
+        "down",
+        *Routing._fields,
+        *Biases._fields,
+        *Adapters._fields,
+        "joined",
+        "order",
+        "place",
+        "ends",
+    ),
 )

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core import Unsupported
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_triton._norm_sum import read, sum_columns
 from liger_triton.launch import (
     Launcher,
@@ -135,6 +136,7 @@ def backward_shape(width: int, size: int, shared: int) -> tuple[int, int, int, i
 _gated_rms_norm = differentiable(
     TritonKernel("gated_rms_norm", _allocate, _launch),
     TritonKernel("gated_rms_norm_backward", _allocate_backward, _launch_backward),
+    saves=("x", "gate", "weight", "inverse"),
 )
 
 

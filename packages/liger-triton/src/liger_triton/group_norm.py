@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from liger_core import Unsupported
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_triton._group_held import backward, cached_tiles, forward, holds, together, warps_of
 from liger_triton._group_norm import backward_launch, forward_launch, mean_launch, sum_launch
 from liger_triton._norm_sum import zero
@@ -167,4 +168,5 @@ def parts_of(size: int, tile: int, rows: int, programs: int) -> tuple[int, int]:
 _group_norm = differentiable(
     TritonKernel("group_norm", _allocate, _launch),
     TritonKernel("group_norm_backward", _allocate_backward, _launch_backward),
+    saves=("x", "weight", "bias", "mean", "inverse"),
 )

@@ -57,7 +57,7 @@ class TritonKernel(Kernel):
 
     def __init__(self, name: str, allocate: Any, launch: Any, recycle: Any = None) -> None:
         super().__init__(NAMESPACE, name, allocate, launch, recycle)
-        self.anchor = next(i for i, a in enumerate(self.schema.arguments) if str(a.type) == "Tensor")
+        self.anchor = next(i for i, a in enumerate(self.schema.arguments) if a.type == "Tensor")
 
     def execute(self, args: tuple[Any, ...], allocate: Any) -> Outputs:
         device = args[self.anchor].get_device()

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_triton._norm_sum import read, zero
 from liger_triton._streams import BLOCK, FOLD, WARPS, check_streams, positions
 from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, supported
@@ -81,6 +82,7 @@ def _columns(streams: int) -> int:
 _merge_streams = differentiable(
     TritonKernel("merge_streams", _allocate, _launch),
     TritonKernel("merge_streams_backward", _allocate_backward, _launch_backward),
+    saves=("x", "y", "post", "res"),
 )
 
 

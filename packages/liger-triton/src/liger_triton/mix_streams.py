@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_triton._norm_sum import read
 from liger_triton._streams import BLOCK, WARPS, check_streams, positions
 from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, supported
@@ -62,6 +63,7 @@ def _launch_backward(
 _mix_streams = differentiable(
     TritonKernel("mix_streams", _allocate, _launch),
     TritonKernel("mix_streams_backward", _allocate_backward, _launch_backward),
+    saves=("x", "pre"),
 )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_triton import _norm_modulated
 from liger_triton.launch import TritonKernel, dense_like, supported
 
@@ -46,4 +47,5 @@ def _launch_backward(
 _modulated_layer_norm = differentiable(
     TritonKernel("modulated_layer_norm", _allocate, _launch),
     TritonKernel("modulated_layer_norm_backward", _allocate_backward, _launch_backward),
+    saves=("x", "scale", "shift", "mean", "inverse"),
 )

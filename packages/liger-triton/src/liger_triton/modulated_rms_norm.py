@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_triton import _norm_modulated
 from liger_triton.launch import TritonKernel, dense_like, supported
 
@@ -55,4 +56,5 @@ def _launch_backward(
 _modulated_rms_norm = differentiable(
     TritonKernel("modulated_rms_norm", _allocate, _launch),
     TritonKernel("modulated_rms_norm_backward", _allocate_backward, _launch_backward),
+    saves=("x", "scale", "shift", "weight", "inverse"),
 )

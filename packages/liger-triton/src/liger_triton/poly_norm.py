@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core import Unsupported
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_triton._chunks import chunks_of, no_chunks, read_chunks, row_sum, stages_of, warps_for, write_chunk
 from liger_triton._norm_sum import sum_columns, zero
 from liger_triton.launch import Launcher, TritonKernel, contiguous, dense_like, processors, strided_rows, supported
@@ -87,6 +88,7 @@ def _launch_backward(
 _poly_norm = differentiable(
     TritonKernel("poly_norm", _allocate, _launch),
     TritonKernel("poly_norm_backward", _allocate_backward, _launch_backward),
+    saves=("x", "weight", "bias", "inverse"),
 )
 
 

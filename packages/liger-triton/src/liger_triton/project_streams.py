@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core import Unsupported
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_triton._norm_sum import read, sum_columns, zero
 from liger_triton._streams import positions
 from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, power_of_two, processors, supported
@@ -94,6 +95,7 @@ def _logits(count: int) -> int:
 _project_streams = differentiable(
     TritonKernel("project_streams", _allocate, _launch),
     TritonKernel("project_streams_backward", _allocate_backward, _launch_backward),
+    saves=("x", "weight", "y", "inverse"),
 )
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from liger_core import Unsupported
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_triton._norm_sum import sum_columns, zero
 from liger_triton._qk_norm_rope import backward_launch, forward_launch
 from liger_triton.launch import TritonKernel, cdiv, contiguous, dense_like, fuses, power_of_two, processors, supported
@@ -220,5 +221,6 @@ def _tables(cos: Tensor, sin: Tensor, batch: int) -> tuple[int, ...]:
 _qk_norm_rope = differentiable(
     TritonKernel("qk_norm_rope", _allocate, _launch),
     TritonKernel("qk_norm_rope_backward", _allocate_backward, _launch_backward),
+    saves=("q", "k", "q_weight", "k_weight", "cos", "sin", "inverse_q", "inverse_k"),
     public=2,
 )

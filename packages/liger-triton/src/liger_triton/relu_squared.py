@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_triton._gated import PLAIN, RELU_SQUARED, gated
 from liger_triton.launch import TILE_WARPS, Launcher, TritonKernel, dense_like, rows_of, supported, tiles_of
 
@@ -82,5 +83,6 @@ backward_launch = Launcher(backward_kernel)
 _relu_squared = differentiable(
     TritonKernel("relu_squared", _allocate, _launch),
     TritonKernel("relu_squared_backward", _allocate_backward, _launch_backward),
+    saves=("x",),
 )
 _gated_relu_squared = gated("gated_relu_squared")

@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_triton import _norm
 from liger_triton.launch import TritonKernel, dense_like, supported
 
@@ -64,4 +65,5 @@ def _launch_backward(
 _rms_norm = differentiable(
     TritonKernel("rms_norm", _allocate, _launch),
     TritonKernel("rms_norm_backward", _allocate_backward, _launch_backward),
+    saves=("x", "weight", "inverse_rms"),
 )

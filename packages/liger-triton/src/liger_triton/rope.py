@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core import Unsupported
-from liger_core.kernels import Outputs, check_backward, differentiable
+from liger_core.autograd import check_backward, differentiable
+from liger_core.kernels import Outputs
 from liger_core.private_torch import dispatch_stack_length
 from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, processors, supported
 
@@ -234,4 +235,4 @@ def rope_kernel(
 rope_launch = Launcher(rope_kernel)
 _backward = TritonKernel("rope_backward", _allocate_backward, _launch_backward)
 _forward = TritonKernel("rope", _allocate, _launch)
-_rope = differentiable(_forward, _backward, public=2)
+_rope = differentiable(_forward, _backward, saves=("cos", "sin"), public=2)

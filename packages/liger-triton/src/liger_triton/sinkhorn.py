@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core import Unsupported
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_triton._streams import MOST, positions
 from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, power_of_two, supported
 
@@ -67,6 +68,7 @@ def _iterate(y: Tensor, divisors: Tensor | None, x: Tensor, iterations: int, eps
 _sinkhorn = differentiable(
     TritonKernel("sinkhorn", _allocate, _launch),
     TritonKernel("sinkhorn_backward", _allocate_backward, _launch_backward),
+    saves=("x",),
 )
 
 

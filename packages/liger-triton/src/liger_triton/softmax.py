@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_triton._softmax import (
     backward_launch,
     forward_launch,
@@ -167,4 +168,5 @@ def _launch_backward(grad_x: Tensor, /, grad_y: Tensor, y: Tensor, needs: list[b
 _softmax = differentiable(
     TritonKernel("softmax", _allocate, _launch),
     TritonKernel("softmax_backward", _allocate_backward, _launch_backward),
+    saves=("y",),
 )

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core import Unsupported
-from liger_core.kernels import Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs
 from liger_triton._chunks import registers_for
 from liger_triton.launch import (
     Launcher,
@@ -99,6 +100,7 @@ def backward_shape(width: int) -> tuple[int, int, int]:
 _sparsemax = differentiable(
     TritonKernel("sparsemax", _allocate, _launch),
     TritonKernel("sparsemax_backward", _allocate_backward, _launch_backward),
+    saves=("y",),
 )
 
 

@@ -37,8 +37,9 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
+from liger_core.autograd import differentiable
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
-from liger_core.kernels import Kernel, Outputs, differentiable
+from liger_core.kernels import Kernel, Outputs
 from liger_core.op import Misuse, Sample, Work, Workload
 from liger_core.ops._inputs import CLASSES, ROWS, accumulator, misuses_of, normal, row_blocks, row_workloads
 from liger_core.ops._softmax_loss import Reduction, RowPasses, TorchPasses, check_reduction
@@ -490,6 +491,7 @@ class LogitDivergences:
         self.rows = differentiable(
             make_kernel("divergence", self._allocate, self._launch),
             make_kernel("divergence_backward", self._allocate_backward, self._launch_backward),
+            saves=("student", "teacher", "moments"),
         )
 
     def _allocate(self, student: Tensor, teacher: Tensor, options: DivergenceOptions) -> Outputs:

@@ -10,7 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from liger_core.kernels import Outputs, differentiable, reference_kernel
+from liger_core.autograd import differentiable
+from liger_core.kernels import Outputs, reference_kernel
 from liger_core.matmul import multiply
 
 
@@ -102,4 +103,5 @@ def _groups(ends: Tensor, first: Tensor, second: Tensor) -> Iterator[tuple[Tenso
 _grouped_linear = differentiable(
     reference_kernel("grouped_linear", _allocate, _launch),
     reference_kernel("grouped_linear_backward", _allocate_backward, _launch_backward),
+    saves=("rows", "matrices", "ends"),
 )

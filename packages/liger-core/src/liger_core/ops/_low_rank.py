@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_core.kernels import Kernel, Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Kernel, Outputs
 from liger_core.matmul import multiply
 from liger_core.ops._inputs import accumulator, row_blocks
 
@@ -132,11 +133,13 @@ class LowRank:
         self.linear = differentiable(
             make_kernel("lora_linear", self._allocate, self._launch),
             make_kernel("lora_linear_backward", self._allocate_backward, self._launch_backward, self._recycle_backward),
+            saves=("x", "weight", "a", "b", "projected"),
             keep_first=True,
         )
         self.scaled = differentiable(
             make_kernel("lora_linear_scaled", self._allocate_scaled, self._launch_scaled),
             make_kernel("lora_linear_scaled_backward", self._allocate_scaled_backward, self._launch_scaled_backward),
+            saves=("x", "weight", "a", "b", "base", "columns", "own", "projected"),
         )
 
     def __call__(

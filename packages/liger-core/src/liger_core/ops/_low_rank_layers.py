@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_core.kernels import Kernel, Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Kernel, Outputs
 from liger_core.matmul import multiply
 from liger_core.ops._inputs import accumulator
 from liger_core.ops._low_rank import RankPasses, add_all, compute, factor_columns
@@ -104,6 +105,7 @@ class LowRankLayers:
             make_kernel(
                 "lora_linears_backward", self._allocate_backward, self._launch_backward, self._recycle_backward
             ),
+            saves=("x", *Layers._fields),
             public=3,
         )
 

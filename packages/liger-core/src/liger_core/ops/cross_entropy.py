@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
+from liger_core.autograd import differentiable
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
-from liger_core.kernels import Kernel, Outputs, differentiable, reference_kernel
+from liger_core.kernels import Kernel, Outputs, reference_kernel
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import CLASSES, ROWS, accumulator, integers, misuses_of, normal, row_workloads
 from liger_core.ops._softmax_loss import (
@@ -259,11 +260,14 @@ def _kernels(
     per_row = differentiable(
         make_kernel("cross_entropy", allocate, launch),
         make_kernel("cross_entropy_backward", allocate_backward, launch_backward),
+        saves=("logits", "target", "moments", "class_weight"),
         public=4,
     )
     reduced = make_kernel("cross_entropy_reduced", allocate_reduced, launch_reduced)
     derivative = make_kernel("cross_entropy_reduced_backward", allocate_backward, launch_reduced_backward)
-    return per_row, differentiable(reduced, derivative), differentiable(reduced, derivative, public=5)
+    saves = ("logits", "target", "moments", "inverse", "class_weight")
+    loss, loss_and_metrics = (differentiable(reduced, derivative, saves, public) for public in (1, 5))
+    return per_row, loss, loss_and_metrics
 
 
 # No return annotation, so that its signature is that of the op.

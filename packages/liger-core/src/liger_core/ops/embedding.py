@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
+from liger_core.autograd import differentiable
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
-from liger_core.kernels import Outputs, differentiable, reference_kernel
+from liger_core.kernels import Outputs, reference_kernel
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import accumulator, integers, misuses_of, normal, workload
@@ -163,6 +164,7 @@ def _launch_backward(
 _embedding = differentiable(
     reference_kernel("embedding", _allocate, _launch),
     reference_kernel("embedding_backward", _allocate_backward, _launch_backward),
+    saves=("index", "weight"),
 )
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
+from liger_core.autograd import differentiable
 from liger_core.errors import OptionError, ShapeError
-from liger_core.kernels import Kernel, Outputs, differentiable, reference_kernel
+from liger_core.kernels import Kernel, Outputs, reference_kernel
 from liger_core.op import Misuse, Sample, Workload, op
 from liger_core.ops._inputs import accumulator, integers, misuses_of, normal
 from liger_core.ops._softmax_loss import (
@@ -288,8 +289,12 @@ def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[
         if inverse is not None:
             loss.mul_(inverse)
 
-    backward = SumsBackward(passes).kernel("linear_cross_entropy_backward", make_kernel)
-    return differentiable(make_kernel("linear_cross_entropy", allocate, launch), backward, public=4)
+    return differentiable(
+        make_kernel("linear_cross_entropy", allocate, launch),
+        SumsBackward(passes).kernel("linear_cross_entropy_backward", make_kernel),
+        saves=("weight", "scale", *Sums._fields, "main_grad"),
+        public=4,
+    )
 
 
 def _loss_of_rows(results: TokenResults, target: Tensor, options: RowOptions) -> Tensor:

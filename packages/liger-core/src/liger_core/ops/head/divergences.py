@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_core.kernels import Kernel, Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Kernel, Outputs
 from liger_core.ops._divergence import DivergenceOptions, DivergencePasses, DivergenceResults, divergence_results
 from liger_core.ops._inputs import accumulator, power_of_two_above
 from liger_core.ops.head.gradients import (
@@ -155,10 +156,12 @@ class DivergenceLoop:
         self.reduced = differentiable(
             make_kernel("linear_divergence", self._allocate_reduced, self._launch_reduced),
             SumsBackward(passes).kernel("linear_divergence_backward", make_kernel),
+            saves=("weight", "scale", *Sums._fields, "main_grad"),
         )
         self.rows = differentiable(
             make_kernel("linear_divergence_rows", self._allocate_rows, self._launch_rows),
             make_kernel("linear_divergence_rows_backward", self._allocate_rows_backward, self._launch_rows_backward),
+            saves=(*Head._fields, *Teacher._fields, "moments", "number", "kept", "main_grad"),
         )
 
     def _allocate_reduced(

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_core.kernels import Kernel, Outputs, differentiable
+from liger_core.autograd import differentiable
+from liger_core.kernels import Kernel, Outputs
 from liger_core.ops._inputs import accumulator, power_of_two_above
 from liger_core.ops._token_passes import MOMENTS, LogitOptions, ResultOptions, Slopes, Sums, TokenPasses
 from liger_core.ops.head.derivative import HeadDerivative, chosen_slopes, derived
@@ -70,6 +71,17 @@ class TokenLoop:
             make_kernel("linear_tokens", self._allocate, self._launch),
             make_kernel(
                 "linear_tokens_backward", self._allocate_backward, self._launch_backward, self._recycle_backward
+            ),
+            saves=(
+                *Head._fields,
+                "main_grad",
+                "kept",
+                "derivative",
+                "moments",
+                "selected",
+                "number",
+                "inverse_temperature",
+                "class_weight",
             ),
             public=10,
         )
