@@ -17,7 +17,7 @@ from liger_triton._chunks import (
     write_chunk,
     write_chunks,
 )
-from liger_triton._norm_sum import read
+from liger_triton._norm import read
 from liger_triton.launch import Launcher, wait
 
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from liger_triton._norm_sum import ANY, read
-from liger_triton.launch import VECTOR, cdiv, power_of_two, shared_memory
+from liger_triton._norm import ANY, read
+from liger_triton.launch import VECTOR, cdiv, power_of_two
 
 LANES = 32
 
@@ -43,13 +42,6 @@ def is_full(c, width, chunk):
 def warps_for(width: int, most: int) -> int:
     """The fewest warps, up to 16, with which a row has at most so many chunks."""
     return min(16, power_of_two(cdiv(width, LANES * VECTOR * most)))
-
-
-def stages_of(size: int, like: Tensor, most: int = 3) -> int:
-    """Rows on their way at once, at most so many, which wait in shared memory; size is the bytes of one row of every
-    program of a multiprocessor."""
-    # A kilobyte stays for the reductions.
-    return max(1, min(most, (shared_memory(like.device) - 1024) // max(1, size)))
 
 
 def registers_for(warps: int) -> int:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_triton._chunks import no_chunks
-from liger_triton._norm_sum import read
+from liger_triton._norm import read
 from liger_triton.launch import VECTOR, Launcher, cdiv, power_of_two, processors
 
 # Neighbors of a thread.

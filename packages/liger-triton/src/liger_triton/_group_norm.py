@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from liger_triton._group_held import NEAR, write_tile
-from liger_triton._norm_sum import read
+from liger_triton._norm import read
 from liger_triton.launch import Launcher, wait
 
 

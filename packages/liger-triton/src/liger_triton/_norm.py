@@ -1,154 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of rms_norm, add_rms_norm and layer_norm: rows, with a residual or without, centered or not."""
+"""The kernels of norms whose rows are one block each, and what all norms share: column sums over all rows, for
+grad_weight and grad_bias.
+
+Many rows: each program that walks rows adds its own, a second kernel adds what the programs have. Few rows: programs
+beside them add whole columns, which reads the rows twice but spares memory, a launch and its wait.
+"""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
-from liger_triton import _norm_chunks, _norm_wide
-from liger_triton._chunks import stages_of
-from liger_triton._norm_sum import DIRECT_ROWS, STRIP, add_columns, read, store_sums, sum_columns, zero
-from liger_triton.launch import Launcher, cdiv, contiguous, fuses, power_of_two, processors, strided_rows
+from liger_triton.launch import Launcher, cdiv, power_of_two, wait
 
-# Wider rows are processed in tiles: beyond this, a row in float32 and its gradient no longer fit in the registers of a
-# program.
-WIDEST_BLOCK = 16384
-# Rows up to this width share a program backward; of few rows, up to 2048 columns.
-SHORT = 512
+DIRECT_ROWS = 512
+# Columns of a program that adds whole columns (in the interpreter a program costs milliseconds), and rows that it reads
+# at once.
+STRIP, STRIP_ROWS = 512 if knobs.runtime.interpret else 32, 128
 
 
-class Shape(NamedTuple):
-    """How a launch covers (rows, width): block of columns, rows per program, warps."""
+# Numbers that a program which adds the sums of all programs reads at once, and its warps.
+SUMMED, SUM_WARPS = 8192, 4
 
-    block: int
-    rows: int
-    warps: int
-
-
-# Share of copy bandwidth on one H200 (bf16, kernels alone) for the shapes below and their neighbors in rows, warps,
-# stages and grid.
+# No hint on how long the cache keeps what is read.
+ANY = tl.constexpr("")
 
 
-@cache
-def forward_shape(width: int, centered: bool) -> Shape:
-    """Several rows per program if they are short; see `chunked` and `tiled` for the widths that are not handled here.
-
-    rms_norm: .85 at 1024, .95 at 16384 (32 warps .94). layer_norm: .94 to .95 at 4096, .94 at 8192, .91 at 16384.
-    Masked lanes cost up to .04.
-    """
-    block = power_of_two(width)
-    if block <= 2048:
-        rows = max(2, min(64, 2048 // block))
-        return Shape(block, rows, 4)
-    if block <= 4096:
-        return Shape(block, 2 if centered else 1, 8)
-    return Shape(block, 1, 8 if block <= 8192 else 16)
+def zero(*gradients: Tensor | None) -> None:
+    """The sums over no rows."""
+    for gradient in gradients:
+        if gradient is not None:
+            gradient.zero_()
 
 
-def tiled(width: int, centered: bool, summed: bool) -> bool:
-    """Whether a row is processed in tiles although registers would hold it.
-
-    Rows of 4096 and 8192 columns that are not centered: .97 (in blocks .94), .96 (.95); add_rms_norm .98 (.96), .98
-    (.96). Long rows that leave a quarter of a block idle, as 10240 does: rms_norm .94 (.77), layer_norm .87 (.71), but
-    add_rms_norm is best in blocks there.
-    """
-    if width > WIDEST_BLOCK:
-        return True
-    block = power_of_two(width)
-    if width == block:
-        return 4096 <= width <= 8192 and not centered
-    return 8192 < width <= 3 * block // 4 and width % 1024 == 0 and not summed
-
-
-def chunked(width: int) -> bool:
-    """Whether a row is processed in chunks: rms_norm .86 at 2560 columns, .93 at 5120, .92 at 6144, layer_norm .87 at
-    3072, .91 at 5120 (in blocks .80, .75, .76, .79, .75).
-    """
-    return 2048 < width < 8192 and width != power_of_two(width)
-
-
-def forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    summed: Tensor | None, y: Tensor, mean: Tensor | None, inverse: Tensor, eps: float, offset: float, cast_input: bool,
-) -> None:  # fmt: skip
-    """Launch the forward pass.
-
-    With a residual, x + residual goes to summed and is what is normalized; mean is None for rms_norm.
-    """
-    width = x.shape[-1]
-    count = inverse.numel()
-    if count == 0:
-        return
-    x, x_stride = strided_rows(x)
-    residual, residual_stride = (None, 0) if residual is None else strided_rows(residual)
-    weight, bias = contiguous(weight), contiguous(bias)
-    args = (x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride)
-    if chunked(width) or tiled(width, mean is not None, residual is not None):
-        longer = _norm_chunks if chunked(width) else _norm_wide
-        longer.forward_launch(
-            (count,), *args, width, eps, offset, CAST_INPUT=cast_input,
-            **longer.forward_options(width, mean is not None)
-        )  # fmt: skip
-        return
-    shape = forward_shape(width, mean is not None)
-    grid = (cdiv(count, shape.rows),)
-    forward_launch(
-        grid, *args, count, width, eps, offset,
-        CAST_INPUT=cast_input, WHOLE=width == shape.block and count % shape.rows == 0, ROWS=shape.rows,
-        BLOCK=shape.block,
-        num_warps=shape.warps, enable_fp_fusion=fuses(shape.block),
-    )  # fmt: skip
-
-
-def backward(
-    grad_y: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None, inverse: Tensor,
-    offset: float,
-    grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
-) -> None:  # fmt: skip
-    """Launch the backward pass: grad_x row by row; grad_weight and grad_bias by float32 partial sums that a second
-    kernel adds.
-
-    x is what was normalized; grad_summed is what else arrives at it.
-    """
-    width = x.shape[-1]
-    count = inverse.numel()
-    sums = (grad_weight is not None) + (grad_bias is not None)
-    if count == 0:
-        zero(grad_weight, grad_bias)
-        return
-    x, x_stride = strided_rows(x)
-    grad_y, grad_stride = strided_rows(grad_y)
-    grad_summed, summed_stride = (None, 0) if grad_summed is None else strided_rows(grad_summed)
-    args = (grad_y, grad_summed, x, contiguous(weight), mean, inverse, grad_x, grad_weight, grad_bias)
-    direct = count <= DIRECT_ROWS
-    if width > (2048 if direct else SHORT):
-        # Several short rows share a program; longer ones are walked one by one, and if registers do not hold them,
-        # twice.
-        longer = _norm_wide if width > WIDEST_BLOCK else _norm_chunks
-        longer.backward(count, *args, grad_stride, summed_stride, x_stride, width, offset)
-        return
-    block = power_of_two(width)
-    several = max(2, min(32, 4096 // block))
-    groups = cdiv(count, several)
-    size = (2 if grad_summed is None else 3) * x.element_size() * several * block
-    programs = groups if direct or not sums else min(groups, 2 * processors(x.device))
-    part = None if direct or not sums else x.new_empty((sums, programs, width), dtype=torch.float32)
-    # A product fused into its distance from the mean would leave its round-off, which inverse makes large where a row
-    # is constant.
-    backward_launch(
-        (programs + cdiv(width, STRIP) if direct and sums else programs,), *args, part, grad_stride, summed_stride,
-        x_stride, count, width,
-        programs, offset, ROWS=several, BLOCK=block, STAGES=stages_of(size, x), num_warps=4,
-        enable_fp_fusion=mean is None,
-    )  # fmt: skip
-    if part is not None:
-        sum_columns(part, grad_weight, grad_bias)
+@triton.jit
+def read(pointer, mask, POLICY: tl.constexpr = ANY):
+    """Values in float32, zero where masked; mask None: none is."""
+    if mask is None:
+        return tl.load(pointer, eviction_policy=POLICY).to(tl.float32)
+    else:
+        return tl.load(pointer, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
 
 
 @triton.jit
@@ -249,5 +142,93 @@ def backward_kernel(
         )
 
 
+@triton.jit
+def add_columns(
+    strip, grad_y, x, mean, inverse, grad_weight, grad_bias, grad_stride, x_stride, rows, width,
+    ROWS: tl.constexpr = STRIP_ROWS, BLOCK: tl.constexpr = STRIP,
+):  # fmt: skip
+    """Write one strip of the gradients."""
+    column = strip * BLOCK + tl.arange(0, BLOCK)
+    sum_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    sum_bias = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for start in range(0, rows, ROWS):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        product, grad = summands(grad_y, x, mean, inverse, grad_stride, x_stride, row, column, rows, width)
+        sum_weight += product
+        sum_bias += grad
+    store(tl.sum(sum_weight, 0), grad_weight, column, width)
+    store(tl.sum(sum_bias, 0), grad_bias, column, width)
+
+
+@triton.jit
+def summands(grad_y, x, mean, inverse, grad_stride, x_stride, row, column, rows, width):
+    """A tile of grad_y · n and of grad_y, of which grad_weight and grad_bias are the column sums."""
+    row_mask = row < rows
+    mask = row_mask[:, None] & (column < width)[None, :]
+    grad = tl.load(grad_y + row[:, None] * grad_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    if mean is not None:
+        value = value - tl.load(mean + row, mask=row_mask, other=0.0)[:, None]
+    return grad * value * tl.load(inverse + row, mask=row_mask, other=0.0)[:, None], grad
+
+
+@triton.jit
+def store(total, gradient, column, width):
+    """Write a sum if it is requested."""
+    if gradient is not None:
+        tl.store(gradient + column, total.to(gradient.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def store_sums(sum_weight, sum_bias, part, grad_weight, grad_bias, program, programs, column, width):
+    """Write the sums of one program to its rows of part (sums, programs, width)."""
+    mask = column < width
+    row = part + program.to(tl.int64) * width + column
+    if grad_weight is not None:
+        tl.store(row, sum_weight, mask=mask)
+        row += programs.to(tl.int64) * width
+    if grad_bias is not None:
+        tl.store(row, sum_bias, mask=mask)
+
+
+def sum_columns(part: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None) -> None:
+    """Add the rows of part (sums, programs, width), which the last launch wrote, into the gradients that there are."""
+    sums, programs, width = part.shape
+    # Narrow strips fill the device at usual widths; a program reads all of its rows at once.
+    block = min(power_of_two(width), max(16, power_of_two(width // 256)))
+    column_sum_launch.after(
+        (cdiv(width, block), sums), part, grad_weight, grad_bias, programs, width,
+        ROWS=min(power_of_two(programs), SUMMED // block), BLOCK=block, num_warps=SUM_WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def column_sum_kernel(
+    part, grad_weight, grad_bias, programs, width, EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program (c, s) adds all rows of BLOCK columns of part[s] into the s-th of the gradients that are there."""
+    wait(EARLY)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < width
+    part += tl.program_id(1).to(tl.int64) * programs * width
+    accumulated = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for start in range(0, programs, ROWS):
+        row = start + tl.arange(0, ROWS)
+        accumulated += tl.load(
+            part + row.to(tl.int64)[:, None] * width + column[None, :],
+            mask=(row < programs)[:, None] & mask[None, :],
+            other=0.0,
+        )
+    total = tl.sum(accumulated, 0)
+    if grad_weight is None or grad_bias is None:
+        store(total, grad_weight, column, width)
+        store(total, grad_bias, column, width)
+    elif tl.program_id(1) == 0:
+        store(total, grad_weight, column, width)
+    else:
+        store(total, grad_bias, column, width)
+
+
 forward_launch = Launcher(forward_kernel)
 backward_launch = Launcher(backward_kernel)
+column_sum_launch = Launcher(column_sum_kernel)

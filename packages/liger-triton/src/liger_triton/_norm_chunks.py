@@ -23,13 +23,12 @@ from liger_triton._chunks import (
     read_chunks,
     registers_for,
     row_sum,
-    stages_of,
     warps_for,
     write_chunk,
     write_chunks,
 )
-from liger_triton._norm_sum import DIRECT_ROWS, STRIP, add_columns, sum_columns
-from liger_triton.launch import Launcher, cdiv, processors, registers
+from liger_triton._norm import DIRECT_ROWS, STRIP, add_columns, sum_columns
+from liger_triton.launch import Launcher, cdiv, processors, registers, stages_of
 
 FORWARD_CHUNKS = 6
 

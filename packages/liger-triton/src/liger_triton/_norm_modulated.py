@@ -23,13 +23,12 @@ from liger_triton._chunks import (
     read_chunks,
     registers_for,
     row_sum,
-    stages_of,
     warps_for,
     write_chunk,
     write_chunks,
 )
+from liger_triton._norm import read, sum_columns, zero
 from liger_triton._norm_chunks import around_mean, inverse_of, normalized
-from liger_triton._norm_sum import read, sum_columns, zero
 from liger_triton.launch import (
     Launcher,
     cdiv,
@@ -38,6 +37,7 @@ from liger_triton.launch import (
     processors,
     registers,
     rows_of,
+    stages_of,
     strided_rows,
     wait,
 )

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_triton._norm_sum import read, store_sums, sum_columns, summands
+from liger_triton._norm import read, store_sums, sum_columns, summands
 from liger_triton.launch import VECTOR, Launcher, cdiv
 
 TILE = 4096

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
-from liger_triton import _norm
 from liger_triton.launch import TritonKernel, dense_like, supported
+from liger_triton.rms_norm import launch_norm, launch_norm_backward
 
 
 def add_layer_norm(
@@ -30,7 +30,9 @@ def _launch(
     weight: Tensor | None,
     bias: Tensor | None, eps: float,
 ) -> None:  # fmt: skip
-    _norm.forward(x, residual, weight, bias, summed, normed, mean, inverse, eps, 0.0, False)
+    launch_norm(
+        x=x, residual=residual, weight=weight, bias=bias, summed=summed, y=normed, mean=mean, inverse=inverse, eps=eps
+    )
 
 
 def _allocate_backward(
@@ -52,9 +54,10 @@ def _launch_backward(
     inverse: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     if grad_normed is not None:
-        _norm.backward(
-            grad_normed, grad_summed, summed, weight, mean, inverse, 0.0, grad_x_and_residual, grad_weight, grad_bias
-        )
+        launch_norm_backward(
+            grad_y=grad_normed, grad_summed=grad_summed, x=summed, weight=weight, mean=mean, inverse=inverse,
+            grad_x=grad_x_and_residual, grad_weight=grad_weight, grad_bias=grad_bias,
+        )  # fmt: skip
     elif grad_x_and_residual is not None and grad_summed is not None:
         grad_x_and_residual.copy_(grad_summed)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
-from liger_triton import _norm
 from liger_triton.launch import TritonKernel, dense_like, supported
+from liger_triton.rms_norm import launch_norm, launch_norm_backward
 
 
 def add_rms_norm(
@@ -38,7 +38,10 @@ def _launch(
     eps: float,
     weight_offset: float, cast_input: bool,
 ) -> None:  # fmt: skip
-    _norm.forward(x, residual, weight, None, summed, normed, None, inverse_rms, eps, weight_offset, cast_input)
+    launch_norm(
+        x=x, residual=residual, weight=weight, summed=summed, y=normed, inverse=inverse_rms,
+        eps=eps, offset=weight_offset, cast_input=cast_input,
+    )  # fmt: skip
 
 
 def _allocate_backward(
@@ -57,18 +60,10 @@ def _launch_backward(
     weight: Tensor | None, inverse_rms: Tensor, weight_offset: float, needs: list[bool],
 ) -> None:  # fmt: skip
     if grad_normed is not None:
-        _norm.backward(
-            grad_normed,
-            grad_summed,
-            summed,
-            weight,
-            None,
-            inverse_rms,
-            weight_offset,
-            grad_x_and_residual,
-            grad_weight,
-            None,
-        )
+        launch_norm_backward(
+            grad_y=grad_normed, grad_summed=grad_summed, x=summed, weight=weight, inverse=inverse_rms,
+            offset=weight_offset, grad_x=grad_x_and_residual, grad_weight=grad_weight,
+        )  # fmt: skip
     elif grad_x_and_residual is not None and grad_summed is not None:
         grad_x_and_residual.copy_(grad_summed)
 

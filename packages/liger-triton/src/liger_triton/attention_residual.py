@@ -16,8 +16,8 @@ from liger_core import Unsupported
 from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
 from liger_triton._attention_residual import backward_launch, forward_launch, sum_launch
-from liger_triton._chunks import chunks_of, stages_of, warps_for
-from liger_triton._norm_sum import SUMMED, zero
+from liger_triton._chunks import chunks_of, warps_for
+from liger_triton._norm import SUMMED, zero
 from liger_triton.launch import (
     TritonKernel,
     cdiv,
@@ -27,6 +27,7 @@ from liger_triton.launch import (
     power_of_two,
     processors,
     rows_of,
+    stages_of,
     supported,
 )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
-from liger_triton._norm_sum import read, store_sums, sum_columns, zero
+from liger_triton._norm import read, store_sums, sum_columns, zero
 from liger_triton.launch import (
     Launcher,
     TritonKernel,

@@ -346,15 +346,6 @@ _experts = differentiable(
     ComposedKernel("experts", _allocate, _launch),
     ComposedKernel("experts_backward", _allocate_backward, _launch_backward, reused="joined"),
     saves=(
-        "x",
-        "gate_up",
-        "down",
-        *Routing._fields,
-        *Biases._fields,
-        *Adapters._fields,
-        "joined",
-        "order",
-        "place",
-        "ends",
+        "x", "gate_up", "down", *Routing._fields, *Biases._fields, *Adapters._fields, "joined", "order", "place", "ends"
     ),
-)
+)  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor
 from liger_core import Unsupported
 from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
-from liger_triton._norm_sum import read, sum_columns
+from liger_triton._norm import read, sum_columns
 from liger_triton.launch import (
     Launcher,
     TritonKernel,

@@ -19,7 +19,7 @@ from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
 from liger_triton._group_held import backward, cached_tiles, forward, holds, together, warps_of
 from liger_triton._group_norm import backward_launch, forward_launch, mean_launch, sum_launch
-from liger_triton._norm_sum import zero
+from liger_triton._norm import zero
 from liger_triton.launch import TritonKernel, cdiv, contiguous, dense_like, power_of_two, processors, supported
 
 # Numbers of a group, which are counted in 32 bits, as far as the last tile goes.

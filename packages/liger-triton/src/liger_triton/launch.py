@@ -301,6 +301,13 @@ def shared_memory(device: torch.device) -> int:
     return int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
+def stages_of(size: int, like: Tensor, most: int = 3) -> int:
+    """Rows on their way at once, at most so many, which wait in shared memory; size is the bytes of one row of every
+    program of a multiprocessor."""
+    # A kilobyte stays for the reductions.
+    return max(1, min(most, (shared_memory(like.device) - 1024) // max(1, size)))
+
+
 @cache
 def l2_cache(device: torch.device) -> int:
     """Bytes of the cache that all multiprocessors share."""

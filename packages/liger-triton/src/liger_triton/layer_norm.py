@@ -8,8 +8,8 @@ from torch import Tensor
 
 from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
-from liger_triton import _norm
 from liger_triton.launch import TritonKernel, dense_like, supported
+from liger_triton.rms_norm import launch_norm, launch_norm_backward
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -26,7 +26,7 @@ def _allocate(x: Tensor, *rest: object) -> Outputs:
 def _launch(
     y: Tensor, mean: Tensor, inverse: Tensor, /, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> None:
-    _norm.forward(x, None, weight, bias, None, y, mean, inverse, eps, 0.0, False)
+    launch_norm(x=x, weight=weight, bias=bias, y=y, mean=mean, inverse=inverse, eps=eps)
 
 
 def _allocate_backward(
@@ -48,7 +48,10 @@ def _launch_backward(
     weight: Tensor | None,
     bias: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
-    _norm.backward(grad_y, None, x, weight, mean, inverse, 0.0, grad_x, grad_weight, grad_bias)
+    launch_norm_backward(
+        grad_y=grad_y, x=x, weight=weight, mean=mean, inverse=inverse,
+        grad_x=grad_x, grad_weight=grad_weight, grad_bias=grad_bias,
+    )  # fmt: skip
 
 
 _layer_norm = differentiable(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
-from liger_triton._norm_sum import read, zero
+from liger_triton._norm import read, zero
 from liger_triton._streams import BLOCK, FOLD, WARPS, check_streams, positions
 from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, supported
 

@@ -11,9 +11,18 @@ from torch import Tensor
 from liger_core import Unsupported
 from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
-from liger_triton._chunks import chunks_of, no_chunks, read_chunks, row_sum, stages_of, warps_for, write_chunk
-from liger_triton._norm_sum import sum_columns, zero
-from liger_triton.launch import Launcher, TritonKernel, contiguous, dense_like, processors, strided_rows, supported
+from liger_triton._chunks import chunks_of, no_chunks, read_chunks, row_sum, warps_for, write_chunk
+from liger_triton._norm import sum_columns, zero
+from liger_triton.launch import (
+    Launcher,
+    TritonKernel,
+    contiguous,
+    dense_like,
+    processors,
+    stages_of,
+    strided_rows,
+    supported,
+)
 
 WIDEST = 16384
 # Chunks of a row forward and backward, and backward, warps of a multiprocessor. Share of copy bandwidth on

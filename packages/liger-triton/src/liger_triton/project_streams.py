@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_core import Unsupported
 from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
-from liger_triton._norm_sum import read, sum_columns, zero
+from liger_triton._norm import read, sum_columns, zero
 from liger_triton._streams import positions
 from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, power_of_two, processors, supported
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_core import Unsupported
 from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
-from liger_triton._norm_sum import sum_columns, zero
+from liger_triton._norm import sum_columns, zero
 from liger_triton._qk_norm_rope import backward_launch, forward_launch
 from liger_triton.launch import TritonKernel, cdiv, contiguous, dense_like, fuses, power_of_two, processors, supported
 from liger_triton.rope import table_strides

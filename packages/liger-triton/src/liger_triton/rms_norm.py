@@ -1,17 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rms_norm in Triton."""
+"""rms_norm in Triton, and how its kernels and those of layer_norm, with a residual or without, cover rows."""
 
 from __future__ import annotations
 
-from typing import Literal
+from functools import cache
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
-from liger_triton import _norm
-from liger_triton.launch import TritonKernel, dense_like, supported
+from liger_triton import _norm_chunks, _norm_wide
+from liger_triton._norm import DIRECT_ROWS, STRIP, backward_launch, forward_launch, sum_columns, zero
+from liger_triton.launch import (
+    TritonKernel,
+    cdiv,
+    contiguous,
+    dense_like,
+    fuses,
+    power_of_two,
+    processors,
+    stages_of,
+    strided_rows,
+    supported,
+)
 
 
 def rms_norm(
@@ -42,7 +55,7 @@ def _launch(
     weight_offset: float,
     cast_input: bool,
 ) -> None:
-    _norm.forward(x, None, weight, None, None, y, None, inverse_rms, eps, weight_offset, cast_input)
+    launch_norm(x=x, weight=weight, y=y, inverse=inverse_rms, eps=eps, offset=weight_offset, cast_input=cast_input)
 
 
 def _allocate_backward(
@@ -59,7 +72,10 @@ def _launch_backward(
     inverse_rms: Tensor,
     weight_offset: float, needs: list[bool],
 ) -> None:  # fmt: skip
-    _norm.backward(grad_y, None, x, weight, None, inverse_rms, weight_offset, grad_x, grad_weight, None)
+    launch_norm_backward(
+        grad_y=grad_y, x=x, weight=weight, inverse=inverse_rms, offset=weight_offset,
+        grad_x=grad_x, grad_weight=grad_weight,
+    )  # fmt: skip
 
 
 _rms_norm = differentiable(
@@ -67,3 +83,139 @@ _rms_norm = differentiable(
     TritonKernel("rms_norm_backward", _allocate_backward, _launch_backward),
     saves=("x", "weight", "inverse_rms"),
 )
+
+
+# Wider rows are processed in tiles: beyond this, a row in float32 and its gradient no longer fit in the registers of a
+# program.
+WIDEST_BLOCK = 16384
+# Rows up to this width share a program backward; of few rows, up to 2048 columns.
+SHORT = 512
+
+
+class Shape(NamedTuple):
+    """How a launch covers (rows, width): block of columns, rows per program, warps."""
+
+    block: int
+    rows: int
+    warps: int
+
+
+# Share of copy bandwidth on one H200 (bf16, kernels alone) for the shapes below and their neighbors in rows, warps,
+# stages and grid.
+
+
+@cache
+def forward_shape(width: int, centered: bool) -> Shape:
+    """Several rows per program if they are short; see `chunked` and `tiled` for the widths that are not handled here.
+
+    rms_norm: .85 at 1024, .95 at 16384 (32 warps .94). layer_norm: .94 to .95 at 4096, .94 at 8192, .91 at 16384.
+    Masked lanes cost up to .04.
+    """
+    block = power_of_two(width)
+    if block <= 2048:
+        rows = max(2, min(64, 2048 // block))
+        return Shape(block, rows, 4)
+    if block <= 4096:
+        return Shape(block, 2 if centered else 1, 8)
+    return Shape(block, 1, 8 if block <= 8192 else 16)
+
+
+def tiled(width: int, centered: bool, summed: bool) -> bool:
+    """Whether a row is processed in tiles although registers would hold it.
+
+    Rows of 4096 and 8192 columns that are not centered: .97 (in blocks .94), .96 (.95); add_rms_norm .98 (.96), .98
+    (.96). Long rows that leave a quarter of a block idle, as 10240 does: rms_norm .94 (.77), layer_norm .87 (.71), but
+    add_rms_norm is best in blocks there.
+    """
+    if width > WIDEST_BLOCK:
+        return True
+    block = power_of_two(width)
+    if width == block:
+        return 4096 <= width <= 8192 and not centered
+    return 8192 < width <= 3 * block // 4 and width % 1024 == 0 and not summed
+
+
+def chunked(width: int) -> bool:
+    """Whether a row is processed in chunks: rms_norm .86 at 2560 columns, .93 at 5120, .92 at 6144, layer_norm .87 at
+    3072, .91 at 5120 (in blocks .80, .75, .76, .79, .75).
+    """
+    return 2048 < width < 8192 and width != power_of_two(width)
+
+
+def launch_norm(
+    *, x: Tensor, y: Tensor, inverse: Tensor, eps: float, residual: Tensor | None = None, weight: Tensor | None = None,
+    bias: Tensor | None = None, summed: Tensor | None = None, mean: Tensor | None = None, offset: float = 0.0,
+    cast_input: bool = False,
+) -> None:  # fmt: skip
+    """Launch the forward pass.
+
+    With a residual, x + residual goes to summed and is what is normalized; mean is None for rms_norm.
+    """
+    width = x.shape[-1]
+    count = inverse.numel()
+    if count == 0:
+        return
+    x, x_stride = strided_rows(x)
+    residual, residual_stride = (None, 0) if residual is None else strided_rows(residual)
+    weight, bias = contiguous(weight), contiguous(bias)
+    args = (x, residual, weight, bias, summed, y, mean, inverse, x_stride, residual_stride)
+    if chunked(width) or tiled(width, mean is not None, residual is not None):
+        longer = _norm_chunks if chunked(width) else _norm_wide
+        longer.forward_launch(
+            (count,), *args, width, eps, offset, CAST_INPUT=cast_input,
+            **longer.forward_options(width, mean is not None)
+        )  # fmt: skip
+        return
+    shape = forward_shape(width, mean is not None)
+    grid = (cdiv(count, shape.rows),)
+    forward_launch(
+        grid, *args, count, width, eps, offset,
+        CAST_INPUT=cast_input, WHOLE=width == shape.block and count % shape.rows == 0, ROWS=shape.rows,
+        BLOCK=shape.block,
+        num_warps=shape.warps, enable_fp_fusion=fuses(shape.block),
+    )  # fmt: skip
+
+
+def launch_norm_backward(
+    *, grad_y: Tensor, x: Tensor, inverse: Tensor, grad_x: Tensor | None, grad_weight: Tensor | None,
+    grad_bias: Tensor | None = None, grad_summed: Tensor | None = None, weight: Tensor | None = None,
+    mean: Tensor | None = None, offset: float = 0.0,
+) -> None:  # fmt: skip
+    """Launch the backward pass: grad_x row by row; grad_weight and grad_bias by float32 partial sums that a second
+    kernel adds.
+
+    x is what was normalized; grad_summed is what else arrives at it.
+    """
+    width = x.shape[-1]
+    count = inverse.numel()
+    sums = (grad_weight is not None) + (grad_bias is not None)
+    if count == 0:
+        zero(grad_weight, grad_bias)
+        return
+    x, x_stride = strided_rows(x)
+    grad_y, grad_stride = strided_rows(grad_y)
+    grad_summed, summed_stride = (None, 0) if grad_summed is None else strided_rows(grad_summed)
+    args = (grad_y, grad_summed, x, contiguous(weight), mean, inverse, grad_x, grad_weight, grad_bias)
+    direct = count <= DIRECT_ROWS
+    if width > (2048 if direct else SHORT):
+        # Several short rows share a program; longer ones are walked one by one, and if registers do not hold them,
+        # twice.
+        longer = _norm_wide if width > WIDEST_BLOCK else _norm_chunks
+        longer.backward(count, *args, grad_stride, summed_stride, x_stride, width, offset)
+        return
+    block = power_of_two(width)
+    several = max(2, min(32, 4096 // block))
+    groups = cdiv(count, several)
+    size = (2 if grad_summed is None else 3) * x.element_size() * several * block
+    programs = groups if direct or not sums else min(groups, 2 * processors(x.device))
+    part = None if direct or not sums else x.new_empty((sums, programs, width), dtype=torch.float32)
+    # A product fused into its distance from the mean would leave its round-off, which inverse makes large where a row
+    # is constant.
+    backward_launch(
+        (programs + cdiv(width, STRIP) if direct and sums else programs,), *args, part, grad_stride, summed_stride,
+        x_stride, count, width,
+        programs, offset, ROWS=several, BLOCK=block, STAGES=stages_of(size, x), num_warps=4,
+        enable_fp_fusion=mean is None,
+    )  # fmt: skip
+    if part is not None:
+        sum_columns(part, grad_weight, grad_bias)

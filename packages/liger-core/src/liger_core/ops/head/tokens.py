@@ -73,18 +73,11 @@ class TokenLoop:
                 "linear_tokens_backward", self._allocate_backward, self._launch_backward, self._recycle_backward
             ),
             saves=(
-                *Head._fields,
-                "main_grad",
-                "kept",
-                "derivative",
-                "moments",
-                "selected",
-                "number",
-                "inverse_temperature",
-                "class_weight",
+                *Head._fields, "main_grad", "kept", "derivative", "moments", "selected", "number",
+                "inverse_temperature", "class_weight",
             ),
             public=10,
-        )
+        )  # fmt: skip
 
     def tokens(self, *args: Any) -> TokenResults:
         """Return the results of a call by name."""
