@@ -146,6 +146,19 @@ def instance(op: str, name: str, value: Any, kind: type) -> None:
         fail(OptionError, op, f"{name} must be of type {kind.__name__}, got {value!r}")
 
 
+def scaling(op: str, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast: str) -> None:
+    """Rows of x, and how a root-mean-square norm scales them."""
+    floating(op, x=x, weight=weight)
+    at_least_one_dimension(op, "x", x)
+    vector(op, "weight", weight, x.shape[-1], "x", x)
+    positive(op, "eps", eps)
+    choice(op, "cast", cast, ("input", "float32"))
+    if weight_offset != 0.0:
+        finite(op, "weight_offset", weight_offset)
+    if weight is None and weight_offset != 0.0:
+        fail(OptionError, op, f"weight_offset must be 0 without a weight, got {weight_offset}")
+
+
 def constant(op: str, **tensors: Any) -> None:
     """The op has no gradient for these; one that asks for it would stay silently untrained."""
     for name, tensor in tensors.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks of scale and weight that rms_norm and add_rms_norm share, and their wrong calls."""
+"""The wrong calls of scale and weight that rms_norm and add_rms_norm share."""
 
 from __future__ import annotations
 
@@ -9,25 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.op import Misuse
 from liger_core.ops._inputs import misuses_of
 
 Cast = Literal["input", "float32"]
-
-
-def check_scaling(op: str, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast: str) -> None:
-    """Check the rows and how they are scaled."""
-    checks.floating(op, x=x, weight=weight)
-    checks.at_least_one_dimension(op, "x", x)
-    checks.vector(op, "weight", weight, x.shape[-1], "x", x)
-    checks.positive(op, "eps", eps)
-    checks.choice(op, "cast", cast, ("input", "float32"))
-    if weight_offset != 0.0:
-        checks.finite(op, "weight_offset", weight_offset)
-    if weight is None and weight_offset != 0.0:
-        checks.fail(OptionError, op, f"weight_offset must be 0 without a weight, got {weight_offset}")
 
 
 def scaling_misuses(op: str, device: torch.device, inputs: int) -> Iterator[Misuse]:

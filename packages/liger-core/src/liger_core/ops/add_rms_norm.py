@@ -14,7 +14,7 @@ from liger_core.errors import DeviceError, DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import misuses_of, normal, row_workloads
-from liger_core.ops._norm import Cast, check_scaling, scaling_misuses
+from liger_core.ops._norm import Cast, scaling_misuses
 from liger_core.ops.rms_norm import rms_norm
 
 
@@ -34,7 +34,7 @@ def check(
             "add_rms_norm",
             f"residual must have the shape of x {checks.shape(x)}, got {checks.shape(residual)}; expand it",
         )
-    check_scaling("add_rms_norm", x, weight, eps, weight_offset, cast)
+    checks.scaling("add_rms_norm", x, weight, eps, weight_offset, cast)
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -8,17 +8,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from liger_core import checks
 from liger_core.errors import DeviceError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import accumulator, misuses_of, normal, row_workloads
-from liger_core.ops._norm import Cast, check_scaling, scaling_misuses
+from liger_core.ops._norm import Cast, scaling_misuses
 
 
 def check(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input"
 ) -> None:
-    check_scaling("rms_norm", x, weight, eps, weight_offset, cast)
+    checks.scaling("rms_norm", x, weight, eps, weight_offset, cast)
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
