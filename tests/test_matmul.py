@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_iter
 
 from conformance.cases import arguments_of, copy_of, differentiable, form_names, samples
 from conformance.running import run
-from liger_core import Op, experts, linear_cross_entropy, linear_divergence, linear_log_prob, lora_linear, matmul
+from liger_core import Op, experts, kernels, linear_cross_entropy, linear_divergence, linear_log_prob, lora_linear
 from liger_core.builtin import CATALOGUE
 from liger_core.kernels import KERNELS
 from liger_core.losses import top_classes
@@ -44,7 +44,7 @@ BLOCK = 1 << 21
 @pytest.fixture(autouse=True)
 def _no_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processor has none for 16 bits."""
-    monkeypatch.setattr(matmul, "EMULATED", frozenset(HALF))
+    monkeypatch.setattr(kernels, "EMULATED", frozenset(HALF))
 
 
 class Watched(TorchDispatchMode):
@@ -97,7 +97,7 @@ def test_the_most_likely_classes_are_not_found_in_16_bits(bias: Tensor | None) -
 
 def test_the_watch_sees_matmuls_within_kernels() -> None:
     hidden, weight = torch.randn(4, 8).bfloat16().requires_grad_(), torch.randn(20, 8).bfloat16()
-    with matmul.plain_matmuls():
+    with kernels.plain_matmuls():
         assert multiplied(lambda: linear_cross_entropy.reference(hidden, weight, torch.arange(4)).backward())
 
 
@@ -138,12 +138,12 @@ def base_of(kind: str, out: Tensor) -> Tensor | None:
 def test_tiles_make_the_whole_product(
     out_dtype: torch.dtype, inner: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matmul, "TILE", 16)
+    monkeypatch.setattr(kernels, "TILE", 16)
     a, b = torch.randn(inner, 33).bfloat16().t(), torch.randn(inner, 40).bfloat16()
     out = torch.randn(33, 40).to(out_dtype)
     base = base_of(kind, out)
     exact = a.double() @ b.double() + (0.0 if base is None else base.double())
-    matmul.multiply(out, a, b, base)
+    kernels.multiply(out, a, b, base)
     tolerance = {torch.bfloat16: 2.0**-8, torch.float32: 1e-5, torch.float64: 1e-12}[out_dtype]
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance / 10)
 
@@ -151,10 +151,10 @@ def test_tiles_make_the_whole_product(
 def test_a_yardstick_multiplies_as_plain_pytorch_does() -> None:
     a, b = torch.randn(5, 8).bfloat16(), torch.randn(8, 3).bfloat16()
     out = a.new_empty(5, 3)
-    with contextlib.suppress(ValueError), matmul.plain_matmuls():
-        assert multiplied(lambda: matmul.multiply(out, a, b)) == ["aten.mm.out"]
+    with contextlib.suppress(ValueError), kernels.plain_matmuls():
+        assert multiplied(lambda: kernels.multiply(out, a, b)) == ["aten.mm.out"]
         raise ValueError
-    assert multiplied(lambda: matmul.multiply(out, a, b)) == []
+    assert multiplied(lambda: kernels.multiply(out, a, b)) == []
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -163,7 +163,7 @@ def test_matmuls_are_traced_without_a_break(device: str) -> None:
 
     def product(a: Tensor, b: Tensor) -> Tensor:
         out = a.new_empty(5, 3)
-        matmul.multiply(out, a, b)
+        kernels.multiply(out, a, b)
         return out
 
     made = torch.compile(product, backend="aot_eager", fullgraph=True)(a, b)
@@ -177,7 +177,7 @@ def test_tensors_on_other_devices_stay_in_their_dtype() -> None:
         torch.empty(5, 8, device="meta", dtype=torch.bfloat16),
         torch.empty(8, 3, device="meta", dtype=torch.bfloat16),
     )
-    assert multiplied(lambda: matmul.multiply(a.new_empty(5, 3), a, b)) == ["aten.mm.out"]
+    assert multiplied(lambda: kernels.multiply(a.new_empty(5, 3), a, b)) == ["aten.mm.out"]
 
 
 # What PyTorch and the processor say, and what is then multiplied in float32.
@@ -199,12 +199,12 @@ def test_the_processor_decides(
     expected: tuple[torch.dtype, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(matmul, "multiplies_bfloat16", lambda: bf16)
-    monkeypatch.setattr(matmul, "multiplies_float16", lambda: fp16)
+    monkeypatch.setattr(kernels, "multiplies_bfloat16", lambda: bf16)
+    monkeypatch.setattr(kernels, "multiplies_float16", lambda: fp16)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: processor)
-    assert matmul._emulated() == set(expected)
+    assert kernels._emulated() == set(expected)
 
 
 def test_without_onednn_nothing_multiplies_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert matmul._emulated() == set(HALF)
+    assert kernels._emulated() == set(HALF)

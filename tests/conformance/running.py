@@ -17,8 +17,7 @@ from conformance.variations import Change, Layout
 from fuzz.rounding import Rounding
 from liger_core import GradientError
 from liger_core.accuracy import judge
-from liger_core.kernels import Kernel
-from liger_core.matmul import plain_matmuls
+from liger_core.kernels import Kernel, plain_matmuls
 
 # A scalar loss gets this instead of a random cotangent; it is not 1, which a missing factor would pass.
 SCALAR_COTANGENT = -1.7

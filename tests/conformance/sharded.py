@@ -14,7 +14,7 @@ from torch import Tensor
 from conformance.cases import Case, implementations, sample_names
 from conformance.running import Result, Trial, run
 from liger_core import VocabShard
-from liger_core.matmul import plain_matmuls
+from liger_core.kernels import plain_matmuls
 
 # Rows past the classes, where a sharding has some.
 PADDING = 2

@@ -14,7 +14,7 @@ from conformance.cases import Case, change_of, in_float64, leaves, with_gradient
 from conformance.running import KernelCall, Trial, differences, different_bits, output_complaints, penalty, run
 from conformance.variations import LAYOUTS
 from liger_core import OptionError, use
-from liger_core.matmul import plain_matmuls
+from liger_core.kernels import plain_matmuls
 
 pytestmark = pytest.mark.matrix
 

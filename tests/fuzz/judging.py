@@ -28,7 +28,7 @@ from fuzz.drawing import Example, Floats, arranged
 from fuzz.rounding import Reach, Rounding
 from liger_core import BackendError, Op, Unsupported, use
 from liger_core.accuracy import error, judge
-from liger_core.matmul import plain_matmuls
+from liger_core.kernels import plain_matmuls
 
 LEEWAY, TRIES = 3.0, 8
 # In float64 the truth has the same round-off as what it judges, which no random rounding shows where all terms are

@@ -12,7 +12,7 @@ from torch import Tensor
 from conformance.cases import in_float64
 from conformance.running import output_complaints, run
 from liger_core.accuracy import judge
-from liger_core.matmul import plain_matmuls
+from liger_core.kernels import plain_matmuls
 
 
 def disagreements(call: Callable[..., Any], formula: Callable[..., Any], **arguments: Any) -> list[str]:

@@ -25,10 +25,10 @@ def differentiable(
 
     forward   its first `public` outputs are returned. If it computes gradients itself, or saves what they need, it has
               `needs` as its last input, as backward has
-    backward  takes `grad_<output>` of public outputs, then tensors that are saved and options of forward under their own
-              names, and last `needs: list[bool]`, which says which of its results are wanted. Its results are
-              `grad_<input>`; `grad_<input>_and_<input>` is the gradient of both, which autograd copies before it writes
-              to it. A last result `scratch` is workspace, not a gradient
+    backward  takes `grad_<output>` of public outputs, then saved tensors and options of forward under their own names,
+              and last `needs: list[bool]`, which says which of its results are wanted. Its results are `grad_<input>`;
+              `grad_<input>_and_<input>` is the gradient of both, which autograd copies before it writes to it. A last
+              result `scratch` is workspace, not a gradient
     saves     the tensors among the inputs and outputs of forward that backward takes
 
     Public outputs without a `grad_` input are constants. With `keep_first`, tensors are saved before forward is

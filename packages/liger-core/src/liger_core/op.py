@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The op: one description from which dispatch, tests, benchmark and documentation are generated."""
+"""The op: one description from which dispatch, tests, benchmark and documentation are generated; and its dtypes."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 
-from liger_core.checks import not_plain
-from liger_core.dtypes import ANY, Dtypes, same_dtypes, settled
+from liger_core import checks
 from liger_core.errors import LigerError, Unsupported, nearest
 from liger_core.layout import Layout, run_locally
 from liger_core.private_torch import constant_when_traced
@@ -97,6 +97,21 @@ class Work:
     full_products: tuple[Product, ...] = ()
 
 
+class Dtypes(NamedTuple):
+    """Groups of tensor arguments, by name; all arguments in a group must have the same dtype.
+
+    Outside autocast, nothing is cast silently. Under autocast, each group is promoted to the widest dtype in it, as
+    torch promotes x + residual, or, with `matmul`, cast to the dtype of autocast, as for torch.nn.functional.linear.
+    """
+
+    alike: tuple[tuple[str, ...], ...]
+    matmul: bool = False
+
+
+# Every tensor may have its own dtype.
+ANY = Dtypes(())
+
+
 @dataclass(slots=True)
 class Choice:
     """The functions that calls of an op run.
@@ -148,7 +163,7 @@ class Op(Generic[P, R]):
         self.name = reference.__name__
         self.signature = inspect.signature(reference)
         self.first = next(iter(self.signature.parameters))
-        self.same_dtypes = same_dtypes(dtypes, tuple(self.signature.parameters)) if dtypes.alike else None
+        self.same_dtypes = _same_dtypes(dtypes, tuple(self.signature.parameters)) if dtypes.alike else None
         self.choice: Choice | None = None
         # For an op that no plugin registers, so that no selection knows it.
         self.alone = Choice({}, {}, reference, _raise)
@@ -179,7 +194,7 @@ class Op(Generic[P, R]):
             except Unsupported as reason:
                 refused = reason
             except (NotImplementedError, RuntimeError) as problem:
-                not_plain(self.name, self.signature.bind(*args, **kwargs).arguments, problem)
+                checks.not_plain(self.name, self.signature.bind(*args, **kwargs).arguments, problem)
                 raise
             return choice.declined(refused, *args, **kwargs)  # type: ignore[no-any-return]
         except TypeError:
@@ -204,7 +219,7 @@ class Op(Generic[P, R]):
         self.check(*args, **kwargs)
         if self.same_dtypes is None or self.same_dtypes(args, kwargs):
             return args, kwargs
-        return (), settled(self.name, self.dtypes, self.signature.bind(*args, **kwargs).arguments)
+        return (), _settled(self.name, self.dtypes, self.signature.bind(*args, **kwargs).arguments)
 
     def _on_ranks(self, layout: Layout | Callable[..., Layout], args: Any, kwargs: Any) -> R:
         """Run the op on the local tensors of DTensors, never in place: their memory does not belong to this call."""
@@ -223,6 +238,66 @@ class Op(Generic[P, R]):
 
 def _raise(reason: Unsupported, *args: Any, **kwargs: Any) -> NoReturn:
     raise reason
+
+
+def _same_dtypes(dtypes: Dtypes, parameters: tuple[str, ...]) -> Callable[[tuple[Any, ...], Mapping[str, Any]], bool]:
+    """Return a function of a call's arguments that says whether their dtypes match and `_settled` can be skipped.
+
+    It runs in every call.
+    """
+    groups = tuple(tuple((parameters.index(name), name) for name in group) for group in dtypes.alike)
+
+    def same(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        for group in groups:
+            first = None
+            for i, name in group:
+                value = args[i] if i < len(args) else kwargs.get(name)
+                if value is None:
+                    continue
+                if first is None:
+                    first = value
+                    if dtypes.matmul and autocast_dtype(value.device.type) is not None:
+                        return False
+                elif value.dtype != first.dtype:
+                    return False
+        return True
+
+    return same
+
+
+def _settled(op: str, dtypes: Dtypes, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments in the dtypes that the op takes.
+
+    Raises DtypeError if the dtypes in a group differ and autocast does not cast them.
+    """
+    result = dict(arguments)
+    for group in dtypes.alike:
+        given: dict[str, torch.Tensor] = {name: arguments[name] for name in group if arguments.get(name) is not None}
+        if not given:
+            continue
+        first, *others = given
+        found = {value.dtype for value in given.values()}
+        low = autocast_dtype(given[first].device.type)
+        # An in-place op must write to the caller's tensor, not to a copy in another dtype.
+        if low is None or arguments.get("inplace") or (dtypes.matmul and torch.float64 in found):
+            checks.same_dtype(op, first, given[first], **{name: given[name] for name in others})
+            continue
+        dtype = low if dtypes.matmul else reduce(torch.promote_types, found)
+        result |= {name: value.to(dtype) for name, value in given.items()}
+    return result
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the autocast dtype for this device type, or None if autocast is off."""
+    # Meta tensors have no autocast; torch.compile of PyTorch 2.11 cannot trace the question whether there is one.
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums and statistics have: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # The selection's `settle`, which makes every op ready for its first call.

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import ShapeError
+from liger_core.op import accumulator
 from liger_core.ops import jsd, kl_div, total_variation
-from liger_core.ops._inputs import accumulator
 
 TopKKind = Literal["forward_kl", "reverse_kl", "jsd", "total_variation"]
 

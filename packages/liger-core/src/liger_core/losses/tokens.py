@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.losses.head import Head, LogProbs, LogProbsAndEntropy
-from liger_core.ops._inputs import accumulator
+from liger_core.op import accumulator
 
 
 class Tokens(NamedTuple):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import OptionError
-from liger_core.matmul import multiply
+from liger_core.kernels import multiply
 from liger_core.ops.head.head import Head, autocast_inputs, check_head
 
 # Rows of logits beside which blocks of classes are held: enough for a large matmul.

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.dtypes import autocast_dtype
 from liger_core.errors import DtypeError, OptionError, ShapeError
-from liger_core.ops._inputs import accumulator
+from liger_core.op import accumulator, autocast_dtype
 
 
 def check_shapes(

@@ -40,8 +40,8 @@ from liger_core import checks
 from liger_core.autograd import differentiable
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.kernels import Kernel, Outputs
-from liger_core.op import Misuse, Sample, Work, Workload
-from liger_core.ops._inputs import CLASSES, ROWS, accumulator, misuses_of, normal, row_blocks, row_workloads
+from liger_core.op import Misuse, Sample, Work, Workload, accumulator
+from liger_core.ops._inputs import CLASSES, ROWS, misuses_of, normal, row_blocks, row_workloads
 from liger_core.ops._softmax_loss import Reduction, RowPasses, TorchPasses, check_reduction
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "skewed_kl", "skewed_reverse_kl"]

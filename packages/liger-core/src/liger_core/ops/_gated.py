@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.dtypes import Dtypes
 from liger_core.errors import DeviceError, DtypeError, ShapeError
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Sample, Work, Workload
+from liger_core.op import Dtypes, Misuse, Sample, Work, Workload
 from liger_core.ops._inputs import misuses_of, normal, row_workloads
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu_squared"]

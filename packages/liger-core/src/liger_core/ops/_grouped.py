@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_core.autograd import differentiable
-from liger_core.kernels import Outputs, reference_kernel
-from liger_core.matmul import multiply
+from liger_core.kernels import Outputs, multiply, reference_kernel
 
 
 def grouped(index: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -109,11 +109,6 @@ def power_of_two_above(number: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(number), torch.frexp(torch.where(number > 0, number, 1.0))[1])
 
 
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums and statistics have: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def row_blocks(matrix: Tensor, elements: int) -> list[slice]:
     """Blocks of rows with at most so many elements, and at least one row."""
     rows = max(1, elements // max(1, matrix.shape[1]))

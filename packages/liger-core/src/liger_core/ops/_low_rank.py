@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from liger_core.autograd import differentiable
-from liger_core.kernels import Kernel, Outputs
-from liger_core.matmul import multiply
-from liger_core.ops._inputs import accumulator, row_blocks
+from liger_core.kernels import Kernel, Outputs, multiply
+from liger_core.op import accumulator
+from liger_core.ops._inputs import row_blocks
 
 # The factors of a product of two split matrices: 0 for the high part, 1 for the middle and 2 for the low one, side by
 # side.

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from liger_core.autograd import differentiable
-from liger_core.kernels import Kernel, Outputs
-from liger_core.matmul import multiply
-from liger_core.ops._inputs import accumulator
+from liger_core.kernels import Kernel, Outputs, multiply
+from liger_core.op import accumulator
 from liger_core.ops._low_rank import RankPasses, add_all, compute, factor_columns
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.dtypes import Dtypes
 from liger_core.errors import ShapeError
+from liger_core.op import Dtypes
 
 HEADS, TABLE = "batch heads tokens (width)", "batch tokens (width)"
 

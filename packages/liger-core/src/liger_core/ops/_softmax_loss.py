@@ -29,7 +29,8 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
-from liger_core.ops._inputs import accumulator, integers
+from liger_core.op import accumulator
+from liger_core.ops._inputs import integers
 from liger_core.ops._token_passes import ResultOptions, TokenPasses, TorchTokenPasses, blocks
 
 Reduction = Literal["mean", "sum", "none"]

@@ -28,7 +28,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from liger_core.ops._inputs import accumulator, row_blocks
+from liger_core.op import accumulator
+from liger_core.ops._inputs import row_blocks
 
 # Elements of logits that the pure-PyTorch passes hold in float32 at a time.
 REFERENCE_BLOCK = 1 << 21

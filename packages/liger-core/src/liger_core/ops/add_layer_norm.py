@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.dtypes import Dtypes
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Sample, Work, Workload, op
+from liger_core.op import Dtypes, Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import misuses_of, normal, row_workloads
 from liger_core.ops.layer_norm import layer_norm
 

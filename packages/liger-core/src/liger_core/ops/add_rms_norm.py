@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.dtypes import Dtypes
 from liger_core.errors import DeviceError, DtypeError, ShapeError
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Sample, Work, Workload, op
+from liger_core.op import Dtypes, Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import misuses_of, normal, row_workloads
 from liger_core.ops._norm import Cast, scaling_misuses
 from liger_core.ops.rms_norm import rms_norm

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
-from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import ROWS, WIDTHS, accumulator, misuses_of, normal, workload
+from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
+from liger_core.ops._inputs import ROWS, WIDTHS, misuses_of, normal, workload
 
 
 def check(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> None:

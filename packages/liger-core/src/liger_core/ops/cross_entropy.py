@@ -13,8 +13,8 @@ from liger_core import checks
 from liger_core.autograd import differentiable
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
 from liger_core.kernels import Kernel, Outputs, reference_kernel
-from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import CLASSES, ROWS, accumulator, integers, misuses_of, normal, row_workloads
+from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
+from liger_core.ops._inputs import CLASSES, ROWS, integers, misuses_of, normal, row_workloads
 from liger_core.ops._softmax_loss import (
     TORCH_PASSES,
     Reduction,

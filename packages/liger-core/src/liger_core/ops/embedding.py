@@ -14,8 +14,8 @@ from liger_core.autograd import differentiable
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
 from liger_core.kernels import Outputs, reference_kernel
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import accumulator, integers, misuses_of, normal, workload
+from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
+from liger_core.ops._inputs import integers, misuses_of, normal, workload
 
 # Columns whose gradient the reference holds in float32 at a time, so that it takes a fraction of the table.
 COLUMNS = 512

@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from liger_core import checks
-from liger_core.dtypes import Dtypes
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Product, Sample, Work, Workload, op
+from liger_core.op import Dtypes, Misuse, Product, Sample, Work, Workload, accumulator, op
 from liger_core.ops._gated import Activation, joined_gate
 from liger_core.ops._grouped import adapted_linear, grouped
-from liger_core.ops._inputs import accumulator, integers, misuses_of, normal, workload
+from liger_core.ops._inputs import integers, misuses_of, normal, workload
 
 MATRICES = ("x", "gate_up", "down", "gate_up_bias", "down_bias", "gate_up_a", "gate_up_b", "down_a", "down_b")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu_squared")

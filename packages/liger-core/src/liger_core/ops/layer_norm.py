@@ -11,8 +11,8 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import accumulator, misuses_of, normal, row_workloads
+from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
+from liger_core.ops._inputs import misuses_of, normal, row_workloads
 
 
 def check(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> None:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.dtypes import autocast_dtype
 from liger_core.errors import DtypeError, OptionError, ShapeError, TargetError
 from liger_core.kernels import Kernel, reference_kernel
-from liger_core.op import Misuse, Product, Sample, Work, Workload, op
+from liger_core.op import Misuse, Product, Sample, Work, Workload, accumulator, autocast_dtype, op
 from liger_core.ops._divergence import (
     KINDS,
     MIXED,
@@ -23,7 +22,7 @@ from liger_core.ops._divergence import (
     DivergencePasses,
     check_mixture,
 )
-from liger_core.ops._inputs import CLASSES, ROWS, accumulator, misuses_of, normal, workload
+from liger_core.ops._inputs import CLASSES, ROWS, misuses_of, normal, workload
 from liger_core.ops._softmax_loss import Reduction, check_reduction, check_target, denominator, targets_with_ignored
 from liger_core.ops.head.divergences import Teacher, divergence_loop
 from liger_core.ops.head.head import Chunk, Head, autocast_inputs, check_chunks, check_head

@@ -12,8 +12,8 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.kernels import Kernel, reference_kernel
-from liger_core.op import Misuse, Sample, Workload, op
-from liger_core.ops._inputs import accumulator, integers, misuses_of, normal
+from liger_core.op import Misuse, Sample, Workload, accumulator, op
+from liger_core.ops._inputs import integers, misuses_of, normal
 from liger_core.ops._softmax_loss import (
     TORCH_PASSES,
     RowOptions,

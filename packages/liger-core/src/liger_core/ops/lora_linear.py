@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.dtypes import Dtypes, autocast_dtype
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.kernels import Kernel, reference_kernel
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Product, Sample, Work, Workload, op
+from liger_core.op import Dtypes, Misuse, Product, Sample, Work, Workload, accumulator, autocast_dtype, op
 from liger_core.ops._adapter import check_dtypes, check_shapes, no_bias_beside
-from liger_core.ops._inputs import accumulator, misuses_of, normal, workload
+from liger_core.ops._inputs import misuses_of, normal, workload
 from liger_core.ops._low_rank import TORCH_PASSES, RankPasses, low_rank
 
 NAME = "lora_linear"

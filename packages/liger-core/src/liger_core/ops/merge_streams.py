@@ -11,9 +11,9 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DtypeError, ShapeError
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Sample, Work, Workload, op
+from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
 from liger_core.ops import _streams
-from liger_core.ops._inputs import accumulator, misuses_of, normal
+from liger_core.ops._inputs import misuses_of, normal
 
 
 def check(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None = None) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Sample, Work, op
+from liger_core.op import Misuse, Sample, Work, accumulator, op
 from liger_core.ops import _modulated
-from liger_core.ops._inputs import accumulator, normal
+from liger_core.ops._inputs import normal
 
 
 def check(x: Tensor, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-5) -> None:

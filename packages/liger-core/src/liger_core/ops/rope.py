@@ -12,8 +12,8 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import ROWS, accumulator, misuses_of, normal
+from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
+from liger_core.ops._inputs import ROWS, misuses_of, normal
 from liger_core.ops._rotary import DTYPES, HEADS, TABLE, angles, check_rotary
 
 

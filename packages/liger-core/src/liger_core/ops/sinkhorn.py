@@ -11,8 +11,8 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import ROWS, accumulator, misuses_of, normal, workload
+from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
+from liger_core.ops._inputs import ROWS, misuses_of, normal, workload
 
 
 def check(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> None:

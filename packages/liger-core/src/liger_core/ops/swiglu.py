@@ -11,9 +11,9 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import OptionError
-from liger_core.op import Misuse, Sample, Work, op
+from liger_core.op import Misuse, Sample, Work, accumulator, op
 from liger_core.ops import _gated
-from liger_core.ops._inputs import accumulator, misuses_of, normal
+from liger_core.ops._inputs import misuses_of, normal
 
 
 def check(

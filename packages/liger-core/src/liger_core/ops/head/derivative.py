@@ -20,8 +20,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_core.matmul import multiply
-from liger_core.ops._inputs import accumulator
+from liger_core.kernels import multiply
+from liger_core.op import accumulator
 from liger_core.ops._token_passes import LogitOptions, TokenPasses
 from liger_core.ops.head.head import Head
 from liger_core.ops.head.loop import Cut, Tile

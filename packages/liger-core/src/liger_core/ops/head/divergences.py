@@ -18,8 +18,9 @@ from torch import Tensor
 
 from liger_core.autograd import differentiable
 from liger_core.kernels import Kernel, Outputs
+from liger_core.op import accumulator
 from liger_core.ops._divergence import DivergenceOptions, DivergencePasses, DivergenceResults, divergence_results
-from liger_core.ops._inputs import accumulator, power_of_two_above
+from liger_core.ops._inputs import power_of_two_above
 from liger_core.ops.head.gradients import (
     Gradients,
     HeadGradients,

@@ -9,9 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from liger_core.kernels import Kernel, Outputs
-from liger_core.matmul import multiply
-from liger_core.ops._inputs import accumulator
+from liger_core.kernels import Kernel, Outputs, multiply
+from liger_core.op import accumulator
 from liger_core.ops._token_passes import blocks
 from liger_core.ops.head.head import Head
 from liger_core.ops.head.rows import CountedRows, slices

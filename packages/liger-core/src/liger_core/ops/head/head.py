@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.dtypes import autocast_dtype
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
-from liger_core.op import Misuse, Product, Work, Workload
+from liger_core.op import Misuse, Product, Work, Workload, autocast_dtype
 from liger_core.ops._inputs import CLASSES, ROWS, integers, misuses_of, normal, workload
 from liger_core.ops.head.rows import CountedRows
 from liger_core.ops.head.shards import VocabShard, held_classes

@@ -26,8 +26,8 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from liger_core.matmul import multiply
-from liger_core.ops._inputs import accumulator
+from liger_core.kernels import multiply
+from liger_core.op import accumulator
 from liger_core.ops.head.head import Chunk, Head
 from liger_core.ops.head.rows import slices
 from liger_core.ops.head.shards import Vocabulary

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from liger_core.autograd import differentiable
 from liger_core.kernels import Kernel, Outputs
-from liger_core.ops._inputs import accumulator, power_of_two_above
+from liger_core.op import accumulator
+from liger_core.ops._inputs import power_of_two_above
 from liger_core.ops._token_passes import MOMENTS, LogitOptions, ResultOptions, Slopes, Sums, TokenPasses
 from liger_core.ops.head.derivative import HeadDerivative, chosen_slopes, derived
 from liger_core.ops.head.gradients import Gradients, HeadGradients, new_gradients

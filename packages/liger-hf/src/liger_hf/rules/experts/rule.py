@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_core import experts
-from liger_core.dtypes import autocast_dtype
+from liger_core.op import autocast_dtype
 from liger_hf.passing import PASSED, hooked, may_pass, passed_over
 from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.private_transformers import GATE, LORA_FACTORS, experts_implementation, run_experts_in_a_loop
