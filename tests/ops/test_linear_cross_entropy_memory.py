@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_core import linear_cross_entropy
-from liger_core.ops.head import rows as counted_rows
+from liger_core.ops.head import head
 from liger_core.ops.head.loop import chunking
 from ops.agreement import leaf
 from ops.allocations import allocations
@@ -149,7 +149,7 @@ def test_a_freed_graph_gives_its_sums_as_gradients(measured_device: torch.device
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_cuda_graph_keeps_ignored_rows_whose_number_the_host_would_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counted_rows, "PACK_FLOPS", 0)
+    monkeypatch.setattr(head, "PACK_FLOPS", 0)
     hidden, weight = (torch.randn(size, 64, device="cuda", requires_grad=True) for size in (1024, 1000))
     target = torch.randint(1000, (1024,), device="cuda")
     target[::2] = -100

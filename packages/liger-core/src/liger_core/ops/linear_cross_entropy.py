@@ -35,19 +35,21 @@ from liger_core.ops._token_passes import LogitOptions, ResultOptions
 from liger_core.ops.head.gradients import HeadGradients, Sums, SumsBackward, divides_late, new_sums
 from liger_core.ops.head.head import (
     Chunk,
+    CountedRows,
     Head,
     autocast_inputs,
     check_chunks,
     check_head,
     check_rows,
+    check_vocab,
     head_misuses,
     head_series,
     head_workload,
+    takes_dtensors,
     work,
 )
 from liger_core.ops.head.loop import ChunkOptions, Tiles
-from liger_core.ops.head.rows import CountedRows
-from liger_core.ops.head.shards import ALONE, VocabShard, check_vocab, takes_dtensors, vocabulary
+from liger_core.ops.head.shards import ALONE, VocabShard, vocabulary
 from liger_core.ops.head.tokens import TokenResults, token_loop
 
 # What the benchmark's workloads of these names may hold.

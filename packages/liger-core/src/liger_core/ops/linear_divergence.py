@@ -25,9 +25,9 @@ from liger_core.ops._divergence import (
 from liger_core.ops._inputs import CLASSES, ROWS, misuses_of, normal, workload
 from liger_core.ops._softmax_loss import Reduction, check_reduction, check_target, denominator, targets_with_ignored
 from liger_core.ops.head.divergences import Teacher, divergence_loop
-from liger_core.ops.head.head import Chunk, Head, autocast_inputs, check_chunks, check_head
+from liger_core.ops.head.head import Chunk, Head, autocast_inputs, check_chunks, check_head, check_vocab, takes_dtensors
 from liger_core.ops.head.loop import ChunkOptions
-from liger_core.ops.head.shards import VocabShard, check_vocab, held_classes, takes_dtensors, vocabulary
+from liger_core.ops.head.shards import VocabShard, held_classes, vocabulary
 
 
 def check(

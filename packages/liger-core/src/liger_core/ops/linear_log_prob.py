@@ -30,13 +30,15 @@ from liger_core.ops.head.head import (
     check_chunks,
     check_head,
     check_rows,
+    check_vocab,
     head_misuses,
     head_series,
     head_workload,
+    takes_dtensors,
     work,
 )
 from liger_core.ops.head.loop import ChunkOptions
-from liger_core.ops.head.shards import VocabShard, check_vocab, takes_dtensors, vocabulary
+from liger_core.ops.head.shards import VocabShard, vocabulary
 from liger_core.ops.head.tokens import token_loop
 
 

@@ -30,9 +30,8 @@ from liger_core.ops.head.gradients import (
     new_gradients,
     new_sums,
 )
-from liger_core.ops.head.head import Head
+from liger_core.ops.head.head import CountedRows, Head, slices
 from liger_core.ops.head.loop import ChunkOptions, Cut, Tile, Tiles, held_bytes
-from liger_core.ops.head.rows import CountedRows, slices
 from liger_core.ops.head.shards import Vocabulary, end_sum, merge_divergence, start_sum
 
 # Rows of the teacher's logits that are held at a time, and how much of a budget they take at most. 512 rows fill an

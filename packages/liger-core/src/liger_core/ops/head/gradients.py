@@ -12,8 +12,7 @@ from torch import Tensor
 from liger_core.kernels import Kernel, Outputs, multiply
 from liger_core.op import accumulator
 from liger_core.ops._token_passes import blocks
-from liger_core.ops.head.head import Head
-from liger_core.ops.head.rows import CountedRows, slices
+from liger_core.ops.head.head import CountedRows, Head, slices
 from liger_core.ops.head.shards import RowSum, Vocabulary
 
 # Elements of main_grad whose sum is held at a time where it has to be scaled, in float16.
@@ -83,7 +82,10 @@ class HeadGradients:
         self.of_weight, self.of_bias = self._without_padding(of_weight), self._without_padding(of_bias)
         # .data has a version counter of its own: a kept graph may add once more.
         self.main_grad = None if main_grad is None else main_grad.data[: self.classes]
-        self.ranks = RowSum(vocab, 0 if self.whole is None else self.whole.shape[0], rows.index, most)
+        # None where this rank has all classes.
+        self.ranks: RowSum | None = None
+        if vocab.group is not None:
+            self.ranks = RowSum(vocab, 0 if self.whole is None else self.whole.shape[0], rows.index, most)
         self.most = most
         self.hidden_sum: Tensor | None = None
         self.weight_sum: Tensor | None = None
@@ -124,8 +126,9 @@ class HeadGradients:
             for rows in slices(slice(0, count), self.most):
                 out = buffer[: rows.stop - rows.start]
                 multiply(out, slope[rows], self.weight)
-                self.ranks.start(out)
-                self.ranks.end(out)
+                if self.ranks is not None:
+                    self.ranks.start(out)
+                    self.ranks.end(out)
                 torch.mul(out, row_factor[rows, None], out=self.of_hidden[rows])
         if (self.of_weight is not None or self.main_grad is not None) and count:
             # Rounded once.
@@ -152,9 +155,9 @@ class HeadGradients:
 
     def _add_to_hidden(self, rows: slice, classes: slice, slope: Tensor) -> None:
         first, last = classes.start == 0, classes.stop == self.classes
-        out = self._sum_of(rows, several=not (first and last) or self.ranks.shared)
+        out = self._sum_of(rows, several=not (first and last) or self.ranks is not None)
         multiply(out, slope, self.weight[classes], None if first else out)
-        if last:
+        if last and self.ranks is not None:
             # While the gradient of weight is computed.
             self.ranks.start(out)
 
@@ -171,12 +174,11 @@ class HeadGradients:
     def _round(self, rows: slice) -> None:
         """Store the gradient of these rows, once the ranks have added theirs."""
         assert self.of_hidden is not None
-        if self.hidden_sum is None:
-            self.ranks.end(self.of_hidden[rows])
-            return
-        total = self.hidden_sum[: rows.stop - rows.start]
-        self.ranks.end(total)
-        self.of_hidden[rows] = total
+        total = self.of_hidden[rows] if self.hidden_sum is None else self.hidden_sum[: rows.stop - rows.start]
+        if self.ranks is not None:
+            self.ranks.end(total)
+        if self.hidden_sum is not None:
+            self.of_hidden[rows] = total
 
     def _add_to_weight(self, rows: slice, classes: slice, slope: Tensor, hidden: Tensor) -> None:
         if self.of_weight is not None:

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from liger_core.kernels import multiply
 from liger_core.op import accumulator
-from liger_core.ops.head.head import Chunk, Head
-from liger_core.ops.head.rows import slices
+from liger_core.ops.head.head import Chunk, Head, slices
 from liger_core.ops.head.shards import Vocabulary
 
 MiB = 1 << 20

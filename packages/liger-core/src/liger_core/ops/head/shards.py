@@ -12,7 +12,6 @@ The gradient of weight stays with its rows. That of hidden is a sum over all cla
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -81,42 +80,6 @@ def held_classes(weight: Tensor, vocab: VocabShard | None) -> int:
     return vocabulary(weight, vocab).usual()
 
 
-def check_vocab(op: str, weight: Tensor, vocab: VocabShard | None) -> int:
-    """Check the shard and return the number of all classes."""
-    if vocab is None:
-        return weight.shape[0]
-    if not isinstance(vocab, VocabShard):
-        checks.fail(OptionError, op, f"vocab must be a VocabShard(group, start, classes), got {type(vocab).__name__}")
-    checks.integer(op, "vocab.start", vocab.start)
-    checks.integer(op, "vocab.classes", vocab.classes)
-    if vocab.classes < 1 or vocab.start < 0:
-        checks.fail(
-            OptionError,
-            op,
-            f"vocab must have start ≥ 0 and classes > 0, got start={vocab.start} and classes={vocab.classes}",
-        )
-    if not isinstance(vocab.group, (str, torch.distributed.ProcessGroup)):
-        checks.fail(OptionError, op, f"vocab.group must be a process group, got {type(vocab.group).__name__}")
-    return vocab.classes
-
-
-def takes_dtensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make an implementation (hidden, weight, …, vocab) also accept weight as a DTensor with a sharded vocabulary.
-
-    Rows may be sharded over the other mesh dimensions. If hidden is a DTensor, so are the results: per-token results
-    are sharded like the rows, and a sum is partial. If hidden is a plain tensor, the results are plain tensors.
-    """
-
-    @functools.wraps(function)
-    def implementation(hidden: Tensor, weight: Tensor, *args: Any, **options: Any) -> Any:
-        if not hasattr(weight, "device_mesh"):
-            return function(hidden, weight, *args, **options)
-        bound = inspect.signature(function).bind(hidden, weight, *args, **options).arguments
-        return _distributed(function, **bound)
-
-    return implementation
-
-
 def _in_order(hidden: Any, dimension: int) -> bool:
     """Whether this mesh dimension alone splits hidden, into equal parts in the order of its rows."""
     placement = hidden.placements[dimension]
@@ -126,7 +89,7 @@ def _in_order(hidden: Any, dimension: int) -> bool:
     return bool(hidden.shape[: placement.dim].numel() == 1 and size % hidden.device_mesh.size(dimension) == 0)
 
 
-def _distributed(function: Callable[..., Any], hidden: Any, weight: Any, **options: Any) -> Any:
+def run_distributed(function: Callable[..., Any], hidden: Any, weight: Any, **options: Any) -> Any:
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     op, mesh, placed = function.__name__, weight.device_mesh, weight.placements

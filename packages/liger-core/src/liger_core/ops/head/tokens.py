@@ -21,9 +21,8 @@ from liger_core.ops._inputs import power_of_two_above
 from liger_core.ops._token_passes import MOMENTS, LogitOptions, ResultOptions, Slopes, Sums, TokenPasses
 from liger_core.ops.head.derivative import HeadDerivative, chosen_slopes, derived
 from liger_core.ops.head.gradients import Gradients, HeadGradients, new_gradients
-from liger_core.ops.head.head import Head
+from liger_core.ops.head.head import CountedRows, Head
 from liger_core.ops.head.loop import ChunkOptions, Cut, Tiles
-from liger_core.ops.head.rows import CountedRows
 from liger_core.ops.head.shards import Exchange, RowSum, Vocabulary
 
 
