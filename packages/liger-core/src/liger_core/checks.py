@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
 
 from liger_core.errors import DeviceError, DtypeError, LigerError, OptionError, ShapeError, TargetError
 from liger_core.private_torch import dispatch_stack_length, is_wrapped
+
+# Where a root-mean-square norm rounds the scaled row: before it meets the weight, or once after it.
+Cast = Literal["input", "float32"]
 
 
 def shape(tensor: Tensor) -> str:

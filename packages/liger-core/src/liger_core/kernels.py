@@ -52,13 +52,9 @@ class Kernel:
     """
 
     def __init__(
-        self,
-        namespace: str,
-        name: str,
-        allocate: Callable[..., Outputs],
-        launch: Callable[..., None],
+        self, namespace: str, name: str, allocate: Callable[..., Outputs], launch: Callable[..., None],
         recycle: Callable[..., Outputs] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name = f"{namespace}::{name}"
         self.allocate, self.launch, self.recycle = allocate, launch, recycle
         self.schema, self.groups, self.output_groups = read_schema(self.name, launch)
@@ -234,19 +230,21 @@ def multiply(out: Tensor, a: Tensor, b: Tensor, base: Tensor | None = None) -> N
 def _multiply_in_float32(out: Tensor, a: Tensor, b: Tensor, base: Tensor | None) -> None:
     """Convert one tile of each operand at a time: a copy of a whole weight in float32 may not fit."""
     wide = torch.promote_types(out.dtype, torch.float32)
-    for rows in _tiles(out.shape[0]):
-        for columns in _tiles(out.shape[1]):
+    for rows in slices(slice(0, out.shape[0]), TILE):
+        for columns in slices(slice(0, out.shape[1]), TILE):
             tile = out[rows, columns]
             total = tile if tile.dtype == wide else torch.empty_like(tile, dtype=wide)
             if base is None:
                 total.zero_()
             elif base is not out or total is not tile:
                 total.copy_(base[columns] if base.dim() == 1 else base[rows, columns])
-            for inner in _tiles(a.shape[1]):
+            for inner in slices(slice(0, a.shape[1]), TILE):
                 total.addmm_(a[rows, inner].to(wide), b[inner, columns].to(wide))
             if total is not tile:
                 tile.copy_(total)
 
 
-def _tiles(size: int) -> list[slice]:
-    return [slice(start, min(start + TILE, size)) for start in range(0, size, TILE)]
+def slices(rows: slice, most: int) -> Iterator[slice]:
+    """Yield parts of the rows, at most so many at a time."""
+    for start in range(rows.start, rows.stop, most):
+        yield slice(start, min(start + most, rows.stop))

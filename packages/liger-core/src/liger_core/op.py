@@ -138,17 +138,11 @@ class Op(Generic[P, R]):
     """
 
     def __init__(
-        self,
-        reference: Callable[P, R],
-        *,
-        check: Callable[..., None],
+        self, reference: Callable[P, R], *, check: Callable[..., None],
         samples: Callable[[torch.device, torch.dtype], Iterator[Sample]],
-        misuses: Callable[[torch.device], Iterator[Misuse]],
-        workloads: Callable[[], Iterable[Workload]],
-        work: Callable[..., Work],
-        layout: Layout | Callable[..., Layout] | None = None,
-        dtypes: Dtypes = ANY,
-    ) -> None:
+        misuses: Callable[[torch.device], Iterator[Misuse]], workloads: Callable[[], Iterable[Workload]],
+        work: Callable[..., Work], layout: Layout | Callable[..., Layout] | None = None, dtypes: Dtypes = ANY,
+    ) -> None:  # fmt: skip
         self.reference = reference
         self.check = check
         self.samples = samples
@@ -317,27 +311,12 @@ def _settle() -> bool:
 
 
 def op(
-    *,
-    check: Callable[..., None],
-    samples: Callable[[torch.device, torch.dtype], Iterator[Sample]],
-    misuses: Callable[[torch.device], Iterator[Misuse]],
-    workloads: Callable[[], Iterable[Workload]],
-    work: Callable[..., Work],
-    layout: Layout | Callable[..., Layout] | None = None,
-    dtypes: Dtypes = ANY,
-) -> Callable[[Callable[P, R]], Op[P, R]]:
+    *, check: Callable[..., None], samples: Callable[[torch.device, torch.dtype], Iterator[Sample]],
+    misuses: Callable[[torch.device], Iterator[Misuse]], workloads: Callable[[], Iterable[Workload]],
+    work: Callable[..., Work], layout: Layout | Callable[..., Layout] | None = None, dtypes: Dtypes = ANY,
+) -> Callable[[Callable[P, R]], Op[P, R]]:  # fmt: skip
     """Turn a pure-PyTorch reference into an `Op`."""
-
-    def describe(reference: Callable[P, R]) -> Op[P, R]:
-        return Op(
-            reference,
-            check=check,
-            samples=samples,
-            misuses=misuses,
-            workloads=workloads,
-            work=work,
-            layout=layout,
-            dtypes=dtypes,
-        )
-
-    return describe
+    return lambda reference: Op(
+        reference, check=check, samples=samples, misuses=misuses, workloads=workloads, work=work, layout=layout,
+        dtypes=dtypes,
+    )  # fmt: skip

@@ -49,28 +49,18 @@ def _launch(
 
 
 def _allocate_backward(
-    grad_y: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    activation: int,
-    numbers: list[float],
-    overwrite: bool,
+    grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, numbers: list[float], overwrite: bool,
     needs: list[bool],
-) -> Outputs:
+) -> Outputs:  # fmt: skip
     return tuple(
         t.new_empty(t.shape) if need and t is not None else None for need, t in zip(needs, (gate, up), strict=True)
     )
 
 
 def _recycle_backward(
-    grad_y: Tensor,
-    gate: Tensor,
-    up: Tensor | None,
-    activation: int,
-    numbers: list[float],
-    overwrite: bool,
+    grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, numbers: list[float], overwrite: bool,
     needs: list[bool],
-) -> Outputs:
+) -> Outputs:  # fmt: skip
     """Gate and up themselves if they share no memory: every element is read before its gradient is written there."""
     if (
         not overwrite

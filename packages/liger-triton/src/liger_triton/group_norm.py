@@ -57,16 +57,9 @@ def _allocate(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | 
 
 
 def _launch(
-    y: Tensor,
-    mean: Tensor,
-    inverse: Tensor,
-    /,
-    x: Tensor,
-    num_groups: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
+    y: Tensor, mean: Tensor, inverse: Tensor, /, x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None,
     eps: float,
-) -> None:
+) -> None:  # fmt: skip
     if x.numel() == 0:
         return
     x, weight, bias = x.contiguous(), contiguous(weight), contiguous(bias)

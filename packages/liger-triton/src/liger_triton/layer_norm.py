@@ -30,14 +30,9 @@ def _launch(
 
 
 def _allocate_backward(
-    grad_y: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    inverse: Tensor,
+    grad_y: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor,
     needs: list[bool],
-) -> Outputs:
+) -> Outputs:  # fmt: skip
     return tuple(
         dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, weight, bias), strict=True)
     )

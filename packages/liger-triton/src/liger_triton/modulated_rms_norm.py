@@ -31,14 +31,9 @@ def _launch(
 
 
 def _allocate_backward(
-    grad_y: Tensor,
-    x: Tensor,
-    scale: Tensor,
-    shift: Tensor | None,
-    weight: Tensor | None,
-    inverse: Tensor,
+    grad_y: Tensor, x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tensor | None, inverse: Tensor,
     needs: list[bool],
-) -> Outputs:
+) -> Outputs:  # fmt: skip
     return tuple(
         dense_like(t) if need and t is not None else None
         for need, t in zip(needs, (x, scale, shift, weight), strict=True)

@@ -46,15 +46,9 @@ def _allocate(x: Tensor, *rest: object) -> Outputs:
 
 
 def _launch(
-    y: Tensor,
-    inverse_rms: Tensor,
-    /,
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    weight_offset: float,
+    y: Tensor, inverse_rms: Tensor, /, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float,
     cast_input: bool,
-) -> None:
+) -> None:  # fmt: skip
     launch_norm(x=x, weight=weight, y=y, inverse=inverse_rms, eps=eps, offset=weight_offset, cast_input=cast_input)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from liger_bench.peers import Peer, by_name
 from liger_core import rms_norm, rope
-from liger_core.ops._norm import Cast
+from liger_core.checks import Cast
 
 
 def unavailable(device: torch.device) -> str | None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_core import checks, ops
-from liger_core.ops._norm import Cast
+from liger_core.checks import Cast
 from liger_core.ops.gated_rms_norm import Activation
 
 

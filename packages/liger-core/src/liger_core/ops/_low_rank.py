@@ -179,16 +179,9 @@ class LowRank:
         compute(self.passes, y, x, weight, b, bias, base, projected)
 
     def _allocate_backward(
-        self,
-        grad_y: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        a: Tensor,
-        b: Tensor,
-        projected: Tensor,
-        scale: float,
+        self, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, projected: Tensor, scale: float,
         needs: list[bool],
-    ) -> Outputs:
+    ) -> Outputs:  # fmt: skip
         (rows, outer), device = grad_y.shape, x.device
         return (
             torch.empty(x.shape, dtype=x.dtype, device=device) if needs[0] else None,
@@ -200,16 +193,9 @@ class LowRank:
         )
 
     def _recycle_backward(
-        self,
-        grad_y: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        a: Tensor,
-        b: Tensor,
-        projected: Tensor,
-        scale: float,
+        self, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, projected: Tensor, scale: float,
         needs: list[bool],
-    ) -> Outputs:
+    ) -> Outputs:  # fmt: skip
         """Reuse the upstream gradient as the gradient of base."""
         made = self._allocate_backward(grad_y, x, weight, a, b, projected, scale, [*needs[:5], False])
         return (*made[:5], grad_y if needs[5] else None)
@@ -320,15 +306,9 @@ def scaled_rows(b: Tensor, columns: Tensor) -> Tensor:
 
 
 def compute(
-    passes: RankPasses,
-    y: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    b: Tensor,
-    bias: Tensor | None,
-    base: Tensor | None,
-    projected: Tensor,
-) -> None:
+    passes: RankPasses, y: Tensor, x: Tensor, weight: Tensor | None, b: Tensor, bias: Tensor | None,
+    base: Tensor | None, projected: Tensor,
+) -> None:  # fmt: skip
     """Compute a layer with its adapter from x and from x aᵀ as a left factor."""
     right = passes.right(b, x.dtype).t()
     add_all(base if weight is None else bias, projected, right, () if weight is None else ((x, weight.t()),), y)

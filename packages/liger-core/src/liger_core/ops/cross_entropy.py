@@ -211,15 +211,9 @@ def _kernels(
         return (torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),)
 
     def launch_backward(
-        grad_logits: Tensor,
-        /,
-        grad_loss: Tensor,
-        logits: Tensor,
-        target: Tensor,
-        moments: Tensor,
-        options: RowOptions,
+        grad_logits: Tensor, /, grad_loss: Tensor, logits: Tensor, target: Tensor, moments: Tensor, options: RowOptions,
         needs: list[bool],
-    ) -> None:
+    ) -> None:  # fmt: skip
         if logits.shape[0]:
             passes.gradients(logits, target, moments, grad_loss, options, grad_logits)
 
@@ -231,15 +225,9 @@ def _kernels(
         return ReducedResults(scalar(()), *results[1:], scalar(()) if mean else None)
 
     def launch_reduced(
-        results: ReducedResults,
-        /,
-        logits: Tensor,
-        target: Tensor,
-        divide: Tensor | None,
-        options: RowOptions,
-        mean: bool,
-        asked: ResultOptions,
-    ) -> None:
+        results: ReducedResults, /, logits: Tensor, target: Tensor, divide: Tensor | None, options: RowOptions,
+        mean: bool, asked: ResultOptions,
+    ) -> None:  # fmt: skip
         loss, moments, prediction, entropy, inverse = results
         rows = RowResults(moments.new_empty(logits.shape[0]), moments, prediction, entropy)
         if logits.shape[0]:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
+from liger_core.checks import Cast
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import ROWS, misuses_of, normal
-from liger_core.ops._norm import Cast
 from liger_core.ops._rotary import DTYPES, HEADS, TABLE, angles, check_rotary
 from liger_core.ops.rms_norm import rms_norm
 from liger_core.ops.rope import rope

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
+from liger_core.checks import Cast
 from liger_core.errors import DeviceError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import misuses_of, normal, row_workloads
-from liger_core.ops._norm import Cast, scaling_misuses
+from liger_core.ops._inputs import misuses_of, normal, row_workloads, scaling_misuses
 
 
 def check(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from liger_core.autograd import differentiable
-from liger_core.kernels import Kernel, Outputs
+from liger_core.kernels import Kernel, Outputs, slices
 from liger_core.op import accumulator
 from liger_core.ops._divergence import DivergenceOptions, DivergencePasses, DivergenceResults, divergence_results
 from liger_core.ops._inputs import power_of_two_above
@@ -30,7 +30,7 @@ from liger_core.ops.head.gradients import (
     new_gradients,
     new_sums,
 )
-from liger_core.ops.head.head import CountedRows, Head, slices
+from liger_core.ops.head.head import CountedRows, Head
 from liger_core.ops.head.loop import ChunkOptions, Cut, Tile, Tiles, held_bytes
 from liger_core.ops.head.shards import Vocabulary, end_sum, merge_divergence, start_sum
 

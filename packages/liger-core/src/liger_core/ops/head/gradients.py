@@ -9,10 +9,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from liger_core.kernels import Kernel, Outputs, multiply
+from liger_core.kernels import Kernel, Outputs, multiply, slices
 from liger_core.op import accumulator
 from liger_core.ops._token_passes import blocks
-from liger_core.ops.head.head import CountedRows, Head, slices
+from liger_core.ops.head.head import CountedRows, Head
 from liger_core.ops.head.shards import RowSum, Vocabulary
 
 # Elements of main_grad whose sum is held at a time where it has to be scaled, in float16.
@@ -221,26 +221,16 @@ class SumsBackward:
         return make_kernel(name, self.allocate, self.launch, self.recycle)
 
     def allocate(
-        self,
-        grad_loss: Tensor,
-        weight: Tensor,
-        scale: Tensor | None,
-        sums: Sums,
-        main_grad: Tensor | None,
+        self, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums, main_grad: Tensor | None,
         needs: list[bool],
-    ) -> Outputs:
+    ) -> Outputs:  # fmt: skip
         wanted = zip(needs, sums if main_grad is None else sums._replace(sum_weight=None), strict=True)
         return tuple(torch.empty_like(t, dtype=weight.dtype) if need and t is not None else None for need, t in wanted)
 
     def recycle(
-        self,
-        grad_loss: Tensor,
-        weight: Tensor,
-        scale: Tensor | None,
-        sums: Sums,
-        main_grad: Tensor | None,
+        self, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums, main_grad: Tensor | None,
         needs: list[bool],
-    ) -> Outputs:
+    ) -> Outputs:  # fmt: skip
         """Reuse sums that have the dtype of the gradient: scaling them in place saves a copy."""
         fresh = [need and t is not None and t.dtype != weight.dtype for need, t in zip(needs, sums, strict=True)]
         made = self.allocate(grad_loss, weight, scale, sums, main_grad, fresh)

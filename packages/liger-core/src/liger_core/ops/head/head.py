@@ -123,12 +123,6 @@ class CountedRows:
             self.scatter(source, target)
 
 
-def slices(rows: slice, most: int) -> Iterator[slice]:
-    """Yield parts of the rows, at most so many at a time."""
-    for start in range(rows.start, rows.stop, most):
-        yield slice(start, min(start + most, rows.stop))
-
-
 def takes_dtensors(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make an implementation (hidden, weight, …, vocab) also accept weight as a DTensor with a sharded vocabulary.
 

@@ -26,9 +26,9 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from liger_core.kernels import multiply
+from liger_core.kernels import multiply, slices
 from liger_core.op import accumulator
-from liger_core.ops.head.head import Chunk, Head, slices
+from liger_core.ops.head.head import Chunk, Head
 from liger_core.ops.head.shards import Vocabulary
 
 MiB = 1 << 20
