@@ -52,7 +52,7 @@ def differentiable(
 
 
 class _Derivative:
-    """Where the values that two kernels exchange are, looked up once by their names.
+    """The positions of the values that two kernels exchange, looked up once by their names.
 
     early      whether forward takes `needs`
     targets    for each gradient that backward computes, the first and the last input that gets it; they differ only if
