@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.ops._divergence import FORWARD, MIXTURE, DivergenceOptions, DivergenceResults
+from liger_triton._constants import LN2
 from liger_triton._divergence_rows import both, neighbors, quick_statistics, statistics
 from liger_triton._divergence_streamed import streamed
 from liger_triton._divergence_terms import (
@@ -276,7 +277,7 @@ def divergence_kernel(
         slopes = summed(slopes, slope, q, FORMULA)
     total, mean = added_up(values, slopes, apart, inverse, FORMULA)
     if HARD:
-        hard = tl.log2(sharp_sum) * 0.6931471805599453 - (chosen - top) * temperature
+        hard = tl.log2(sharp_sum) * LN2 - (chosen - top) * temperature
         total = (1.0 - hard_weight) * total + hard_weight * tl.where(in_range, hard, float("nan"))
     tl.store(loss + row, total)
     tl.store(moments, top)

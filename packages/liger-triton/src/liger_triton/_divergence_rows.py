@@ -6,24 +6,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from liger_triton._constants import LOG2E, LOWEST
 from liger_triton._divergence_terms import KIND_FORWARD
-from liger_triton._logits import capped
-
-
-@triton.jit
-def grown(m, d, x):
-    """Update each thread's maximum m and sum of e^(x - m) with VECTOR more neighbors."""
-    top = tl.maximum(m, tl.max(x, 1))
-    return top, d * tl.exp2((m - top) * 1.4426950408889634) + tl.sum(
-        tl.exp2((x - top[:, None]) * 1.4426950408889634), 1
-    )
-
-
-@triton.jit
-def met(m, d):
-    """Reduce the maxima and sums of the threads to those of the row; a NaN among the logits shows in the sum."""
-    top = tl.max(m, 0)
-    return top, tl.sum(d * tl.exp2((m - top) * 1.4426950408889634), 0)
+from liger_triton._logits import capped, grown, met
 
 
 @triton.jit
@@ -86,8 +71,8 @@ def anchored(m, anchor, d, x):
     The anchor is the maximum in units of base 2, rounded.
     """
     m = tl.maximum(m, tl.max(x, 1))
-    top = m * 1.4426950408889634
-    return m, top, d * tl.exp2(anchor - top) + tl.sum(tl.exp2(tl.fma(x, 1.4426950408889634, -top[:, None])), 1)
+    top = m * LOG2E
+    return m, top, d * tl.exp2(anchor - top) + tl.sum(tl.exp2(tl.fma(x, LOG2E, -top[:, None])), 1)
 
 
 @triton.jit
@@ -97,7 +82,7 @@ def met_anchored(m, anchor, d):
     highest = tl.max(anchor, 0)
     # The select prevents fusing the products into the sum, where each of two threads would fuse its own.
     d = tl.sum(tl.where(d > 0, d * tl.exp2(anchor - highest), d), 0)
-    return top, d * tl.exp2(-tl.fma(top, 1.4426950408889634, -highest))
+    return top, d * tl.exp2(-tl.fma(top, LOG2E, -highest))
 
 
 @triton.jit
@@ -108,7 +93,7 @@ def quick_statistics(base, theirs, width, BLOCK: tl.constexpr, VECTOR: tl.conste
     """
     HALF: tl.constexpr = BLOCK // 2
     m = tl.full((HALF // VECTOR,), -1e30, dtype=tl.float32)
-    anchor = m * 1.4426950408889634
+    anchor = m * LOG2E
     d = tl.zeros((HALF // VECTOR,), dtype=tl.float32)
     their_m = m
     their_anchor = anchor
@@ -150,8 +135,7 @@ def statistics(
 
     Returns (student's m, d, teacher's m, d, teacher's x at the student's largest, student's d without temperature).
     """
-    # The lowest finite number, so that a masked lane or a class at -inf gives exponents of -∞ and never ∞ - ∞.
-    m = tl.full((BLOCK // VECTOR,), -3.4028234663852886e38, dtype=tl.float32)
+    m = tl.full((BLOCK // VECTOR,), LOWEST, dtype=tl.float32)
     d = tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
     their_m = m
     # The teacher's x at each thread's largest of the student.
@@ -167,11 +151,11 @@ def statistics(
         m, d, their_m, their_d, their_first, sharp_d = seen(
             m, d, their_m, their_d, their_first, sharp_d, x, y, temperature, FORMULA, HARD
         )
-    top, exp_sum = met(m, d)
-    their_top, their_sum = met(their_m, their_d)
+    top, exp_sum, _, _ = met(m, d, d, d, False, False)
+    their_top, their_sum, _, _ = met(their_m, their_d, d, d, False, False)
     sharp_sum = 1.0
     if HARD:
-        sharp_sum = tl.sum(sharp_d * tl.exp2((m - top) * temperature * 1.4426950408889634), 0)
+        sharp_sum = tl.sum(sharp_d * tl.exp2((m - top) * temperature * LOG2E), 0)
     their_first = tl.max(tl.where(m == top, their_first, float("-inf")), 0)
     return top, exp_sum, their_top, their_sum, their_first, sharp_sum
 
@@ -183,10 +167,9 @@ def seen(m, d, their_m, their_d, their_first, sharp_d, x, y, temperature, FORMUL
         highest = tl.max(x, 1)
         there = tl.max(tl.where(x == highest[:, None], y, float("-inf")), 1)
         their_first = tl.where(highest > m, there, tl.where(highest == m, tl.maximum(there, their_first), their_first))
+    top, d, _, _ = grown(m, d, d, d, x, False, False)
+    their_m, their_d, _, _ = grown(their_m, their_d, d, d, y, False, False)
     if HARD:
-        top = tl.maximum(m, tl.max(x, 1))
-        sharp = tl.sum(tl.exp2((x - top[:, None]) * temperature * 1.4426950408889634), 1)
-        sharp_d = sharp_d * tl.exp2((m - top) * temperature * 1.4426950408889634) + sharp
-    m, d = grown(m, d, x)
-    their_m, their_d = grown(their_m, their_d, y)
-    return m, d, their_m, their_d, their_first, sharp_d
+        sharp = tl.sum(tl.exp2((x - top[:, None]) * temperature * LOG2E), 1)
+        sharp_d = sharp_d * tl.exp2((m - top) * temperature * LOG2E) + sharp
+    return top, d, their_m, their_d, their_first, sharp_d

@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from liger_triton._constants import LN2, LOG2E
 from liger_triton._divergence_rows import halves, masked_halves
 from liger_triton._divergence_terms import log_series
 from liger_triton._logits import capped
@@ -20,7 +21,7 @@ def moved(s, a, w, v, down, our_down):
     """
     alpha = tl.exp2(-down)
     beta = tl.exp2(-our_down)
-    delta = (down - our_down) * 0.6931471805599453
+    delta = (down - our_down) * LN2
     drift = alpha * delta
     rest = 1.0 / 6 + delta * (1.0 / 24 + delta * (1.0 / 120 + delta * (1.0 / 720 + delta * (1.0 / 5040))))
     rest = drift * delta * (0.5 + delta * rest)
@@ -37,7 +38,7 @@ def added(s, a, w, v, mean, m, anchor, their_m, their_anchor, x, y, mask, scale,
     m = tl.maximum(m, tl.max(x, 1))
     their_m = tl.maximum(their_m, tl.max(y, 1))
     # Where the sides are so far apart that e^mean could overflow, no digits cancel.
-    mean += a / tl.maximum(w, 1e-30) * 1.4426950408889634
+    mean += a / tl.maximum(w, 1e-30) * LOG2E
     mean = tl.where(mean > 24.0, 24.0, mean)
     top = m * scale - mean
     their_top = their_m * their_scale
@@ -51,7 +52,7 @@ def added(s, a, w, v, mean, m, anchor, their_m, their_anchor, x, y, mask, scale,
     moment = p * apart
     near = 0.0138760271 - apart * (0.00192362582 - apart * 0.000222225968)
     near = 0.34657359 - apart * (0.0800755023 - apart * near)
-    moment *= 0.6931471805599453
+    moment *= LN2
     value = tl.where(tl.abs(apart) < 0.36, moment * apart * near, moment + (q - p))
     if mask is not None:
         moment = tl.where(mask, moment, 0.0)
@@ -89,12 +90,8 @@ def streamed(
     v = s
     mean = s
     # To base 2. The scale of a logit is part of the exponential's; what a cap gives has no scale left.
-    scale = 1.4426950408889634
-    their = 1.4426950408889634
-    if not HAS_SOFTCAP:
-        scale *= logit_scale
-    if not TEACHER_SOFTCAP:
-        their *= their_scale
+    scale = LOG2E if HAS_SOFTCAP else logit_scale * LOG2E
+    their = LOG2E if TEACHER_SOFTCAP else their_scale * LOG2E
     offset = tl.arange(0, HALF // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     whole = width // (2 * HALF) * (2 * HALF)
     for start in range(0, whole, 2 * HALF):
@@ -128,22 +125,22 @@ def streamed(
     exp_sum = tl.sum(tl.where(v > 0, tl.exp2(-our_down) * v, v), 0)
     alpha = tl.exp2(-down)
     their_sum = tl.sum(tl.where(w > 0, alpha * w, w), 0)
-    moment = alpha * (a * 1.4426950408889634 + (our_down - down) * w)
+    moment = alpha * (a * LOG2E + (our_down - down) * w)
     mean = tl.sum(tl.where(w > 0, moment, w), 0) / their_sum
     mean = tl.where(mean > 24.0, 24.0, mean)
     s, a, w, v = moved(s, a, w, v, down, our_down - mean)
     u = tl.sum(s - a, 0) / their_sum
-    log = tl.log2(tl.sum(tl.where(v > 0, v, 0.0), 0) / their_sum) * 0.6931471805599453
+    log = tl.log2(tl.sum(tl.where(v > 0, v, 0.0), 0) / their_sum) * LN2
     divergence = tl.where(tl.abs(u) < 0.25, tl.sum(s, 0) / their_sum - log_series(u), tl.sum(a, 0) / their_sum + log)
     # The moments have maxima of x itself.
     exp_sum *= tl.exp2(-tl.fma(top, scale, -highest))
     their_sum *= tl.exp2(-tl.fma(their_top, their, -their_highest))
     if not HAS_SOFTCAP:
         rounded = top * logit_scale
-        exp_sum *= tl.exp2(tl.fma(top, logit_scale, -rounded) * 1.4426950408889634)
+        exp_sum *= tl.exp2(tl.fma(top, logit_scale, -rounded) * LOG2E)
         top = rounded
     if not TEACHER_SOFTCAP:
         rounded = their_top * their_scale
-        their_sum *= tl.exp2(tl.fma(their_top, their_scale, -rounded) * 1.4426950408889634)
+        their_sum *= tl.exp2(tl.fma(their_top, their_scale, -rounded) * LOG2E)
         their_top = rounded
     return divergence, top, exp_sum, their_top, their_sum

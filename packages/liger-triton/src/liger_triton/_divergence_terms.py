@@ -6,13 +6,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from liger_core.ops import _divergence as formulas
 from liger_core.ops._divergence import FORWARD, MIXTURE, REVERSE, VARIATION
+from liger_triton._constants import LN2, LOG2E
 
 # After those of liger_core: the Jensen-Shannon divergence with beta 1/2, a mixture whose formula is even in log p - log
 # q, and much shorter.
 EVEN = 1 + max(FORWARD, REVERSE, MIXTURE, VARIATION)
 KIND_FORWARD, KIND_REVERSE, KIND_MIXTURE = tl.constexpr(FORWARD), tl.constexpr(REVERSE), tl.constexpr(MIXTURE)
 KIND_VARIATION, KIND_EVEN = tl.constexpr(VARIATION), tl.constexpr(EVEN)
+FAR, BEHIND = tl.constexpr(formulas.FAR), tl.constexpr(formulas.BEHIND)
 
 
 @triton.jit
@@ -31,15 +34,14 @@ def steps(far):
 
     The first is about far²/2 near 0, and the others follow from it exactly.
     """
-    smaller = tl.exp2(far * -1.4426950408889634)
+    smaller = tl.exp2(far * -LOG2E)
     near = far < 0.5
     over = (
         0.5 * far * far * (1.0 - far * (1.0 / 3 - far * (1.0 / 12 - far * (1.0 / 60 - far * (1.0 / 360 - far / 2520)))))
     )
     over = tl.where(near, over, far - 1.0 + smaller)
     step = tl.where(near, far - over, 1.0 - smaller)
-    # e^-800 is 0, so that the cut changes nothing but 0 · ∞.
-    under = tl.where(near, far * step - over, step - smaller * tl.where(far > 800.0, 800.0, far))
+    under = tl.where(near, far * step - over, step - smaller * tl.where(far > FAR, FAR, far))
     return over, under, step, smaller
 
 
@@ -55,7 +57,7 @@ def log_series(t):
 def log_ratio(a, b):
     """Return log(a / b), accurate to the last digits even near 0, where the hardware's logarithm is not."""
     difference = (a - b) / b
-    return tl.where(tl.abs(difference) < 0.25, difference - log_series(difference), tl.log2(a / b) * 0.6931471805599453)
+    return tl.where(tl.abs(difference) < 0.25, difference - log_series(difference), tl.log2(a / b) * LN2)
 
 
 @triton.jit
@@ -68,7 +70,7 @@ def mixed(share, complement, step, smaller):
     mixture = share + complement * smaller
     rest = log_series(t)
     close = tl.abs(t) < 0.25
-    log = tl.log2(mixture) * 0.6931471805599453
+    log = tl.log2(mixture) * LN2
     rest = tl.where(close, rest, t - log)
     return rest, tl.where(close, t - rest, log), mixture
 
@@ -90,7 +92,7 @@ def even_terms(far):
     The terms are twice the divergence, -(1 + e^-far) · log M - far · e^-far. Near 0, they are e^(-far/2) times an even
     function of far, and log M is log cosh(far/2) - far/2. The coefficients minimize the relative error, to below 1e-7.
     """
-    root = tl.exp2(far * -0.7213475204444817)
+    root = tl.exp2(far * (-0.5 * LOG2E))
     smaller = root * root
     log = 0.331652671 - smaller * (0.23766446 - smaller * (0.150801832 - smaller * 0.0562537405))
     log = smaller * (0.999997096 - smaller * (0.499887304 - smaller * log)) - 0.693147168
@@ -109,15 +111,17 @@ def first_slope(first, beta, complement, of_teacher, of_student, FORMULA: tl.con
     if FORMULA == KIND_VARIATION:
         h = tl.where(first == 0, 0.0, tl.where(first > 0, -0.5, 0.5))
     elif FORMULA == KIND_EVEN:
-        far = tl.minimum(tl.abs(first), 800.0)
+        far = tl.minimum(tl.abs(first), FAR)
         _, log, _ = even_terms(far)
         h = -log - tl.where(first >= 0, far, 0.0)
     elif FORMULA == KIND_MIXTURE:
         ahead = first >= 0
-        far = tl.minimum(tl.abs(first), 800.0)
+        far = tl.minimum(tl.abs(first), FAR)
         _, _, step, smaller = steps(far)
         _, log, mixture = mixed(tl.where(ahead, beta, complement), tl.where(ahead, complement, beta), step, smaller)
-        h = mixed_slope(far, ahead, step, smaller, log, mixture, first < -0.7, beta, complement, of_teacher, of_student)
+        h = mixed_slope(
+            far, ahead, step, smaller, log, mixture, first < BEHIND, beta, complement, of_teacher, of_student
+        )
     return h
 
 
@@ -128,8 +132,8 @@ def compared(below, beneath, offset, first, h, beta, complement, of_teacher, of_
     All but h are in units of 1/d of the student. As in liger_core/ops/_divergence.py: the larger of p and q times a
     function of far = |log p - log q|, by a series where it is small.
     """
-    ours = below * 1.4426950408889634
-    theirs = tl.fma(beneath, 1.4426950408889634, offset * 1.4426950408889634)
+    ours = below * LOG2E
+    theirs = tl.fma(beneath, LOG2E, offset * LOG2E)
     # In this order classes of nearly equal distances are rounded alike, and their difference, of which h - h₀ is made,
     # is exact.
     apart = (beneath - below) + offset
@@ -141,8 +145,8 @@ def compared(below, beneath, offset, first, h, beta, complement, of_teacher, of_
         # -½, 0 or ½ less h, whatever the size of apart.
         slope = tl.minimum(tl.maximum(tl.fma(apart, -1e38, -h), -0.5 - h), 0.5 - h)
     elif FORMULA == KIND_EVEN:
-        # e^-800 is 0, so that the cut changes nothing but ∞ · 0, and NaN where both are at -∞.
-        far = tl.minimum(tl.abs(apart), 800.0)
+        # The cut also changes NaN where both are at -∞.
+        far = tl.minimum(tl.abs(apart), FAR)
         q = tl.exp2(ours)
         _, log, value = even_terms(far)
         value = tl.exp2(tl.maximum(ours, theirs)) * value
@@ -152,8 +156,8 @@ def compared(below, beneath, offset, first, h, beta, complement, of_teacher, of_
         far = tl.abs(apart)
         larger = tl.exp2(tl.maximum(ours, theirs))
         if FORMULA == KIND_MIXTURE:
-            # As above. The KLs may be infinite.
-            far = tl.minimum(far, 800.0)
+            # The KLs may be infinite.
+            far = tl.minimum(far, FAR)
         over, under, step, smaller = steps(far)
         if FORMULA == KIND_FORWARD:
             value = tl.where(larger != 0, larger * tl.where(ahead, over, under), 0.0)
@@ -170,7 +174,7 @@ def compared(below, beneath, offset, first, h, beta, complement, of_teacher, of_
             value = larger * (of_larger * rest + of_smaller * of_other)
             slope = (
                 mixed_slope(
-                    far, ahead, step, smaller, log, mixture, first < -0.7, beta, complement, of_teacher, of_student
+                    far, ahead, step, smaller, log, mixture, first < BEHIND, beta, complement, of_teacher, of_student
                 )
                 - h
             )
@@ -203,8 +207,8 @@ def added_up(values, slopes, offset, inverse, FORMULA: tl.constexpr):
 @triton.jit
 def difference(below, inverse, beneath, their_inverse, offset):
     """Return q - p, by a series where they are nearly equal."""
-    q = tl.exp2(below * 1.4426950408889634) * inverse
-    p = tl.exp2(beneath * 1.4426950408889634) * their_inverse
+    q = tl.exp2(below * LOG2E) * inverse
+    p = tl.exp2(beneath * LOG2E) * their_inverse
     apart = (beneath - below) + offset
     series = 1.0 + apart * (0.5 + apart * (1.0 / 6 + apart * (1.0 / 24 + apart * (1.0 / 120 + apart * (1.0 / 720)))))
     return tl.where(tl.abs(apart) < 0.25, -q * apart * series, q - p)
@@ -224,5 +228,5 @@ def pulled(slope, q, mean, inverse, FORMULA: tl.constexpr):
 @triton.jit
 def sharpened(below, sharp_inverse, column, label, temperature):
     """Return the gradient of the cross entropy: the softmax without temperature, minus 1 at the label."""
-    sharp = tl.exp2(below * temperature * 1.4426950408889634) * sharp_inverse
+    sharp = tl.exp2(below * temperature * LOG2E) * sharp_inverse
     return temperature * tl.where(column == label, sharp - 1.0, sharp)

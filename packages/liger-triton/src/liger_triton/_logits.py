@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that row passes over logits share: launch shapes, and the scale and cap of a logit before the softmax."""
+"""The parts that row passes over logits share: launch shapes, the scale and cap of a logit, and the online softmax."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+from liger_triton._constants import LOG2E
 
 
 class Shape(NamedTuple):
@@ -65,3 +67,47 @@ def through_cap(slope, logits, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr):
     if HAS_SOFTCAP:
         slope = slope * bend(logits, logit_scale, softcap)
     return slope
+
+
+@triton.jit
+def grown(m, d, distance, squares, x, ENTROPY: tl.constexpr, COLLISION: tl.constexpr):
+    """Continue the sums of an online softmax with x (threads, VECTOR), so many neighbors for each thread.
+
+    They are the maximum m, which begins at LOWEST, d = Σ e^(x - m), with ENTROPY distance = Σ e^(x - m) · (x - m) in
+    units of base 2, and with COLLISION squares = Σ e^(2(x - m)). A thread moves its sums to the new maximum with one
+    exponential and adds one for each neighbor, so that threads meet only once a row. Differences are taken before they
+    are scaled to base 2: what logits have in common cancels exactly.
+    """
+    highest = tl.max(x, 1)
+    top = tl.where(highest > m, highest, m)
+    step = (m - top) * LOG2E
+    shrink = tl.exp2(step)
+    below = (x - top[:, None]) * LOG2E
+    e = tl.exp2(below)
+    if ENTROPY:
+        distance = (distance + d * bounded(step)) * shrink + tl.sum(e * bounded(below), 1)
+    if COLLISION:
+        squares = squares * (shrink * shrink) + tl.sum(e * e, 1)
+    return top, d * shrink + tl.sum(e, 1), distance, squares
+
+
+@triton.jit
+def met(m, d, distance, squares, ENTROPY: tl.constexpr, COLLISION: tl.constexpr):
+    """Reduce the sums of `grown` of the threads to those of the row.
+
+    A NaN among the logits shows in d; the maximum may skip it.
+    """
+    top = tl.max(m, 0)
+    step = (m - top) * LOG2E
+    shrink = tl.exp2(step)
+    if ENTROPY:
+        distance = tl.sum((distance + d * bounded(step)) * shrink, 0)
+    if COLLISION:
+        squares = tl.sum(squares * (shrink * shrink), 0)
+    return top, tl.sum(d * shrink, 0), distance, squares
+
+
+@triton.jit
+def bounded(exponent):
+    """Cut an exponent of 2 at -1000, whose power is 0, so that the cut changes nothing but ∞ · 0; NaN stays NaN."""
+    return tl.where(exponent < -1000.0, -1000.0, exponent)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from liger_triton._constants import LOG2E
 from liger_triton.launch import Launcher
 
 
@@ -15,12 +16,12 @@ def power(x, EXACT: tl.constexpr):
     if EXACT:
         # Below, e^x is 0 in float32; this way NaN stays NaN.
         x = tl.where(x < -200.0, -200.0, x)
-        whole = tl.floor(x * 1.4426950408889634 + 0.5)
+        whole = tl.floor(x * LOG2E + 0.5)
         # The product with the first of both parts of log 2 is exact.
         rest = (x - whole * 0.693359375) + whole * 2.12194440e-4
-        return tl.exp2(whole) * tl.exp2(rest * 1.4426950408889634)
+        return tl.exp2(whole) * tl.exp2(rest * LOG2E)
     else:
-        return tl.exp2(x * 1.4426950408889634)
+        return tl.exp2(x * LOG2E)
 
 
 @triton.jit

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.ops._softmax_loss import RowOptions, RowResults
-from liger_triton._logits import GRADIENT, STATISTICS, Shape, capped, through_cap
+from liger_triton._constants import LN2, LOG2E, LOWEST
+from liger_triton._logits import GRADIENT, STATISTICS, Shape, capped, grown, met, through_cap
 from liger_triton._token_passes import TritonTokenPasses
 from liger_triton.launch import VECTOR, Launcher, cdiv, fuses, power_of_two, processors, rows_of
 
@@ -125,7 +126,7 @@ def row_gradient(
 
     inverse is 1 / Σ e^(x - top).
     """
-    p = tl.exp2((x - top) * 1.4426950408889634) * inverse
+    p = tl.exp2((x - top) * LOG2E) * inverse
     d = p * share
     d = tl.where(column == label, d - hard, d)
     if HAS_SMOOTHING:
@@ -147,11 +148,8 @@ def loss_kernel(
 ):  # fmt: skip
     """One program takes one row: its statistics, loss and metrics, and, if asked, its gradient over the logits.
 
-    A thread takes VECTOR neighbors at a time and keeps its own running maximum m and sum d of e^(x - m): it finds their
-    maximum, moves d to it with one exponential and adds one for each, so that threads meet only once a row. Differences
-    are taken before they are scaled to base 2: what logits have in common cancels exactly. KEEPS_LOWEST: x is the logit
-    itself, so that a masked lane is -∞. Otherwise a mask also keeps the product that x is from being fused into x - m,
-    where m is a rounded one.
+    KEEPS_LOWEST: x is the logit itself, so that a masked lane is -∞. Otherwise a mask also keeps the product that x is
+    from being fused into x - m, where m is a rounded one.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
@@ -175,9 +173,7 @@ def loss_kernel(
     chosen = tl.where(in_range, capped(tl.load(base + safe), logit_scale, softcap, HAS_SOFTCAP), 0.0)
     # The smoothed loss adds distances from here; an infinite loss stays infinite.
     anchor = tl.where(tl.abs(chosen) < float("inf"), chosen, 0.0)
-    # The lowest finite number, so that a masked lane or a class at -inf gives exponents of -∞ and never ∞ - ∞.
-    lowest = -3.4028234663852886e38
-    m = tl.full((BLOCK // VECTOR,), lowest, dtype=tl.float32)
+    m = tl.full((BLOCK // VECTOR,), LOWEST, dtype=tl.float32)
     d = tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
     weighted = tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
     weights = tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
@@ -200,29 +196,13 @@ def loss_kernel(
                 weighted += tl.sum(tl.where(mask, x - anchor, 0.0), 1)
         if not KEEPS_LOWEST:
             x = tl.where(mask, x, float("-inf"))
-        highest = tl.max(x, 1)
-        above = highest > m
-        top = tl.where(above, highest, m)
-        step = (m - top) * 1.4426950408889634
-        shrink = tl.exp2(step)
-        behind = (x - top[:, None]) * 1.4426950408889634
-        e = tl.exp2(behind)
-        if ENTROPY:
-            # Σ (x - m)·2^(x - m), moved along with m; 2^-1000 is 0, so that the cut changes nothing but ∞·0.
-            step = tl.where(step < -1000.0, -1000.0, step)
-            behind = tl.where(behind < -1000.0, -1000.0, behind)
-            distance = (distance + d * step) * shrink + tl.sum(e * behind, 1)
+        before = m
+        m, d, distance, _ = grown(m, d, distance, d, x, ENTROPY, False)
         if PREDICTION:
-            best = tl.where(above, start + tl.arange(0, BLOCK // VECTOR) * VECTOR + tl.argmax(x, 1), best)
-        d = d * shrink + tl.sum(e, 1)
-        m = top
-    top = tl.max(m, 0)
-    # A NaN among the logits appears in d; the maximum may skip it.
-    behind = (m - top) * 1.4426950408889634
-    lane_share = tl.exp2(behind)
-    exp_sum = tl.sum(d * lane_share, 0)
+            best = tl.where(m > before, start + tl.arange(0, BLOCK // VECTOR) * VECTOR + tl.argmax(x, 1), best)
+    top, exp_sum, distance, _ = met(m, d, distance, d, ENTROPY, False)
     log2_sum = tl.log2(exp_sum)
-    log_sum = log2_sum * 0.6931471805599453
+    log_sum = log2_sum * LN2
     log_sum_exp = top + log_sum
     hard = 1.0 - label_smoothing
     if HAS_WEIGHT:
@@ -247,9 +227,7 @@ def loss_kernel(
     if PREDICTION:
         tl.store(prediction + row, tl.min(tl.where(m == top, best, width), 0).to(tl.int64))
     if ENTROPY:
-        behind = tl.where(behind < -1000.0, -1000.0, behind)
-        mean_distance = tl.sum((distance + d * behind) * lane_share, 0) / exp_sum
-        tl.store(entropy + row, (log2_sum - mean_distance) * 0.6931471805599453)
+        tl.store(entropy + row, (log2_sum - distance / exp_sum) * LN2)
     if GRADIENT:
         factor = tl.where(in_range, 1.0, float("nan"))
         if HAS_FACTOR:
@@ -288,7 +266,7 @@ def gradient_kernel(
     hard = 1.0 - label_smoothing
     if HAS_WEIGHT:
         hard = hard * tl.load(class_weight + safe).to(tl.float32)
-    share = hard + 2.0 * z_loss * (top + tl.log2(exp_sum) * 0.6931471805599453)
+    share = hard + 2.0 * z_loss * (top + tl.log2(exp_sum) * LN2)
     if HAS_SMOOTHING:
         if HAS_WEIGHT:
             share += label_smoothing / width * tl.load(weight_sum)

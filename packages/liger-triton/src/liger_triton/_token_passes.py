@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.ops._token_passes import LogitOptions, Slopes, Sums
-from liger_triton._logits import EXPONENTIALS, GRADIENT, STATISTICS, bend, capped, through_cap
+from liger_core.ops._token_passes import LEAST, LogitOptions, Slopes, Sums
+from liger_triton._constants import LN2, LOG2E, LOWEST
+from liger_triton._logits import EXPONENTIALS, GRADIENT, STATISTICS, bend, capped, grown, met, through_cap
 from liger_triton.launch import VECTOR, Launcher, cdiv, contiguous, fuses, power_of_two, rows_of
 
+LEAST_EXPONENT = tl.constexpr(LEAST)
 # Chosen classes, of whatever row, that a program takes.
 CHOSEN_BLOCK = 256
 
@@ -115,9 +117,9 @@ def slope_at(below, exp_sum, terms, row, class_weight, column, mask, row_mask):
     b = tl.load(terms + 4 * row + 1, mask=row_mask)
     q = tl.load(terms + 4 * row + 2, mask=row_mask)
     c = tl.load(terms + 4 * row + 3, mask=row_mask)
-    p = tl.exp2(below * 1.4426950408889634) * (1.0 / exp_sum)
-    # e^-700 is 0, so that the cut changes nothing but 0 · ∞; a NaN stays one.
-    below = tl.where(below < -700.0, -700.0, below)
+    p = tl.exp2(below * LOG2E) * (1.0 / exp_sum)
+    # Not a maximum, which may drop a NaN.
+    below = tl.where(below < LEAST_EXPONENT, LEAST_EXPONENT, below)
     d = (a + b * below + q * p) * p
     if class_weight is None:
         d += c
@@ -136,11 +138,8 @@ def statistics_kernel(
 ):  # fmt: skip
     """One program adds one row of a block of classes to the row's sums; CONTINUES: to those of the blocks before.
 
-    A thread takes VECTOR neighbors at a time and keeps its own running maximum m and sum d of e^(x - m): it finds their
-    maximum, moves d to it with one exponential and adds one for each, so that threads meet only once. Differences are
-    taken before they are scaled to base 2: what logits have in common cancels exactly. KEEPS_LOWEST: x is the logit
-    itself, so that a masked lane is -∞. Otherwise the mask also keeps the product that x is from being fused into x -
-    m, where m is a rounded one.
+    KEEPS_LOWEST: x is the logit itself, so that a masked lane is -∞. Otherwise the mask also keeps the product that x
+    is from being fused into x - m, where m is a rounded one.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride
@@ -156,8 +155,7 @@ def statistics_kernel(
     lanes: tl.constexpr = BLOCK // VECTOR
     lane = tl.arange(0, lanes)
     zeros = tl.zeros((lanes,), dtype=tl.float32)
-    # The lowest finite number, so that a masked lane or a class at -inf gives exponents of -∞ and never ∞ - ∞.
-    m = zeros - 3.4028234663852886e38
+    m = zeros + LOWEST
     d = zeros
     distance = zeros
     squares = zeros
@@ -169,7 +167,7 @@ def statistics_kernel(
         m = tl.where(lane == 0, tl.load(moments), m)
         d = tl.where(lane == 0, tl.load(moments + 1), d)
         if ENTROPY:
-            distance = tl.where(lane == 0, tl.load(moments + 2) * 1.4426950408889634, distance)
+            distance = tl.where(lane == 0, tl.load(moments + 2) * LOG2E, distance)
         if MEAN:
             apart = tl.where(lane == 0, tl.load(moments + 3), apart)
             anchor = tl.load(moments + 5)
@@ -198,34 +196,16 @@ def statistics_kernel(
             apart += tl.sum(around, 1)
         if not KEEPS_LOWEST:
             x = tl.where(mask, x, float("-inf"))
-        highest = tl.max(x, 1)
-        above = highest > m
-        top = tl.where(above, highest, m)
-        step = (m - top) * 1.4426950408889634
-        shrink = tl.exp2(step)
-        below = (x - top[:, None]) * 1.4426950408889634
-        e = tl.exp2(below)
-        if ENTROPY:
-            # Σ (x - m)·2^(x - m), moved along with m; 2^-1000 is 0, so that the cut changes nothing but ∞·0.
-            step = tl.where(step < -1000.0, -1000.0, step)
-            below = tl.where(below < -1000.0, -1000.0, below)
-            distance = (distance + d * step) * shrink + tl.sum(e * below, 1)
-        if COLLISION:
-            squares = squares * (shrink * shrink) + tl.sum(e * e, 1)
+        before = m
+        m, d, distance, squares = grown(m, d, distance, squares, x, ENTROPY, COLLISION)
         if prediction is not None:
-            best = tl.where(above, first + start + lane * VECTOR + tl.argmax(x, 1), best)
-        d = d * shrink + tl.sum(e, 1)
-        m = top
-    top = tl.max(m, 0)
-    # A NaN among the logits shows in d; the maximum may skip it.
-    step = (m - top) * 1.4426950408889634
-    shrink = tl.exp2(step)
+            best = tl.where(m > before, first + start + lane * VECTOR + tl.argmax(x, 1), best)
+    top, exp_sum, distance, squares = met(m, d, distance, squares, ENTROPY, COLLISION)
     tl.store(moments, top)
-    tl.store(moments + 1, tl.sum(d * shrink, 0))
-    step = tl.where(step < -1000.0, -1000.0, step)
-    tl.store(moments + 2, tl.sum((distance + d * step) * shrink, 0) * 0.6931471805599453 if ENTROPY else 0.0)
+    tl.store(moments + 1, exp_sum)
+    tl.store(moments + 2, distance * LN2 if ENTROPY else 0.0)
     tl.store(moments + 3, tl.sum(apart, 0) if MEAN else 0.0)
-    tl.store(moments + 4, tl.sum(squares * (shrink * shrink), 0) if COLLISION else 0.0)
+    tl.store(moments + 4, squares if COLLISION else 0.0)
     tl.store(moments + 5, anchor if MEAN else 0.0)
     if prediction is not None:
         tl.store(prediction + row, tl.min(tl.where(m == top, best, first + width), 0))
@@ -338,8 +318,7 @@ def exponentials_kernel(
         inverse = tl.load(inverse_temperature + row)
         logit_scale = logit_scale * inverse
         softcap = softcap * inverse
-    # The lowest finite number, as in statistics_kernel.
-    highest = tl.zeros((BLOCK,), dtype=tl.float32) - 3.4028234663852886e38
+    highest = tl.full((BLOCK,), LOWEST, dtype=tl.float32)
     for start in range(0, width, BLOCK):
         column = start + lane
         mask = column < width
@@ -352,7 +331,7 @@ def exponentials_kernel(
         before = tl.load(moments)
         exp_sum = tl.load(moments + 1)
         if top > before:
-            factor = tl.exp2((before - top) * 1.4426950408889634)
+            factor = tl.exp2((before - top) * LOG2E)
             exp_sum *= factor
             for start in range(0, hidden, BLOCK):
                 inside = start + lane < hidden
@@ -369,7 +348,7 @@ def exponentials_kernel(
         loaded = tl.load(base + column, mask=mask, other=0.0, eviction_policy="evict_first")
         # The mask keeps the product that x may be from being fused into x - m, where m is a rounded one.
         x = tl.where(mask, capped(loaded, logit_scale, softcap, HAS_SOFTCAP), float("-inf"))
-        e = tl.exp2((x - top) * 1.4426950408889634)
+        e = tl.exp2((x - top) * LOG2E)
         sums += e
         if HAS_SOFTCAP:
             e = e * bend(loaded, logit_scale, softcap)

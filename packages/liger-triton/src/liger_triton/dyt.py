@@ -12,6 +12,7 @@ from torch import Tensor
 
 from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
+from liger_triton._constants import LOG2E
 from liger_triton._norm import read, store_sums, sum_columns, zero
 from liger_triton.launch import (
     Launcher,
@@ -120,7 +121,7 @@ def curve(u, EXACT: tl.constexpr):
     EXACT: to the last digits of float32.
     """
     size = tl.abs(u)
-    decay = tl.exp2(size * -2.8853900817779268)
+    decay = tl.exp2(size * (-2.0 * LOG2E))
     square = u * u
     if EXACT:
         share = 1.0 / (1.0 + decay)

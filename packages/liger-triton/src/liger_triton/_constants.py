@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The constants of mathematics and of float32 that kernels share."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton.language as tl
+
+# e^x = 2^(x · LOG2E) and log x = log2(x) · LN2. The interpreter multiplies by a constexpr only from the right.
+LOG2E = tl.constexpr(math.log2(math.e))
+LN2 = tl.constexpr(math.log(2.0))
+# A running maximum begins at the lowest finite number, so that a masked lane or a class at -∞ gives exponents of -∞ and
+# never ∞ - ∞.
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
