@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from liger_core.ops.jsd import implementation
+from liger_core.ops.jsd import jsd as composed
 from liger_triton._divergence import PASSES
 from liger_triton.launch import TritonKernel, supported
 
-jsd = implementation(PASSES, TritonKernel, supported)
+jsd = composed.implementation(PASSES, TritonKernel, supported)

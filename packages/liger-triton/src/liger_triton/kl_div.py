@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from liger_core.ops.kl_div import implementation
+from liger_core.ops.kl_div import kl_div as composed
 from liger_triton._divergence import PASSES
 from liger_triton.launch import TritonKernel, supported
 
-kl_div = implementation(PASSES, TritonKernel, supported)
+kl_div = composed.implementation(PASSES, TritonKernel, supported)

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from liger_core.ops.total_variation import implementation
+from liger_core.ops.total_variation import total_variation as composed
 from liger_triton._divergence import PASSES
 from liger_triton.launch import TritonKernel, supported
 
-total_variation = implementation(PASSES, TritonKernel, supported)
+total_variation = composed.implementation(PASSES, TritonKernel, supported)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row mathematics that the divergences share, its pure-PyTorch implementation, and the ops on logits that are made
-of it.
+"""The row mathematics that the divergences share, and its pure-PyTorch implementation.
 
 For one row, p is the softmax of the teacher's x and q that of the student's, where
 
@@ -14,35 +13,28 @@ For one row, p is the softmax of the teacher's x and q that of the student's, wh
 Each is Σ f(p, q), and its gradient over the student's x is q · (h - Σ q h) with h = ∂f/∂q. A few rules keep it exact:
 
 * What a row needs of each side are m = max x and d = Σ e^(x - m). Everything else follows from u = log p - log q, a
-difference of
-  differences x - m, whose size does not depend on that of the logits.
+  difference of differences x - m, whose size does not depend on that of the logits.
 * KL(p ‖ M) is summed as Σ (p log(p/M) - p + M), which adds 0 and makes every term ≥ 0. Near p = q nothing cancels, and
-a
-  round-off of d enters squared.
+  a round-off of d enters squared.
 * Of p and q the larger one is factored out, so that the rest is a function of e^-|u| ≤ 1 and cannot overflow.
-* h is taken less its value h₀ at the student's largest x. Where that class has nearly all of q, its gradient q · (h - Σ
-q h) would
-  otherwise be the difference of two equal numbers.
+* h is taken less its value h₀ at the student's largest x. Where that class has nearly all of q, its gradient
+  q · (h - Σ q h) would otherwise be the difference of two equal numbers.
 * A class at -inf on both sides counts for nothing. At -inf for the student alone it makes KL(p ‖ q) infinite, for the
-teacher alone KL(q ‖ p).
+  teacher alone KL(q ‖ p).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.autograd import differentiable
-from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
-from liger_core.kernels import Kernel, Outputs
-from liger_core.op import Misuse, Sample, Work, Workload, accumulator
-from liger_core.ops._inputs import CLASSES, ROWS, misuses_of, normal, row_blocks, row_workloads
-from liger_core.ops._softmax_loss import Reduction, RowPasses, TorchPasses, check_reduction
+from liger_core.errors import OptionError
+from liger_core.op import accumulator
+from liger_core.ops._inputs import row_blocks
+from liger_core.ops._softmax_loss import RowPasses, TorchPasses
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "skewed_kl", "skewed_reverse_kl"]
 KINDS: tuple[Kind, ...] = ("forward_kl", "reverse_kl", "jsd", "total_variation", "skewed_kl", "skewed_reverse_kl")
@@ -199,6 +191,21 @@ class TorchDivergencePasses(TorchPasses):
 
 
 TORCH_DIVERGENCES = TorchDivergencePasses()
+
+
+def check_mixture(name: str, label: str, value: Any) -> None:
+    """Raise OptionError unless the weight is in (0, 1); at 0 and 1 there is no mixture."""
+    checks.fraction(name, label, value)
+    if not 0.0 < value < 1.0:
+        checks.fail(OptionError, name, f"{label} must be a number in (0, 1), got {value!r}")
+
+
+def divergence_results(like: Tensor) -> DivergenceResults:
+    """Allocate the results for as many rows as the tensor has, on its device."""
+    rows, dtype = like.shape[0], accumulator(like.dtype)
+    return DivergenceResults(
+        torch.empty(rows, dtype=dtype, device=like.device), torch.empty(rows, MOMENTS, dtype=dtype, device=like.device)
+    )
 
 
 def _both(student: Tensor, teacher: Tensor, options: DivergenceOptions) -> tuple[Tensor, Tensor]:
@@ -362,184 +369,3 @@ def _gradient(
         slope = slope * (1.0 - (x / options.softcap).square())
     # A row that is not counted gets zeros even where its own logits are infinite or NaN.
     return torch.where(_counted(x, target, options)[:, None], slope, 0.0)
-
-
-# -- the ops on logits
-
-
-def check_logits(
-    name: str, student: Tensor, teacher: Tensor, temperature: float, reduction: Reduction, normalizer: Any
-) -> None:
-    """Check the arguments of the divergences of logits."""
-    checks.floating(name, 2, student=student, teacher=teacher)
-    checks.at_least_one_dimension(name, "student", student)
-    if student.shape[-1] == 0:
-        checks.fail(ShapeError, name, f"student must have at least one class, got {checks.shape(student)}")
-    if teacher.shape != student.shape:
-        checks.fail(
-            ShapeError,
-            name,
-            f"teacher must have shape {checks.shape(student)} like student, got {checks.shape(teacher)}",
-        )
-    checks.constant(name, teacher=teacher)
-    checks.positive(name, "temperature", temperature, ", since the logits are divided by it")
-    check_reduction(name, student, reduction, normalizer)
-
-
-def check_mixture(name: str, label: str, value: Any) -> None:
-    """Raise OptionError unless the weight is in (0, 1); at 0 and 1 there is no mixture."""
-    checks.fraction(name, label, value)
-    if not 0.0 < value < 1.0:
-        checks.fail(OptionError, name, f"{label} must be a number in (0, 1), got {value!r}")
-
-
-def logit_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Yield the calls that every divergence of logits must get right."""
-
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
-
-    def sample(name: str, student: Tensor, teacher: Tensor, *, why: str, **options: Any) -> Sample:
-        return Sample(name, (student, teacher), options, why=why, frozen=("teacher", "normalizer"))
-
-    yield sample("one_block", n(4, 64), n(4, 64), why="the vocabulary is one block")
-    yield sample("odd_width", n(5, 101), n(5, 101), why="mask on the last block")
-    yield sample("several_blocks", n(3, 9000), n(3, 9000), why="the row is longer than one block")
-    yield sample(
-        "odd_rows",
-        n(3, 9001),
-        n(3, 9001),
-        why="whole blocks of rows that begin at any number, of which a word holds two",
-    )
-    yield sample("leading_shape", n(2, 3, 40), n(2, 3, 40), why="any leading shape")
-    yield sample("one_token", n(40), n(40), why="no leading shape")
-    yield sample("sum", n(5, 50), n(5, 50), reduction="sum", why="no normalizer")
-    yield sample("none", n(5, 50), n(5, 50), reduction="none", why="every row has its own upstream gradient")
-    yield sample(
-        "normalizer",
-        n(5, 50),
-        n(5, 50),
-        normalizer=torch.tensor(37.0, device=device),
-        why="an external count on the device",
-    )
-    yield sample("temperature", n(5, 50), n(5, 50), temperature=2.5, why="both sides are divided by the temperature")
-    student = n(5, 50)
-    near = (student.double() + 0.05 * torch.randn(5, 50, device=device, dtype=torch.float64)).to(dtype)
-    yield sample("near", student, near, why="a student that is close to its teacher: nothing cancels")
-    yield sample("peaked", n(4, 60, scale=8.0), n(4, 60, scale=8.0), why="softmax close to one class on both sides")
-    yield sample(
-        "common_offset", n(4, 60) + 3e4, n(4, 60) - 3e4, why="what the logits of a side have in common cancels"
-    )
-    student, teacher = n(4, 60), n(4, 60)
-    student[:, 40:], teacher[:, 40:] = -torch.inf, -torch.inf
-    yield sample("padded_classes", student, teacher, why="classes that are impossible on both sides count for nothing")
-    yield sample(
-        "log_probabilities", n(4, 60).log_softmax(-1), n(4, 60).log_softmax(-1), why="log-probabilities are logits"
-    )
-    yield sample("empty", n(0, 30), n(0, 30), why="no rows: the loss is 0 and nothing is launched")
-    yield sample("one_class", n(4, 1), n(4, 1), why="a single column: divergence 0")
-    yield sample("strided_rows", n(5, 160)[:, :80], n(5, 200)[:, 3:83], why="rows are read through their strides")
-    yield sample("transposed", n(40, 6).t(), n(40, 6).t(), why="the last dimension is not contiguous")
-
-
-def logit_misuses(name: str, device: torch.device) -> Iterator[Misuse]:
-    """Yield the wrong calls that the divergences of logits share."""
-    misuse = misuses_of(name)
-    x = torch.zeros(3, 8, device=device)
-    yield misuse("teacher_shape", (x, x[:2]), ShapeError, "teacher must have shape (3, 8) like student, got (2, 8)")
-    yield misuse("no_class", (x[:, :0], x[:, :0]), ShapeError, "student must have at least one class, got (3, 0)")
-    yield misuse("integers", (x.int(), x), DtypeError, "student must have a floating dtype, got torch.int32")
-    yield misuse("no_teacher", (x, None), DtypeError, "teacher must be a tensor, got NoneType")
-    message = "temperature must be a finite number > 0, since the logits are divided by it, got 0.0"
-    yield misuse("temperature", (x, x), OptionError, message, temperature=0.0)
-    yield misuse(
-        "reduction",
-        (x, x),
-        OptionError,
-        "reduction must be one of 'mean', 'sum', 'none', got 'batchmean'",
-        reduction="batchmean",
-    )
-    message = "normalizer needs reduction='mean', which it divides by, got reduction='sum'"
-    yield misuse("normalizer", (x, x), OptionError, message, reduction="sum", normalizer=3.0)
-    message = "teacher must not require a gradient, since the op does not define one; pass teacher.detach()"
-    yield misuse("trainable_teacher", (x, x.clone().requires_grad_()), OptionError, message)
-    elsewhere = torch.zeros(3, 8, device="meta")
-    yield misuse("device", (x, elsewhere), DeviceError, f"teacher must be on {x.device} like student, got meta")
-
-
-def logit_workloads() -> Iterator[Workload]:
-    def draw(device: torch.device, dtype: torch.dtype, rows: int, classes: int) -> tuple[Tensor, ...]:
-        # Not so flat that p = q for some class, where the gradient of the total variation jumps.
-        return normal(device, dtype, rows, classes, scale=2.0), normal(device, dtype, rows, classes, scale=2.0)
-
-    usual = ((1024, 8192), (8192, 40960), (8192, 128256), (8192, 151936))
-    return row_workloads(draw, "NV", usual, quick=(64, 1024), rows=ROWS[:-2], columns=128256, widths=CLASSES)
-
-
-def logit_work(student: Tensor, teacher: Tensor, **options: Any) -> Work:
-    """Return the minimal work: forward reads both tensors; backward reads both again and writes a gradient."""
-    size, theirs = student.numel() * student.element_size(), teacher.numel() * teacher.element_size()
-    return Work(size + theirs, 3 * size + 2 * theirs)
-
-
-class LogitDivergences:
-    """The kernels of the divergences of logits, for a backend's row passes: losses of rows, of which all else is plain
-    PyTorch."""
-
-    def __init__(self, passes: DivergencePasses, make_kernel: Callable[..., Kernel]) -> None:
-        self.passes = passes
-        self.rows = differentiable(
-            make_kernel("divergence", self._allocate, self._launch),
-            make_kernel("divergence_backward", self._allocate_backward, self._launch_backward),
-            saves=("student", "teacher", "moments"),
-        )
-
-    def _allocate(self, student: Tensor, teacher: Tensor, options: DivergenceOptions) -> Outputs:
-        return divergence_results(student)
-
-    def _launch(
-        self, results: DivergenceResults, /, student: Tensor, teacher: Tensor, options: DivergenceOptions
-    ) -> None:
-        if student.shape[0]:
-            self.passes.divergences(student, teacher, None, results, options, None, False)
-
-    def _allocate_backward(self, grad_loss: Tensor, student: Tensor, *rest: Any) -> Outputs:
-        return (torch.empty(student.shape, dtype=student.dtype, device=student.device),)
-
-    def _launch_backward(
-        self, grad_student: Tensor, /, grad_loss: Tensor, student: Tensor, teacher: Tensor, moments: Tensor,
-        options: DivergenceOptions,
-        needs: list[bool],
-    ) -> None:  # fmt: skip
-        if student.shape[0]:
-            self.passes.divergence_gradients(student, teacher, None, moments, grad_loss, options, grad_student)
-
-    def __call__(
-        self,
-        student: Tensor,
-        teacher: Tensor,
-        options: DivergenceOptions,
-        reduction: Reduction,
-        normalizer: Tensor | float | None,
-    ) -> Tensor:
-        """Return the reduced divergence over the last dimension."""
-        rows, theirs = (t.reshape(-1, t.shape[-1]) for t in (student, teacher))
-        loss: Tensor = self.rows(rows, theirs, options)
-        if reduction == "none":
-            return loss.reshape(student.shape[:-1])
-        loss = loss.sum()
-        return loss if reduction == "sum" else loss / (max(rows.shape[0], 1) if normalizer is None else normalizer)
-
-
-@functools.cache
-def logit_divergences(passes: DivergencePasses, make_kernel: Callable[..., Kernel]) -> LogitDivergences:
-    """Return the kernels of a backend, which its ops share."""
-    return LogitDivergences(passes, make_kernel)
-
-
-def divergence_results(like: Tensor) -> DivergenceResults:
-    """Allocate the results for as many rows as the tensor has, on its device."""
-    rows, dtype = like.shape[0], accumulator(like.dtype)
-    return DivergenceResults(
-        torch.empty(rows, dtype=dtype, device=like.device), torch.empty(rows, MOMENTS, dtype=dtype, device=like.device)
-    )

@@ -24,6 +24,12 @@ def normal(device: torch.device, dtype: torch.dtype, *shape: int, scale: float =
     return (torch.randn(shape, device=device) * scale).to(dtype)
 
 
+def sample_table(constants: tuple[str, ...], *rows: tuple[Any, ...]) -> Iterator[Sample]:
+    """Yield the samples of rows (name, args, options, why, *frozen); constants are frozen in all of them."""
+    for name, args, options, why, *frozen in rows:
+        yield Sample(name, args, options, why, (*constants, *frozen))
+
+
 def row_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     """For an op that maps every row of one tensor by itself: the shapes, strides and values that its kernels treat
     alike."""

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ops that are composed of a backend's row passes: the function is written once, and bound to the kernels of each."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from liger_core.kernels import reference_kernel
+from liger_core.op import Op
+
+P = ParamSpec("P")
+R = TypeVar("R")
+K = TypeVar("K")
+# Raises Unsupported to decline a call by its tensors.
+Supported = Callable[..., None]
+
+
+class ComposedOp(Op[P, R]):
+    """An op whose `implementation(row passes, kernel class, supported)` is its function for a backend."""
+
+    implementation: Callable[..., Callable[P, R]]
+
+
+def composed_op(
+    passes: Any,
+    kernels: Callable[..., K],
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    **description: Any,
+) -> Callable[[Callable[Concatenate[K, Supported, P], R]], ComposedOp[P, R]]:
+    """Turn a function (kernels, supported, *arguments of the op) into an op.
+
+    passes       the row passes of the reference
+    kernels      (row passes, kernel class) → what the function takes first
+    wrap         applied to the function of each backend
+    description  the other arguments of `liger_core.op.op`
+    """
+
+    def describe(function: Callable[Concatenate[K, Supported, P], R]) -> ComposedOp[P, R]:
+        signature = inspect.signature(function)
+        signature = signature.replace(parameters=list(signature.parameters.values())[2:])
+
+        def implementation(passes: Any, kernel_class: Callable[..., Any], supported: Supported = _accept) -> Any:
+            made = kernels(passes, kernel_class)
+
+            @functools.wraps(function)
+            def call(*args: P.args, **kwargs: P.kwargs) -> R:
+                return function(made, supported, *args, **kwargs)
+
+            call.__signature__ = signature  # type: ignore[attr-defined]
+            return call if wrap is None else wrap(call)
+
+        described: ComposedOp[P, R] = ComposedOp(implementation(passes, reference_kernel), **description)
+        described.implementation = implementation
+        return described
+
+    return describe
+
+
+def _accept(*tensors: Any) -> None:
+    """Decline nothing."""
