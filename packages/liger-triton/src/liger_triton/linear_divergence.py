@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from liger_core.ops.linear_divergence import implementation
+from liger_core.ops.linear_divergence import linear_divergence as composed
 from liger_triton._divergence import PASSES
 from liger_triton.launch import TritonKernel, supported
 
-linear_divergence = implementation(PASSES, TritonKernel, supported)
+linear_divergence = composed.implementation(PASSES, TritonKernel, supported)

@@ -3,29 +3,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError, TargetError
-from liger_core.kernels import Kernel, reference_kernel
-from liger_core.op import Misuse, Product, Sample, Work, Workload, accumulator, autocast_dtype, op
-from liger_core.ops._divergence import (
-    KINDS,
-    MIXED,
-    TORCH_DIVERGENCES,
-    DivergenceOptions,
-    DivergencePasses,
-    check_mixture,
-)
-from liger_core.ops._inputs import CLASSES, ROWS, misuses_of, normal, workload
+from liger_core.op import Misuse, Sample, Work, Workload, accumulator, autocast_dtype
+from liger_core.ops._composed import Supported, composed_op
+from liger_core.ops._divergence import KINDS, MIXED, TORCH_DIVERGENCES, DivergenceOptions, Kind, check_mixture
+from liger_core.ops._inputs import CLASSES, ROWS, misuses_of, normal, sample_table, workload
 from liger_core.ops._softmax_loss import Reduction, check_reduction, check_target, denominator, targets_with_ignored
-from liger_core.ops.head.divergences import Teacher, divergence_loop
+from liger_core.ops.head.divergences import DivergenceLoop, Teacher, divergence_loop
 from liger_core.ops.head.head import Chunk, Head, autocast_inputs, check_chunks, check_head, check_vocab, takes_dtensors
+from liger_core.ops.head.head import work as head_work
 from liger_core.ops.head.loop import ChunkOptions
 from liger_core.ops.head.shards import VocabShard, held_classes, vocabulary
 
@@ -64,9 +59,8 @@ def check(
     if (budget := options.get("budget")) is not None:
         row = held_classes(weight, vocab) * (hidden.element_size() + teacher_hidden.element_size())
         if budget < row:
-            checks.fail(
-                OptionError, name, f"budget must hold one row of logits of both sides, {row} bytes, got {budget!r}"
-            )
+            sentence = f"budget must hold one row of logits of both sides, {row} bytes, got {budget!r}"
+            checks.fail(OptionError, name, sentence)
     checks.choice(name, "kind", kind, KINDS)
     if kind in MIXED:
         check_mixture(name, "beta", beta)
@@ -77,11 +71,8 @@ def check(
             checks.positive(name, f"{label}softcap", cap)
     checks.fraction(name, "hard_weight", hard_weight)
     if target is None and hard_weight:
-        checks.fail(
-            OptionError,
-            name,
-            f"hard_weight needs target, whose cross entropy it weighs, got hard_weight={hard_weight!r} alone",
-        )
+        sentence = f"hard_weight needs target, whose cross entropy it weighs, got hard_weight={hard_weight!r} alone"
+        checks.fail(OptionError, name, sentence)
     check_reduction(name, hidden, reduction, normalizer)
     if target is not None:
         check_target(name, target, classes, ignore_index)
@@ -95,175 +86,127 @@ def _check_teacher(name: str, head: Head, teacher: Head) -> None:
     checks.at_least_one_dimension(name, "teacher_hidden", hidden)
     if hidden.shape[:-1] != head.hidden.shape[:-1] or hidden.shape[-1] == 0:
         wanted = ", ".join(map(str, (*head.hidden.shape[:-1], "width")))
-        checks.fail(
-            ShapeError,
-            name,
-            (
-                f"teacher_hidden must have shape ({wanted}) to match hidden {checks.shape(head.hidden)}, got "
-                f"{checks.shape(hidden)}"
-            ),
-        )
+        sentence = f"teacher_hidden must have shape ({wanted}) to match hidden {checks.shape(head.hidden)}"
+        checks.fail(ShapeError, name, f"{sentence}, got {checks.shape(hidden)}")
     shape = (head.weight.shape[0], hidden.shape[-1])
     if weight.shape != shape:
-        checks.fail(
-            ShapeError,
-            name,
-            f"teacher_weight must have shape {shape}: the classes of weight {checks.shape(head.weight)} "
-            "and the width of teacher_hidden "
-            f"{checks.shape(hidden)}, got {checks.shape(weight)}",
-        )
+        sentence = f"teacher_weight must have shape {shape}: the classes of weight {checks.shape(head.weight)} and the"
+        sentence += f" width of teacher_hidden {checks.shape(hidden)}, got {checks.shape(weight)}"
+        checks.fail(ShapeError, name, sentence)
     checks.vector(name, "teacher_bias", bias, weight.shape[0], "teacher_weight", weight)
     if autocast_dtype(hidden.device.type) is None:
         checks.same_dtype(name, "teacher_hidden", hidden, teacher_weight=weight, teacher_bias=bias)
     checks.constant(name, teacher_hidden=hidden, teacher_weight=weight, teacher_bias=bias)
 
 
-def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+CONSTANTS = ("teacher_hidden", "teacher_weight", "teacher_bias", "normalizer")
+# Options that change the logits of each side.
+CAPS = {"logit_scale": 0.5, "softcap": 3.0, "teacher_logit_scale": -2.0, "teacher_softcap": 2.0, "temperature": 0.7}
+
+
+def _calls(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[Tensor, ...]]:
+    """Return a function (rows, width, classes, width of the teacher) → the tensors of a call."""
+    n = functools.partial(normal, device, dtype)
+
     def call(rows: tuple[int, ...], width: int, classes: int, teacher: int, scale: float = 0.3) -> tuple[Tensor, ...]:
-        return (
-            *(normal(device, dtype, *rows, width), normal(device, dtype, classes, width, scale=scale)),
-            *(normal(device, dtype, *rows, teacher), normal(device, dtype, classes, teacher, scale=scale)),
-        )
+        sides = [(n(*rows, size), n(classes, size, scale=scale)) for size in (width, teacher)]
+        return (*sides[0], *sides[1])
 
-    def sample(
-        name: str, args: tuple[Tensor, ...], *, why: str, frozen: tuple[str, ...] = (), **options: Any
-    ) -> Sample:
-        return Sample(
-            name, args, options, why, ("teacher_hidden", "teacher_weight", "teacher_bias", "normalizer", *frozen)
-        )
+    return call
 
-    yield sample("one_chunk", call((6,), 32, 64, 16), why="one chunk: dW is written directly")
-    yield sample("odd_sizes", call((7,), 33, 101, 21), why="nothing is a power of two")
-    yield sample("leading_shape", call((2, 3), 16, 40, 8), reduction="none", why="any leading shape")
-    yield sample(
-        "several_chunks", call((11,), 24, 50, 16), chunk=4, why="dW is summed over chunks, the last one is short"
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    call, wide = _calls(device, dtype), accumulator(dtype)
+    summed = {"chunk": 4, "accumulate_dtype": wide}
+    yield from sample_table(
+        CONSTANTS,
+        ("one_chunk", call((6,), 32, 64, 16), {}, "one chunk: dW is written directly"),
+        ("odd_sizes", call((7,), 33, 101, 21), {}, "nothing is a power of two"),
+        ("leading_shape", call((2, 3), 16, 40, 8), {"reduction": "none"}, "any leading shape"),
+        ("several_chunks", call((11,), 24, 50, 16), {"chunk": 4}, "dW is summed over chunks, the last one is short"),
+        ("accumulate_float32", call((11,), 24, 50, 16), summed, "the accumulator's dtype is named"),
+        ("several_blocks", call((3,), 16, 9000, 8), {"kind": "jsd"}, "a row of logits is longer than one block"),
     )
-    options: dict[str, Any] = {
-        "chunk": 4,
-        "accumulate_dtype": torch.float64 if dtype == torch.float64 else torch.float32,
-    }
-    yield sample("accumulate_float32", call((11,), 24, 50, 16), why="the accumulator's dtype is named", **options)
-    yield sample("several_blocks", call((3,), 16, 9000, 8), kind="jsd", why="a row of logits is longer than one block")
     for kind in KINDS:
-        yield sample(
-            kind,
-            call((7,), 24, 50, 16),
-            kind=kind,
-            chunk=3,
-            why="each formula in chunks, with gradients in the forward pass",
-        )
-        yield sample(
-            f"{kind}_none",
-            call((7,), 24, 50, 16),
-            kind=kind,
-            reduction="none",
-            why="each formula with the kept gradient",
-        )
-        options = {"kind": kind, "reduction": "none", "chunk": 3, "beta": 0.2}
-        yield sample(
-            f"{kind}_recomputed", call((7,), 24, 50, 16), why="each formula with logits that are recomputed", **options
-        )
-    options = {"kind": "skewed_kl", "beta": 0.9999}
-    yield sample("beta_near_one", call((7,), 24, 50, 16), why="1 - beta of a rounded beta would be far off", **options)
-    biases: dict[str, Any] = {"bias": normal(device, dtype, 50), "teacher_bias": normal(device, dtype, 50)}
-    yield sample("bias", call((7,), 24, 50, 16), chunk=3, why="both heads have a bias", **biases)
-    yield sample(
-        "bias_none",
-        call((7,), 24, 50, 16),
-        reduction="none",
-        why="the gradient of the bias is weighed by row",
-        **biases,
-    )
-    padding = torch.zeros(50, device=device, dtype=dtype)
-    padding[48:] = -torch.inf
-    biases = {"bias": padding, "teacher_bias": padding.clone()}
-    why = "classes that are impossible on both sides count for nothing"
-    yield sample("impossible_classes", call((7,), 24, 50, 16), chunk=3, why=why, frozen=("bias",), **biases)
-    caps: dict[str, Any] = {
-        "logit_scale": 0.5,
-        "softcap": 3.0,
-        "teacher_logit_scale": -2.0,
-        "teacher_softcap": 2.0,
-        "temperature": 0.7,
-    }
-    yield sample(
-        "scale_softcap",
-        call((7,), 24, 50, 16),
-        why="scales, then caps, then the temperature, each side its own",
-        **caps,
-    )
-    target = targets_with_ignored(device, 50, 7)
-    yield sample("masked", call((7,), 24, 50, 16), target=target, why="rows of ignored targets count for nothing")
-    yield sample(
-        "masked_none", call((7,), 24, 50, 16), target=target, reduction="none", why="they have 0, whatever arrives"
-    )
-    options = {"target": targets_with_ignored(device, 50, 7, ignore_index=3), "ignore_index": 3, "pack": False}
-    yield sample("no_packing", call((7,), 24, 50, 16), why="ignored rows stay in the products", **options)
-    hard: dict[str, Any] = {"target": target, "hard_weight": 0.3, "temperature": 2.0}
-    yield sample("hard", call((7,), 24, 50, 16), why="the cross entropy is that without temperature", **hard)
-    yield sample(
-        "hard_reverse",
-        call((7,), 24, 50, 16),
-        kind="reverse_kl",
-        reduction="none",
-        why="it is part of every gradient",
-        **hard,
-    )
-    yield sample("hard_caps", call((7,), 24, 50, 16), kind="jsd", why="all options together", **{**caps, **hard})
-    options = {**caps, **hard, "reduction": "none", "chunk": 3}
-    yield sample(
-        "hard_caps_recomputed",
-        call((7,), 24, 50, 16),
-        kind="jsd",
-        why="all options, with logits that are recomputed",
-        **options,
-    )
-    yield sample("sum", call((7,), 24, 50, 16), reduction="sum", why="no normalizer")
-    yield sample(
-        "normalizer",
-        call((7,), 24, 50, 16),
-        normalizer=torch.tensor(37.0, device=device),
-        why="an external count on the device",
-    )
-    row = 50 * dtype.itemsize
-    yield sample("budget", call((9,), 20, 50, 16), budget=3 * row + 20 * 50 * 4, why="chunks of a few rows")
-    yield sample(
-        "budget_none", call((9,), 20, 50, 16), budget=4 * row, reduction="none", why="too little to keep the gradient"
+        for mode, options, why in (
+            ("", {"chunk": 3}, "in chunks, with gradients in the forward pass"),
+            ("_none", {"reduction": "none"}, "with the kept gradient"),
+            ("_recomputed", {"reduction": "none", "chunk": 3, "beta": 0.2}, "with logits that are recomputed"),
+        ):
+            arguments = call((7,), 24, 50, 16), {"kind": kind, **options}, f"each formula {why}"
+            yield from sample_table(CONSTANTS, (f"{kind}{mode}", *arguments))
+    yield from _samples_of_options(device, dtype, lambda: call((7,), 24, 50, 16))
+    row, all_ignored = 50 * dtype.itemsize, torch.full((5,), -100, device=device)
+    short, none = {"budget": 3 * row + 20 * 50 * 4}, {"budget": 4 * row, "reduction": "none"}
+    yield from sample_table(
+        CONSTANTS,
+        ("budget", call((9,), 20, 50, 16), short, "chunks of a few rows"),
+        ("budget_none", call((9,), 20, 50, 16), none, "too little to keep the gradient"),
     )
     for frozen in ("hidden", "weight"):
-        why = f"no work and no memory for the gradient of {frozen}"
-        yield sample(f"frozen_{frozen}", call((9,), 20, 70, 16), chunk=4, why=why, frozen=(frozen,))
-        yield sample(f"frozen_{frozen}_none", call((9,), 20, 70, 16), reduction="none", why=why, frozen=(frozen,))
-    all_ignored = torch.full((5,), -100, device=device)
-    yield sample(
-        "all_ignored", call((5,), 16, 30, 8), target=all_ignored, why="the mean of nothing is 0, its gradients zero"
+        for mode, options in (("", {"chunk": 4}), ("_none", {"reduction": "none"})):
+            args, why = call((9,), 20, 70, 16), f"no work and no memory for the gradient of {frozen}"
+            yield from sample_table(CONSTANTS, (f"frozen_{frozen}{mode}", args, options, why, frozen))
+    nothing = {"target": all_ignored}
+    yield from sample_table(
+        CONSTANTS,
+        ("all_ignored", call((5,), 16, 30, 8), nothing, "the mean of nothing is 0, its gradients zero"),
+        ("empty", call((0,), 16, 30, 8), {}, "no rows: the loss is 0"),
+        ("one_row", call((1,), 16, 30, 8), {}, "a single row"),
+        ("peaked", call((6,), 32, 60, 16, scale=2.0), {"kind": "reverse_kl"}, "softmax close to one class"),
     )
-    yield sample("empty", call((0,), 16, 30, 8), why="no rows: the loss is 0")
-    yield sample("one_row", call((1,), 16, 30, 8), why="a single row")
-    yield sample("peaked", call((6,), 32, 60, 16, scale=2.0), kind="reverse_kl", why="softmax close to one class")
     hidden, weight, _, _ = call((6,), 32, 60, 16)
-    yield sample(
-        "same",
-        (hidden, weight, hidden.clone(), weight.clone()),
-        why="a student that equals its teacher: 0, with zero gradients",
+    same, heads = (hidden, weight, hidden.clone(), weight.clone()), call((6,), 16, 30, 8)[1:]
+    turned = (normal(device, dtype, 16, 6).t(), *heads)
+    yield from sample_table(
+        CONSTANTS,
+        ("same", same, {}, "a student that equals its teacher: 0, with zero gradients"),
+        ("transposed", turned, {}, "hidden is a transposed view"),
     )
-    _, weight, theirs, their_weight = call((6,), 16, 30, 8)
-    yield sample(
-        "transposed",
-        (normal(device, dtype, 16, 6).t(), weight, theirs, their_weight),
-        why="hidden is a transposed view",
+
+
+def _samples_of_options(
+    device: torch.device, dtype: torch.dtype, call: Callable[[], tuple[Tensor, ...]]
+) -> Iterator[Sample]:
+    near_one = {"kind": "skewed_kl", "beta": 0.9999}
+    yield from sample_table(
+        CONSTANTS, ("beta_near_one", call(), near_one, "1 - beta of a rounded beta would be far off")
+    )
+    biases = {"bias": normal(device, dtype, 50), "teacher_bias": normal(device, dtype, 50)}
+    none, padding = {"reduction": "none"}, torch.zeros(50, device=device, dtype=dtype)
+    padding[48:] = -torch.inf
+    impossible, why = {"bias": padding, "teacher_bias": padding.clone()}, "classes that are impossible on both sides"
+    yield from sample_table(
+        CONSTANTS,
+        ("bias", call(), {"chunk": 3, **biases}, "both heads have a bias"),
+        ("bias_none", call(), {**none, **biases}, "the gradient of the bias is weighed by row"),
+        ("impossible_classes", call(), {"chunk": 3, **impossible}, f"{why} count for nothing", "bias"),
+        ("scale_softcap", call(), CAPS, "scales, then caps, then the temperature, each side its own"),
+    )
+    target = {"target": targets_with_ignored(device, 50, 7)}
+    hard = {**target, "hard_weight": 0.3, "temperature": 2.0}
+    masked = call(), call()
+    unpacked = {"target": targets_with_ignored(device, 50, 7, ignore_index=3), "ignore_index": 3, "pack": False}
+    recomputed = {"kind": "jsd", **CAPS, **hard, **none, "chunk": 3}
+    normalizer = {"normalizer": torch.tensor(37.0, device=device)}
+    yield from sample_table(
+        CONSTANTS,
+        ("masked", masked[0], target, "rows of ignored targets count for nothing"),
+        ("masked_none", masked[1], {**target, **none}, "they have 0, whatever arrives"),
+        ("no_packing", call(), unpacked, "ignored rows stay in the products"),
+        ("hard", call(), hard, "the cross entropy is that without temperature"),
+        ("hard_reverse", call(), {"kind": "reverse_kl", **none, **hard}, "it is part of every gradient"),
+        ("hard_caps", call(), {"kind": "jsd", **CAPS, **hard}, "all options together"),
+        ("hard_caps_recomputed", call(), recomputed, "all options, with logits that are recomputed"),
+        ("sum", call(), {"reduction": "sum"}, "no normalizer"),
+        ("normalizer", call(), normalizer, "an external count on the device"),
     )
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
     misuse = misuses_of("linear_divergence")
-    x, w, t = (
-        torch.zeros(3, 8, device=device),
-        torch.zeros(10, 8, device=device),
-        torch.zeros(3, dtype=torch.int64, device=device),
-    )
-    theirs, head = torch.zeros(3, 4, device=device), torch.zeros(10, 4, device=device)
-    call = (x, w, theirs, head)
+    x, w, theirs, head = (torch.zeros(shape, device=device) for shape in ((3, 8), (10, 8), (3, 4), (10, 4)))
+    call, t = (x, w, theirs, head), torch.zeros(3, dtype=torch.int64, device=device)
     message = "weight must have shape (classes, 8) to match hidden (3, 8), got (10, 7)"
     yield misuse("weight_shape", (x, w[:, :7], theirs, head), ShapeError, message)
     message = "teacher_hidden must have shape (3, width) to match hidden (3, 8), got (2, 4)"
@@ -281,10 +224,7 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
         "teacher_weight must not require a gradient, since the op does not define one; pass teacher_weight.detach()"
     )
     yield misuse("trainable_teacher", (x, w, theirs, head.clone().requires_grad_()), OptionError, message)
-    message = (
-        "kind must be one of 'forward_kl', 'reverse_kl', 'jsd', 'total_variation', 'skewed_kl', 'skewed_reverse_kl', "
-        "got 'kl'"
-    )
+    message = f"kind must be one of {', '.join(map(repr, KINDS))}, got 'kl'"
     yield misuse("kind", call, OptionError, message, kind="kl")
     yield misuse("beta", call, OptionError, "beta must be a number in (0, 1), got 0.0", kind="jsd", beta=0.0)
     message = "hard_weight needs target, whose cross entropy it weighs, got hard_weight=0.5 alone"
@@ -293,14 +233,12 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     yield misuse("hard_weight_large", call, OptionError, message, hard_weight=1.5, target=t)
     message = "temperature must be a finite number > 0, since the logits are divided by it, got 0.0"
     yield misuse("temperature", call, OptionError, message, temperature=0.0)
-    yield misuse(
-        "softcap", call, OptionError, "teacher_softcap must be a finite number > 0, got -1.0", teacher_softcap=-1.0
-    )
+    message = "teacher_softcap must be a finite number > 0, got -1.0"
+    yield misuse("softcap", call, OptionError, message, teacher_softcap=-1.0)
     message = "budget must hold one row of logits of both sides, 80 bytes, got 79"
     yield misuse("budget", call, OptionError, message, budget=79)
-    yield misuse(
-        "target_shape", call, ShapeError, "target must have shape (3,) to match hidden (3, 8), got (2,)", target=t[:2]
-    )
+    message = "target must have shape (3,) to match hidden (3, 8), got (2,)"
+    yield misuse("target_shape", call, ShapeError, message, target=t[:2])
     message = "normalizer needs reduction='mean', which it divides by, got reduction='none'"
     yield misuse("normalizer", call, OptionError, message, reduction="none", normalizer=2.0)
     if device.type == "cpu":
@@ -338,136 +276,119 @@ def workloads() -> Iterator[Workload]:
 
 def work(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, **options: Any) -> Work:
     """One matmul for the logits of each side, and one for each gradient of the student."""
-    (classes, width), rows = weight.shape, hidden.numel() // weight.shape[1]
-    mine, theirs = hidden.numel() + weight.numel(), teacher_hidden.numel() + teacher_weight.numel()
-    size, their_size = mine * hidden.element_size(), theirs * teacher_hidden.element_size()
-    logits = (Product(rows, width, classes, "right"), Product(rows, teacher_weight.shape[1], classes, "right"))
-    products = (*logits, Product(rows, classes, width, "", "hidden"), Product(classes, rows, width, "left", "weight"))
-    operations, their_operations = 2 * rows * width * classes, 2 * rows * teacher_weight.shape[1] * classes
+    mine, theirs = head_work(hidden, weight, hidden), head_work(teacher_hidden, teacher_weight, teacher_hidden)
     return Work(
-        size + their_size,
-        2 * size + their_size,
-        operations + their_operations,
-        3 * operations + their_operations,
-        logits,
-        products,
+        mine.forward_bytes + theirs.forward_bytes,
+        mine.full_bytes + theirs.forward_bytes,
+        mine.forward_flops + theirs.forward_flops,
+        mine.full_flops + theirs.forward_flops,
+        (*mine.forward_products, *theirs.forward_products),
+        (*mine.full_products, *theirs.forward_products),
     )
 
 
-# Without an annotation of what it returns, so that its signature is that of the op.
-def implementation(  # type: ignore[no-untyped-def]
-    passes: DivergencePasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None
-):
-    """linear_divergence for a backend that brings the row passes; `supported(…)` may decline a call by its tensors."""
-    loop = divergence_loop(passes, make_kernel)
+@composed_op(
+    TORCH_DIVERGENCES, divergence_loop, takes_dtensors,
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+)  # fmt: skip
+def linear_divergence(
+    loop: DivergenceLoop,
+    supported: Supported,
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    kind: Kind = "forward_kl",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    target: Tensor | None = None,
+    hard_weight: float = 0.0,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    reduction: Reduction = "mean",
+    normalizer: Tensor | float | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk: Chunk = None,
+    budget: int | None = None,
+    pack: bool = True,
+    main_grad: Tensor | None = None,
+    vocab: VocabShard | None = None,
+) -> Tensor:
+    """Divergence between the softmax of two heads, p of the teacher and q of the student, a chunk of rows at a
+    time.
 
-    def linear_divergence(
-        hidden: Tensor,
-        weight: Tensor,
-        teacher_hidden: Tensor,
-        teacher_weight: Tensor,
-        *,
-        bias: Tensor | None = None,
-        teacher_bias: Tensor | None = None,
-        kind: Literal[
-            "forward_kl", "reverse_kl", "jsd", "total_variation", "skewed_kl", "skewed_reverse_kl"
-        ] = "forward_kl",
-        beta: float = 0.5,
-        temperature: float = 1.0,
-        target: Tensor | None = None,
-        hard_weight: float = 0.0,
-        ignore_index: int = -100,
-        logit_scale: float = 1.0,
-        softcap: float | None = None,
-        teacher_logit_scale: float = 1.0,
-        teacher_softcap: float | None = None,
-        reduction: Reduction = "mean",
-        normalizer: Tensor | float | None = None,
-        accumulate_dtype: torch.dtype | None = None,
-        chunk: Chunk = None,
-        budget: int | None = None,
-        pack: bool = True,
-        main_grad: Tensor | None = None,
-        vocab: VocabShard | None = None,
-    ) -> Tensor:
-        """Divergence between the softmax of two heads, p of the teacher and q of the student, a chunk of rows at a
-        time.
+        x    = logit_scale · (hidden @ weightᵀ + bias), then softcap · tanh(x / softcap), then x / temperature
+        q    = softmax(x);   p = the same of the teacher's;   M = beta · p + (1 - beta) · q
+        loss = (1 - hard_weight) · divergence(p, q) + hard_weight · cross_entropy(temperature · x, target)
 
-            x    = logit_scale · (hidden @ weightᵀ + bias), then softcap · tanh(x / softcap), then x / temperature;   q
-                 = softmax(x)
-            p    = the same of the teacher's;   M = beta · p + (1 - beta) · q
-            loss = (1 - hard_weight) · divergence(p, q) + hard_weight · cross_entropy(temperature · x, target)
+    hidden               (..., H)   any floating dtype
+    weight               (V, H)     dtype of hidden (under autocast all are cast to its dtype)
+    teacher_hidden       (..., T)   the same rows, of any width; any floating dtype; gets no gradient
+    teacher_weight       (V, T)     dtype of teacher_hidden; the same classes as weight; gets no gradient
+    bias, teacher_bias   (V,)       dtype of hidden, of teacher_hidden
+    kind                 "forward_kl" KL(p ‖ q), "reverse_kl" KL(q ‖ p), "jsd" beta · KL(p ‖ M) + (1 - beta) · KL(q
+                         ‖ M), "total_variation" ½ Σ |p - q|, "skewed_kl" KL(p ‖ M), "skewed_reverse_kl" KL(q ‖ M)
+    beta                 the teacher's share of M, in (0, 1). As in TRL and GKD; there 0 and 1 name the forward and
+                         the reverse KL, which are kinds here. DistiLLM's skew α is beta for "skewed_kl" and 1 -
+                         beta for "skewed_reverse_kl"
+    temperature          divides the logits of both sides; the result is not multiplied by its square
+    target               (...)      int64 class indices, or ignore_index: the row does not count, and no matmul
+                         contains it
+    hard_weight          share of the cross entropy with target, without temperature
+    teacher_logit_scale, teacher_softcap   those of the teacher
+    reduction            "mean" divides the sum by the number of counted rows (0 if there is none), or by normalizer
+    normalizer           number or scalar tensor on the device, for instance the tokens of all accumulation steps
+    accumulate_dtype     of the gradient of weight while chunks are summed; float32 by default (float64 for float64)
+    chunk                rows of logits held at a time; None fits the budget, "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉
+    budget               bytes that may be held beyond inputs and gradients; by default about 2 GiB on a GPU
+    pack                 leave rows of ignored targets out of the matmuls. On a GPU this waits once for their number
+                         where the matmuls are large enough to pay for it, never while a CUDA graph is captured
+    main_grad            (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad
+                         stays as it is
+    vocab                `VocabShard(group, start, classes)`: weights and biases have only these classes of a
+                         vocabulary that the ranks of group share. Every rank gives the same rows and targets and
+                         gets the same results; gradients of weight and bias are of its classes, that of hidden is
+                         whole
+    returns              float32 (float64 for float64): a scalar, or (...) for "none"
 
-        hidden               (..., H)   any floating dtype
-        weight               (V, H)     dtype of hidden (under autocast all are cast to its dtype)
-        teacher_hidden       (..., T)   the same rows, of any width; any floating dtype; gets no gradient
-        teacher_weight       (V, T)     dtype of teacher_hidden; the same classes as weight; gets no gradient
-        bias, teacher_bias   (V,)       dtype of hidden, of teacher_hidden
-        kind                 "forward_kl" KL(p ‖ q), "reverse_kl" KL(q ‖ p), "jsd" beta · KL(p ‖ M) + (1 - beta) · KL(q
-                             ‖ M), "total_variation" ½ Σ |p - q|, "skewed_kl" KL(p ‖ M), "skewed_reverse_kl" KL(q ‖ M)
-        beta                 the teacher's share of M, in (0, 1). As in TRL and GKD; there 0 and 1 name the forward and
-                             the reverse KL, which are kinds here. DistiLLM's skew α is beta for "skewed_kl" and 1 -
-                             beta for "skewed_reverse_kl"
-        temperature          divides the logits of both sides; the result is not multiplied by its square
-        target               (...)      int64 class indices, or ignore_index: the row does not count, and no matmul
-                             contains it
-        hard_weight          share of the cross entropy with target, without temperature
-        teacher_logit_scale, teacher_softcap   those of the teacher
-        reduction            "mean" divides the sum by the number of counted rows (0 if there is none), or by normalizer
-        normalizer           number or scalar tensor on the device, for instance the tokens of all accumulation steps
-        accumulate_dtype     of the gradient of weight while chunks are summed; float32 by default (float64 for float64)
-        chunk                rows of logits held at a time; None fits the budget, "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉
-        budget               bytes that may be held beyond inputs and gradients; by default about 2 GiB on a GPU
-        pack                 leave rows of ignored targets out of the matmuls. On a GPU this waits once for their number
-                             where the matmuls are large enough to pay for it, never while a CUDA graph is captured
-        main_grad            (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad
-                             stays as it is
-        vocab                `VocabShard(group, start, classes)`: weights and biases have only these classes of a
-                             vocabulary that the ranks of group share. Every rank gives the same rows and targets and
-                             gets the same results; gradients of weight and bias are of its classes, that of hidden is
-                             whole
-        returns              float32 (float64 for float64): a scalar, or (...) for "none"
-
-        With "mean" and "sum" the gradients are computed during the forward pass (four matmuls). With "none" the
-        gradient of the logits, but for the upstream gradient, is kept until the backward pass if it fits the budget,
-        and hidden is multiplied by the upstream gradient instead of it (four matmuls); otherwise the logits of both
-        sides are recomputed (six). Only a few hundred rows of the teacher's logits are held at a time, beside those of
-        the student. In float16, gradients are summed before they meet the scale of the upstream gradient and the
-        normalizer, so that small probabilities do not underflow; these sums must be in the range of float16 themselves.
-        A class at -inf on both sides counts for nothing; for the student alone it makes the forward KL infinite, for
-        the teacher alone the reverse KL. A target outside [0, V) raises TargetError on the CPU; on other devices, where
-        looking would stall the queue, the loss is NaN if it has a hard part. Raises ShapeError, DtypeError, OptionError
-        for arguments that do not fit. Hinton et al. 2015, arXiv:1503.02531; Agarwal et al. 2023, arXiv:2306.13649
-        (GKD); Ko et al. 2024, arXiv:2402.03898 (DistiLLM).
-        """
-        if supported is not None:
-            supported(hidden, weight, teacher_hidden, teacher_weight)
-        hidden, weight, bias = autocast_inputs(hidden, weight, bias)
-        teacher_hidden, teacher_weight, teacher_bias = autocast_inputs(teacher_hidden, teacher_weight, teacher_bias)
-        shape, rows = hidden.shape[:-1], hidden.reshape(-1, hidden.shape[-1])
-        if target is None:
-            # Every row counts; there is nothing to wait for.
-            target, pack, ignore_index = rows.new_zeros(rows.shape[0], dtype=torch.int64), False, -100
-        theirs = teacher_hidden.reshape(-1, teacher_hidden.shape[-1])
-        head, teacher = Head(rows, weight, target.reshape(-1), bias), Teacher(theirs, teacher_weight, teacher_bias)
-        options = DivergenceOptions.given(
-            kind, beta, temperature, hard_weight=hard_weight, ignore_index=ignore_index, logit_scale=logit_scale,
-            softcap=softcap,
-            teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap,
-        )  # fmt: skip
-        chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
-        if reduction == "none":
-            values: Tensor = loop.rows(head, teacher, options, chunks, vocabulary(weight, vocab))
-            return values.reshape(shape)
-        divide: Tensor | None = None
-        if reduction == "mean":
-            divide = denominator(head.target, None, ignore_index, normalizer, accumulator(hidden.dtype))
-        loss: Tensor = loop.reduced(head, teacher, divide, options, chunks, vocabulary(weight, vocab))
-        return loss
-
-    return takes_dtensors(linear_divergence)
-
-
-linear_divergence = op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)(
-    implementation(TORCH_DIVERGENCES, reference_kernel)
-)
+    With "mean" and "sum" the gradients are computed during the forward pass (four matmuls). With "none" the
+    gradient of the logits, but for the upstream gradient, is kept until the backward pass if it fits the budget,
+    and hidden is multiplied by the upstream gradient instead of it (four matmuls); otherwise the logits of both
+    sides are recomputed (six). Only a few hundred rows of the teacher's logits are held at a time, beside those of
+    the student. In float16, gradients are summed before they meet the scale of the upstream gradient and the
+    normalizer, so that small probabilities do not underflow; these sums must be in the range of float16 themselves.
+    A class at -inf on both sides counts for nothing; for the student alone it makes the forward KL infinite, for
+    the teacher alone the reverse KL. A target outside [0, V) raises TargetError on the CPU; on other devices, where
+    looking would stall the queue, the loss is NaN if it has a hard part. Raises ShapeError, DtypeError, OptionError
+    for arguments that do not fit. Hinton et al. 2015, arXiv:1503.02531; Agarwal et al. 2023, arXiv:2306.13649
+    (GKD); Ko et al. 2024, arXiv:2402.03898 (DistiLLM).
+    """
+    supported(hidden, weight, teacher_hidden, teacher_weight)
+    hidden, weight, bias = autocast_inputs(hidden, weight, bias)
+    teacher_hidden, teacher_weight, teacher_bias = autocast_inputs(teacher_hidden, teacher_weight, teacher_bias)
+    shape, rows = hidden.shape[:-1], hidden.reshape(-1, hidden.shape[-1])
+    if target is None:
+        # Every row counts; there is nothing to wait for.
+        target, pack, ignore_index = rows.new_zeros(rows.shape[0], dtype=torch.int64), False, -100
+    theirs = teacher_hidden.reshape(-1, teacher_hidden.shape[-1])
+    head, teacher = Head(rows, weight, target.reshape(-1), bias), Teacher(theirs, teacher_weight, teacher_bias)
+    options = DivergenceOptions.given(
+        kind, beta, temperature, hard_weight=hard_weight, ignore_index=ignore_index, logit_scale=logit_scale,
+        softcap=softcap,
+        teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap,
+    )  # fmt: skip
+    chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
+    if reduction == "none":
+        values: Tensor = loop.rows(head, teacher, options, chunks, vocabulary(weight, vocab))
+        return values.reshape(shape)
+    divide: Tensor | None = None
+    if reduction == "mean":
+        divide = denominator(head.target, None, ignore_index, normalizer, accumulator(hidden.dtype))
+    loss: Tensor = loop.reduced(head, teacher, divide, options, chunks, vocabulary(weight, vocab))
+    return loss
