@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from liger_core.ops.linear_log_prob import implementation
+from liger_core.ops.linear_log_prob import linear_log_prob as composed
 from liger_triton._softmax_loss import PASSES
 from liger_triton.launch import TritonKernel, supported
 
-linear_log_prob = implementation(PASSES, TritonKernel, supported)
+linear_log_prob = composed.implementation(PASSES, TritonKernel, supported)

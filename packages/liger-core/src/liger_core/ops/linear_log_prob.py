@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,17 +12,10 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
-from liger_core.kernels import Kernel, reference_kernel
-from liger_core.op import Misuse, Sample, Workload, accumulator, op
-from liger_core.ops._inputs import integers, misuses_of, normal
-from liger_core.ops._softmax_loss import (
-    TORCH_PASSES,
-    RowOptions,
-    RowPasses,
-    check_row_options,
-    check_target,
-    targets_with_ignored,
-)
+from liger_core.op import Misuse, Sample, Workload, accumulator
+from liger_core.ops._composed import Supported, composed_op
+from liger_core.ops._inputs import integers, misuses_of, normal, sample_table
+from liger_core.ops._softmax_loss import TORCH_PASSES, RowOptions, check_row_options, check_target, targets_with_ignored
 from liger_core.ops._token_passes import LogitOptions, ResultOptions
 from liger_core.ops.head.head import (
     Chunk,
@@ -39,7 +33,7 @@ from liger_core.ops.head.head import (
 )
 from liger_core.ops.head.loop import ChunkOptions
 from liger_core.ops.head.shards import VocabShard, vocabulary
-from liger_core.ops.head.tokens import token_loop
+from liger_core.ops.head.tokens import TokenLoop, token_loop
 
 
 class TokenStatistics(NamedTuple):
@@ -75,11 +69,8 @@ def check(
     check_row_options(name, row, classes)
     check_target(name, target, classes, row.ignore_index)
     if return_entropy and return_statistics:
-        checks.fail(
-            OptionError,
-            name,
-            "return_statistics includes the entropy; give one of return_entropy and return_statistics, got both",
-        )
+        sentence = "return_statistics includes the entropy; give one of return_entropy and return_statistics, got both"
+        checks.fail(OptionError, name, sentence)
     wide = accumulator(hidden.dtype)
     if logits_dtype not in (None, hidden.dtype, wide):
         checks.fail(DtypeError, name, f"logits_dtype must be {wide} or None, got {logits_dtype}")
@@ -102,9 +93,8 @@ def _check_temperature(name: str, temperature: Tensor | float, hidden: Tensor) -
 
 def _check_allowed(name: str, allowed: Tensor, hidden: Tensor, target: Tensor, return_statistics: bool) -> None:
     if return_statistics:
-        checks.fail(
-            OptionError, name, "return_statistics is about all classes, got it with allowed; take return_entropy"
-        )
+        sentence = "return_statistics is about all classes, got it with allowed; take return_entropy"
+        checks.fail(OptionError, name, sentence)
     if target.dim() == hidden.dim():
         checks.fail(ShapeError, name, f"allowed needs one target a row, got {checks.shape(target)}")
     checks.tensor(name, "allowed", allowed)
@@ -113,180 +103,146 @@ def _check_allowed(name: str, allowed: Tensor, hidden: Tensor, target: Tensor, r
         checks.fail(DtypeError, name, f"allowed must have dtype torch.int64, got {allowed.dtype}")
     if allowed.dim() != hidden.dim() or allowed.shape[:-1] != target.shape:
         wanted = ", ".join(map(str, (*target.shape, "M")))
-        checks.fail(
-            ShapeError, name, f"allowed must have shape ({wanted}) to match target, got {checks.shape(allowed)}"
-        )
+        sentence = f"allowed must have shape ({wanted}) to match target, got {checks.shape(allowed)}"
+        checks.fail(ShapeError, name, sentence)
 
 
-def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+# Options in the order in which they apply to a logit.
+ORDER = {"logit_scale": 2.0, "softcap": 5.0, "temperature": 0.7}
+ENTROPY, STATISTICS = {"return_entropy": True}, {"return_statistics": True}
+
+
+def _calls(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Return a function (rows, width, classes) → hidden, weight and targets, of which some are ignored."""
+
     def call(rows: tuple[int, ...], width: int, classes: int, scale: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
         hidden, weight = normal(device, dtype, *rows, width), normal(device, dtype, classes, width, scale=scale)
         return hidden, weight, targets_with_ignored(device, classes, *rows)
 
-    def biased(classes: int, **options: Any) -> dict[str, Any]:
-        return {"bias": normal(device, dtype, classes), "chunk": 3, **options}
+    return call
 
-    yield Sample("one_chunk", call((6,), 32, 64), why="one chunk: dW is written directly")
-    yield Sample("odd_sizes", call((7,), 33, 101), why="nothing is a power of two")
-    yield Sample("leading_shape", call((2, 3), 16, 40), why="any leading shape")
-    yield Sample(
-        "one_token", (*call((), 16, 40)[:2], integers(device, 40)), {"return_entropy": True}, why="no leading shape"
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    call, wide, size = _calls(device, dtype), accumulator(dtype), dtype.itemsize
+    usual = functools.partial(call, (7,), 24, 50)
+    summed = {"chunk": 4, "accumulate_dtype": wide}
+    temperatures = {"temperature": torch.linspace(0.4, 2.0, 9, device=device), "softcap": 5.0, **ENTROPY, "chunk": 4}
+
+    yield from sample_table(
+        ("temperature",),
+        ("one_chunk", call((6,), 32, 64), {}, "one chunk: dW is written directly"),
+        ("odd_sizes", call((7,), 33, 101), {}, "nothing is a power of two"),
+        ("leading_shape", call((2, 3), 16, 40), {}, "any leading shape"),
+        ("one_token", (*call((), 16, 40)[:2], integers(device, 40)), ENTROPY, "no leading shape"),
+        ("several_chunks", call((11,), 24, 50), {"chunk": 4}, "dW is summed over chunks, the last one is short"),
+        ("accumulate_float32", call((11,), 24, 50), summed, "the accumulator's dtype is named"),
+        ("report_chunk", call((40,), 16, 128), {"chunk": "report"}, "the chunk formula of the report"),
+        ("several_blocks", call((3,), 16, 9000), ENTROPY, "a row of logits is longer than one block"),
+        ("bias", usual(), {"bias": normal(device, dtype, 50), "chunk": 3}, "the head has a bias, with a gradient"),
+        ("logit_scale", usual(), {"logit_scale": 0.25}, "scaled logits (Granite, Cohere)"),
+        ("negative_scale", usual(), {"logit_scale": -0.5}, "the lowest logits become the highest"),
+        ("temperature", usual(), {"temperature": 0.7}, "logits divided by a temperature, as they were sampled"),
+        ("scale_softcap_temperature", usual(), ORDER, "first the scale, then the cap, last the temperature"),
+        ("temperatures", call((9,), 24, 50), temperatures, "each token has a temperature of its own"),
     )
-    yield Sample(
-        "several_chunks", call((11,), 24, 50), {"chunk": 4}, why="dW is summed over chunks, the last one is short"
+    yield from _samples_of_classes(device, dtype, call)
+    target = targets_with_ignored(device, 50, 7, ignore_index=3)
+    one_ignored, entropy = (*usual()[:2], target), usual()
+    everything, longer = {"bias": normal(device, dtype, 50), "chunk": 3, **ENTROPY, **ORDER}, call((9,), 24, 50)
+    # Two classes more than the tokeniser knows, switched off in the bias.
+    padding, (hidden, weight, target) = torch.zeros(50, device=device, dtype=dtype), usual()
+    padding[48:] = -torch.inf
+    known, none = (hidden, weight, target.clamp(max=47)), torch.full((5,), -100, device=device)
+    impossible, zeros = {"bias": padding, **ENTROPY}, "classes of probability 0 add no entropy and get no gradient"
+    two_rows, unpacked = {"budget": 2 * 70 * size + 20 * 70 * 4, **ENTROPY}, {"pack": False, "chunk": 4, **ENTROPY}
+    frozen, why = {"chunk": 4, **ENTROPY}, "no work and no memory for the gradient of"
+    yield from sample_table(
+        (),
+        ("ignore_index", one_ignored, {"ignore_index": 3}, "a class can be the ignored one"),
+        ("entropy", entropy, ENTROPY, "entropy and log-probability have a gradient each"),
+        ("entropy_everything", longer, everything, "all options together, with entropy"),
+        ("impossible_classes", known, impossible, zeros, "bias"),
+        ("budget", call((9,), 20, 70), two_rows, "chunks of 2 rows"),
+        ("no_packing", call((9,), 20, 70), unpacked, "ignored rows stay in the products"),
+        ("frozen_hidden", call((9,), 20, 70), frozen, f"{why} hidden", "hidden"),
+        ("frozen_weight", call((9,), 20, 70), frozen, f"{why} weight", "weight"),
+        ("all_ignored", (*call((5,), 16, 30)[:2], none), ENTROPY, "zeros, with zero gradients"),
+        ("empty", call((0,), 16, 30), ENTROPY, "no rows: nothing is launched"),
+        ("one_row", (*call((1,), 16, 30)[:2], integers(device, 30, 1)), {}, "a single row"),
+        ("one_class", call((4,), 16, 1), ENTROPY, "a single class: probability 1, entropy 0"),
     )
-    options = {"chunk": 4, "accumulate_dtype": torch.float64 if dtype == torch.float64 else torch.float32}
-    yield Sample("accumulate_float32", call((11,), 24, 50), options, why="the accumulator's dtype is named")
-    yield Sample("report_chunk", call((40,), 16, 128), {"chunk": "report"}, why="the chunk formula of the report")
-    yield Sample(
-        "several_blocks", call((3,), 16, 9000), {"return_entropy": True}, why="a row of logits is longer than one block"
+    yield from _samples_of_values(device, dtype, call)
+
+
+def _samples_of_values(
+    device: torch.device, dtype: torch.dtype, call: Callable[..., tuple[Tensor, Tensor, Tensor]]
+) -> Iterator[Sample]:
+    """Yield samples of certain and of far logits, and of a head whose derivative the forward pass sums."""
+    # Eighths, whose products are exact in any order of summation: the softmax is compared, not the luck of a matmul.
+    hidden, weight, target = call((6,), 32, 60, scale=2.0)
+    coarse, (far, heads, index) = ((hidden * 8).round() / 8, (weight * 8).round() / 8, target), call((3,), 4, 700)
+    first_far, turned = (far, torch.cat((heads[:1] * 4096, heads[1:])), index), normal(device, dtype, 16, 6).t()
+    transposed, size = (turned, *call((6,), 16, 30)[1:]), dtype.itemsize
+    tiled = {"bias": normal(device, dtype, 300), "budget": 9 * (20 * 4 + 60 * size)}
+    alone, (hidden, weight, target) = call((9,), 20, 300), call((9,), 20, 70)
+    several = torch.stack((target, integers(device, 70, 9), integers(device, 70, 9)), -1)
+    tiles, why = {"budget": 9 * (20 * 2 * accumulator(dtype).itemsize + 23 * size), **ORDER}, "the derivative is"
+    shares = f"{why} that of all classes, of which each target has a share"
+    yield from sample_table(
+        (),
+        ("peaked", coarse, ENTROPY, "softmax close to one class"),
+        ("first_far", first_far, STATISTICS, "the first logit is far from all others"),
+        ("transposed", transposed, {}, "hidden is a transposed view"),
+        ("frozen_head", alone, tiled, f"{why} summed in the forward pass", "weight", "bias"),
+        ("frozen_head_several", (hidden, weight, several), tiles, shares, "weight"),
     )
-    yield Sample("bias", call((7,), 24, 50), biased(50), why="the head has a bias, with a gradient")
-    yield Sample("logit_scale", call((7,), 24, 50), {"logit_scale": 0.25}, why="scaled logits (Granite, Cohere)")
-    yield Sample(
-        "negative_scale", call((7,), 24, 50), {"logit_scale": -0.5}, why="the lowest logits become the highest"
-    )
-    yield Sample(
-        "temperature",
-        call((7,), 24, 50),
-        {"temperature": 0.7},
-        why="logits divided by a temperature, as they were sampled",
-    )
-    order = {"logit_scale": 2.0, "softcap": 5.0, "temperature": 0.7}
-    yield Sample(
-        "scale_softcap_temperature",
-        call((7,), 24, 50),
-        order,
-        why="first the scale, then the cap, last the temperature",
-    )
-    temperature = torch.linspace(0.4, 2.0, 9, device=device)
-    options = {"temperature": temperature, "softcap": 5.0, "return_entropy": True, "chunk": 4}
-    yield Sample(
-        "temperatures",
-        call((9,), 24, 50),
-        options,
-        why="each token has a temperature of its own",
-        frozen=("temperature",),
-    )
-    hidden, weight, target = call((7,), 24, 50)
+
+
+def _samples_of_classes(
+    device: torch.device, dtype: torch.dtype, call: Callable[..., tuple[Tensor, Tensor, Tensor]]
+) -> Iterator[Sample]:
+    """Yield samples of several targets, of statistics and of allowed classes."""
+    (hidden, weight, target), size, wide = call((7,), 24, 50), dtype.itemsize, accumulator(dtype)
     several = torch.stack((target, integers(device, 50, 7), integers(device, 50, 7)), -1)
     several[2, 1:] = several[2, :1]
     several[0, 2] = -100
-    yield Sample(
-        "several_targets",
-        (hidden, weight, several),
-        {"return_entropy": True},
-        why="three classes a row, some twice, some ignored",
+    capped = {"softcap": 5.0, "budget": 7 * 13 * size}
+    first_kept = {**STATISTICS, "budget": 9 * (20 * 4 + 23 * size)}
+    float32 = {"logits_dtype": wide, **ENTROPY}
+    recomputed = {**float32, "budget": 9 * (20 * 4 + 23 * 6)}
+    why = "blocks of classes, of which the first is kept and the last one is short"
+    yield from sample_table(
+        (),
+        ("several_targets", (hidden, weight, several), ENTROPY, "three classes a row, some twice, some ignored"),
+        ("several_targets_softcap", (hidden, weight, several), capped, "what is scattered passes through the cap"),
+        ("statistics", (hidden, weight, several), {**STATISTICS, **ORDER}, "every statistic has a gradient"),
+        ("statistics_blocks", call((9,), 20, 70), first_kept, why),
+        ("wide_logits_kept", call((9,), 20, 70), float32, "the matmul writes float32"),
+        ("wide_logits_recomputed", call((9,), 20, 70), recomputed, "the matmul writes float32"),
     )
-    options = {"softcap": 5.0, "budget": 7 * 13 * dtype.itemsize}
-    yield Sample(
-        "several_targets_softcap", (hidden, weight, several), options, why="what is scattered passes through the cap"
-    )
-    yield Sample(
-        "statistics",
-        (hidden, weight, several),
-        {"return_statistics": True, **order},
-        why="every statistic has a gradient",
-    )
-    options = {"return_statistics": True, "budget": 9 * (20 * 4 + 23 * dtype.itemsize)}
-    yield Sample(
-        "statistics_blocks",
-        call((9,), 20, 70),
-        options,
-        why="blocks of classes, of which the first is kept and the last one is short",
-    )
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for name, more in (("kept", {}), ("recomputed", {"budget": 9 * (20 * 4 + 23 * 6)})):
-        options = {"logits_dtype": wide, "return_entropy": True, **more}
-        yield Sample(f"wide_logits_{name}", call((9,), 20, 70), options, why="the matmul writes float32")
     allowed = torch.stack([torch.randperm(50, device=device)[:6] for _ in range(7)])
     allowed[:, 4:] = -100
     allowed[3], allowed[4, 0] = -100, target[4].clamp(min=0)
-    yield Sample(
-        "allowed",
-        (hidden, weight, target),
-        {"allowed": allowed, "return_entropy": True},
-        why="truncated sampling is replayed",
-    )
-    target = targets_with_ignored(device, 50, 7, ignore_index=3)
-    yield Sample(
-        "ignore_index", (*call((7,), 24, 50)[:2], target), {"ignore_index": 3}, why="a class can be the ignored one"
-    )
-    yield Sample(
-        "entropy", call((7,), 24, 50), {"return_entropy": True}, why="entropy and log-probability have a gradient each"
-    )
-    everything = biased(50, return_entropy=True, **order)
-    yield Sample("entropy_everything", call((9,), 24, 50), everything, why="all options together, with entropy")
-    # Two classes more than the tokeniser knows, switched off in the bias.
-    padding = torch.zeros(50, device=device, dtype=dtype)
-    padding[48:] = -torch.inf
-    hidden, weight, target = call((7,), 24, 50)
-    options = {"bias": padding, "return_entropy": True}
-    why = "classes of probability 0 add no entropy and get no gradient"
-    yield Sample("impossible_classes", (hidden, weight, target.clamp(max=47)), options, why=why, frozen=("bias",))
-    options = {"budget": 2 * 70 * dtype.itemsize + 20 * 70 * 4, "return_entropy": True}
-    yield Sample("budget", call((9,), 20, 70), options, why="chunks of 2 rows")
-    options = {"pack": False, "chunk": 4, "return_entropy": True}
-    yield Sample("no_packing", call((9,), 20, 70), options, why="ignored rows stay in the products")
-    for frozen in ("hidden", "weight"):
-        why = f"no work and no memory for the gradient of {frozen}"
-        yield Sample(
-            f"frozen_{frozen}", call((9,), 20, 70), {"chunk": 4, "return_entropy": True}, why=why, frozen=(frozen,)
-        )
-    all_ignored = torch.full((5,), -100, device=device)
-    yield Sample(
-        "all_ignored",
-        (*call((5,), 16, 30)[:2], all_ignored),
-        {"return_entropy": True},
-        why="zeros, with zero gradients",
-    )
-    yield Sample("empty", call((0,), 16, 30), {"return_entropy": True}, why="no rows: nothing is launched")
-    yield Sample("one_row", (*call((1,), 16, 30)[:2], integers(device, 30, 1)), why="a single row")
-    yield Sample(
-        "one_class", call((4,), 16, 1), {"return_entropy": True}, why="a single class: probability 1, entropy 0"
-    )
-    # Eighths, whose products are exact in any order of summation: what is compared is the softmax, not the luck of a
-    # matmul.
-    hidden, weight, target = call((6,), 32, 60, scale=2.0)
-    coarse = ((hidden * 8).round() / 8, (weight * 8).round() / 8, target)
-    yield Sample("peaked", coarse, {"return_entropy": True}, why="softmax close to one class")
-    hidden, weight, target = call((3,), 4, 700)
-    weight = torch.cat((weight[:1] * 4096, weight[1:]))
-    yield Sample(
-        "first_far", (hidden, weight, target), {"return_statistics": True}, why="the first logit is far from all others"
-    )
-    hidden, (_, weight, target) = normal(device, dtype, 16, 6).t(), call((6,), 16, 30)
-    yield Sample("transposed", (hidden, weight, target), why="hidden is a transposed view")
-    options = {"bias": normal(device, dtype, 300), "budget": 9 * (20 * 4 + 60 * dtype.itemsize)}
-    why = "the derivative is summed in the forward pass"
-    yield Sample("frozen_head", call((9,), 20, 300), options, why=why, frozen=("weight", "bias"))
-    hidden, weight, target = call((9,), 20, 70)
-    several = torch.stack((target, integers(device, 70, 9), integers(device, 70, 9)), -1)
-    options = {"budget": 9 * (20 * 2 * accumulator(dtype).itemsize + 23 * dtype.itemsize), **order}
-    why = "the derivative is that of all classes, of which each target has a share"
-    yield Sample("frozen_head_several", (hidden, weight, several), options, why=why, frozen=("weight",))
+    options, why = {"allowed": allowed, **ENTROPY}, "truncated sampling is replayed"
+    yield Sample("allowed", (hidden, weight, target), options, why)
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
     name = "linear_log_prob"
     misuse = misuses_of(name)
     yield from head_misuses(name, device, several=True)
-    call = (
-        torch.zeros(3, 8, device=device),
-        torch.zeros(10, 8, device=device),
-        torch.zeros(3, dtype=torch.int64, device=device),
-    )
+    hidden, weight = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device)
+    call = (hidden, weight, torch.zeros(3, dtype=torch.int64, device=device))
+    positive, ones = "must be a finite number > 0, since the logits are divided by it", torch.ones(3, device=device)
     for value in (0.0, float("nan")):
-        message = f"temperature must be a finite number > 0, since the logits are divided by it, got {value}"
+        message = f"temperature {positive}, got {value}"
         yield misuse(f"temperature_{value}", call, OptionError, message, temperature=value)
-    ones = torch.ones(3, device=device)
     message = "temperature must have shape (3,) to match hidden (3, 8), got (2,)"
     yield misuse("temperature_shape", call, ShapeError, message, temperature=ones[:2])
     message = "temperature must not require a gradient, since the op does not define one; pass temperature.detach()"
     yield misuse("trainable_temperature", call, OptionError, message, temperature=ones.clone().requires_grad_())
     if device.type == "cpu":
-        message = "every temperature must be a finite number > 0, since the logits are divided by it"
-        yield misuse("temperature_of_a_token", call, OptionError, message, temperature=ones * 0)
+        yield misuse("temperature_of_a_token", call, OptionError, f"every temperature {positive}", temperature=ones * 0)
     message = "return_statistics includes the entropy; give one of return_entropy and return_statistics, got both"
     yield misuse("both_results", call, OptionError, message, return_entropy=True, return_statistics=True)
     message = "logits_dtype must be torch.float32 or None, got torch.float16"
@@ -330,133 +286,116 @@ def _among(log_prob: Tensor, entropy: Tensor | None, index: Tensor, ignore_index
     return first, torch.where(truncated & counted, -(safe.exp() * safe).sum(-1), entropy)
 
 
-# Without an annotation of what it returns, so that its signature is that of the op.
-def implementation(  # type: ignore[no-untyped-def]
-    passes: RowPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None
-):
-    """linear_log_prob for a backend that brings the row passes; `supported(hidden, weight)` may decline a call."""
-    tokens = token_loop(passes, make_kernel).tokens
+@composed_op(
+    TORCH_PASSES, token_loop, takes_dtensors,
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+)  # fmt: skip
+def linear_log_prob(
+    loop: TokenLoop,
+    supported: Supported,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: Tensor | float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    allowed: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
+    return_entropy: bool = False,
+    return_statistics: bool = False,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk: Chunk = None,
+    budget: int | None = None,
+    pack: bool = True,
+    main_grad: Tensor | None = None,
+    vocab: VocabShard | None = None,
+) -> Any:
+    """Log-probability of targets under the softmax of a head's logits, and statistics of that softmax, without all
+    the logits.
 
-    def linear_log_prob(
-        hidden: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        *,
-        bias: Tensor | None = None,
-        temperature: Tensor | float = 1.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        ignore_index: int = -100,
-        allowed: Tensor | None = None,
-        logits_dtype: torch.dtype | None = None,
-        return_entropy: bool = False,
-        return_statistics: bool = False,
-        accumulate_dtype: torch.dtype | None = None,
-        chunk: Chunk = None,
-        budget: int | None = None,
-        pack: bool = True,
-        main_grad: Tensor | None = None,
-        vocab: VocabShard | None = None,
-    ) -> Any:
-        """Log-probability of targets under the softmax of a head's logits, and statistics of that softmax, without all
-        the logits.
+        x        = logit_scale · (hidden @ weightᵀ + bias), then softcap · tanh(x / softcap), then x / temperature
+        log_prob = x_t - log Σ exp(x)
+        entropy  = -Σ p log p,   p = softmax(x)
 
-            x        = logit_scale · (hidden @ weightᵀ + bias), then softcap · tanh(x / softcap), then x / temperature
-            log_prob = x_t - log Σ exp(x)
-            entropy  = -Σ p log p,   p = softmax(x)
+    hidden             (..., H)   any floating dtype
+    weight             (V, H)     dtype of hidden (under autocast both are cast to its dtype)
+    target             (...) or (..., K)   int64 class indices, one or several a row, also equal ones; or
+                       ignore_index: log_prob 0, no gradient. A row without any other target counts for nothing, and
+                       its statistics are 0
+    bias               (V,)       dtype of hidden
+    temperature        a number, or (...) with one for each row: that of the sampling; applied after scale and
+                       softcap
+    allowed            (..., M) distinct class indices, filled up with ignore_index: the classes that the token was
+                       sampled from (top-k, top-p). log_prob and entropy are then of the softmax over these and the
+                       target; without any, a row has all
+    logits_dtype       torch.float32: logits are not rounded to the dtype of hidden, though their gradient is. They
+                       take three times the memory
+    return_entropy     also return the entropy, in nats
+    return_statistics  also return `TokenStatistics`
+    accumulate_dtype   of the gradient of weight while chunks of rows are summed; float32 by default (float64 for
+                       float64)
+    chunk              rows of logits held at a time, with all classes; "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉. None fits the
+                       budget
+    budget             bytes that may be held beyond inputs and gradients; by default 2150 MiB on a GPU
+    pack               leave rows of ignored targets out of the matmuls. On a GPU this waits once a pass for their
+                       number where the matmuls are large enough to pay for it, never while a CUDA graph is captured
+    main_grad          (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad
+                       stays as it is
+    vocab              `VocabShard(group, start, classes)`: weight and bias have only these classes of a vocabulary
+                       that the ranks of group share. Every rank gives the same rows and targets and gets the same
+                       results; gradients of weight and bias are of its classes, that of hidden is whole
+    returns            log_prob like target, float32 (float64 for float64), or (log_prob, entropy), or (log_prob,
+                       TokenStatistics)
 
-        hidden             (..., H)   any floating dtype
-        weight             (V, H)     dtype of hidden (under autocast both are cast to its dtype)
-        target             (...) or (..., K)   int64 class indices, one or several a row, also equal ones; or
-                           ignore_index: log_prob 0, no gradient. A row without any other target counts for nothing, and
-                           its statistics are 0
-        bias               (V,)       dtype of hidden
-        temperature        a number, or (...) with one for each row: that of the sampling; applied after scale and
-                           softcap
-        allowed            (..., M) distinct class indices, filled up with ignore_index: the classes that the token was
-                           sampled from (top-k, top-p). log_prob and entropy are then of the softmax over these and the
-                           target; without any, a row has all
-        logits_dtype       torch.float32: logits are not rounded to the dtype of hidden, though their gradient is. They
-                           take three times the memory
-        return_entropy     also return the entropy, in nats
-        return_statistics  also return `TokenStatistics`
-        accumulate_dtype   of the gradient of weight while chunks of rows are summed; float32 by default (float64 for
-                           float64)
-        chunk              rows of logits held at a time, with all classes; "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉. None fits the
-                           budget
-        budget             bytes that may be held beyond inputs and gradients; by default 2150 MiB on a GPU
-        pack               leave rows of ignored targets out of the matmuls. On a GPU this waits once a pass for their
-                           number where the matmuls are large enough to pay for it, never while a CUDA graph is captured
-        main_grad          (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad
-                           stays as it is
-        vocab              `VocabShard(group, start, classes)`: weight and bias have only these classes of a vocabulary
-                           that the ranks of group share. Every rank gives the same rows and targets and gets the same
-                           results; gradients of weight and bias are of its classes, that of hidden is whole
-        returns            log_prob like target, float32 (float64 for float64), or (log_prob, entropy), or (log_prob,
-                           TokenStatistics)
+    All results have a gradient, whatever arrives from upstream, alone or together. If the logits fit the budget they
+    are kept until the backward pass, which overwrites them (three matmuls); otherwise they are recomputed in blocks of
+    classes (four matmuls), with the gradient of hidden summed in float32. Only required gradients are computed; without
+    any, only the matmul with weight. Where weight and bias are frozen, no statistic is asked for and the logits do not
+    fit, the forward pass sums the derivative of the log-probabilities by hidden (two matmuls), and the backward pass
+    scales it. A checkpoint around the op would compute it twice.
 
-        All results have a gradient, whatever arrives from upstream, alone or together. If the logits fit the budget
-        they are kept until the backward pass, which overwrites them (three matmuls); otherwise they are recomputed in
-        blocks of classes (four matmuls), with the gradient of hidden summed in float32. Only required gradients are
-        computed; without any, only the matmul with weight. Where weight and bias are frozen, no statistic is asked for
-        and the logits do not fit, the forward pass sums the derivative of the log-probabilities by hidden (two
-        matmuls), and the backward pass scales it. A checkpoint around the op would compute it twice.
+    So preference and policy losses (DPO, ORPO, SimPO, KTO, GRPO, PPO) are plain arithmetic on log_prob. DPO, chosen
+    answers first:
 
-        So preference and policy losses (DPO, ORPO, SimPO, KTO, GRPO, PPO) are plain arithmetic on log_prob. DPO, chosen
-        answers first:
+        policy = linear_log_prob(hidden, weight, target).sum(-1)
+        chosen, rejected = (policy - reference).chunk(2)
+        loss = -logsigmoid(beta * (chosen - rejected)).mean()
 
-            policy = linear_log_prob(hidden, weight, target).sum(-1)
-            chosen, rejected = (policy - reference).chunk(2)
-            loss = -logsigmoid(beta * (chosen - rejected)).mean()
-
-        In float16, gradients are summed before they meet the scale of the upstream gradient, so that small
-        probabilities do not underflow; these sums must be in the range of float16 themselves (weights up to 3e4). The
-        target of a row is the token after it: shift first, and give prompt and padding the ignore_index. A target
-        outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue, its
-        log_prob is NaN. Raises ShapeError, DtypeError, OptionError for arguments that do not fit. Rafailov et al. 2023,
-        arXiv:2305.18290 (DPO); Shao et al. 2024, arXiv:2402.03300 (GRPO).
-        """
-        if supported is not None:
-            supported(hidden, weight)
-        hidden, weight, bias = autocast_inputs(hidden, weight, bias)
-        rows, shape = hidden.reshape(-1, hidden.shape[-1]), hidden.shape[:-1]
-        index = target.reshape(rows.shape[0], target.shape[-1] if target.dim() == hidden.dim() else 1)
-        if allowed is not None:
-            # The classes of an ignored row count for nothing.
-            index = torch.cat(
-                (
-                    index,
-                    torch.where(index == ignore_index, ignore_index, allowed.reshape(rows.shape[0], allowed.shape[-1])),
-                ),
-                -1,
-            )
-        inverse = None
-        if isinstance(temperature, Tensor):
-            inverse = temperature.reshape(-1).to(accumulator(hidden.dtype)).reciprocal()
-        else:
-            # softcap · tanh(s·a / softcap) / T = (softcap/T) · tanh((s/T)·a / (softcap/T)): the row passes need no
-            # temperature.
-            logit_scale, softcap = logit_scale / temperature, None if softcap is None else softcap / temperature
-        wide = logits_dtype is not None and logits_dtype != hidden.dtype
-        options = LogitOptions(logit_scale, softcap, inverse)
-        chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
-        every = return_statistics
-        asked = ResultOptions(every or return_entropy, every, False, every, every, every)
-        found = tokens(
-            Head(rows, weight, index, bias), options, ignore_index, wide, chunks, vocabulary(weight, vocab), asked
-        )
-        log_prob, entropy = found.log_prob, found.entropy
-        if allowed is not None:
-            log_prob, entropy = _among(log_prob, entropy, index, ignore_index)
-        log_prob = log_prob.reshape(target.shape)
-        if return_statistics:
-            statistics = (found.entropy, found.log_normalizer, found.mean_logit, found.collision, found.prediction)
-            return log_prob, TokenStatistics(*(t.reshape(shape) for t in statistics))  # type: ignore[union-attr]
-        return (log_prob, entropy.reshape(shape)) if entropy is not None else log_prob
-
-    return takes_dtensors(linear_log_prob)
-
-
-linear_log_prob = op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)(
-    implementation(TORCH_PASSES, reference_kernel)
-)
+    In float16, gradients are summed before they meet the scale of the upstream gradient, so that small probabilities do
+    not underflow; these sums must be in the range of float16 themselves (weights up to 3e4). The target of a row is the
+    token after it: shift first, and give prompt and padding the ignore_index. A target outside [0, V) raises
+    TargetError on the CPU; on other devices, where looking would stall the queue, its log_prob is NaN. Raises
+    ShapeError, DtypeError, OptionError for arguments that do not fit. Rafailov et al. 2023, arXiv:2305.18290 (DPO);
+    Shao et al. 2024, arXiv:2402.03300 (GRPO).
+    """
+    supported(hidden, weight)
+    hidden, weight, bias = autocast_inputs(hidden, weight, bias)
+    rows, shape = hidden.reshape(-1, hidden.shape[-1]), hidden.shape[:-1]
+    index = target.reshape(rows.shape[0], target.shape[-1] if target.dim() == hidden.dim() else 1)
+    if allowed is not None:
+        # The classes of an ignored row count for nothing.
+        among = torch.where(index == ignore_index, ignore_index, allowed.reshape(rows.shape[0], allowed.shape[-1]))
+        index = torch.cat((index, among), -1)
+    inverse = None
+    if isinstance(temperature, Tensor):
+        inverse = temperature.reshape(-1).to(accumulator(hidden.dtype)).reciprocal()
+    else:
+        # softcap · tanh(s·a / softcap) / T = (softcap/T) · tanh((s/T)·a / (softcap/T)): passes need no temperature.
+        logit_scale, softcap = logit_scale / temperature, None if softcap is None else softcap / temperature
+    wide = logits_dtype is not None and logits_dtype != hidden.dtype
+    options = LogitOptions(logit_scale, softcap, inverse)
+    chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
+    every = return_statistics
+    requested = ResultOptions(every or return_entropy, every, False, every, every, every)
+    head = Head(rows, weight, index, bias)
+    results = loop.tokens(head, options, ignore_index, wide, chunks, vocabulary(weight, vocab), requested)
+    log_prob, entropy = results.log_prob, results.entropy
+    if allowed is not None:
+        log_prob, entropy = _among(log_prob, entropy, index, ignore_index)
+    log_prob = log_prob.reshape(target.shape)
+    if return_statistics:
+        return log_prob, TokenStatistics(*(getattr(results, name).reshape(shape) for name in TokenStatistics._fields))
+    return (log_prob, entropy.reshape(shape)) if entropy is not None else log_prob

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ def head_log_prob(
     A head that FSDP2 or ZeRO-3 gathers by itself is called once, so ranks may have different numbers of tokens. A head
     that is sharded with the rest of the model is whole only in the model's forward: call this function there.
     """
-    options = {
+    options: dict[str, Any] = {
         "softcap": softcap,
         "logit_scale": logit_scale,
         "ignore_index": ignore_index,
@@ -58,9 +58,8 @@ def head_log_prob(
 
     def compute(rows: Tensor) -> LogProb:
         if plain_linear(head):
-            log_prob: LogProb = linear_log_prob(
-                rows, head.weight, target, bias=head.bias, temperature=temperature, **options
-            )
+            weight, bias = cast(tuple[Tensor, Tensor | None], (head.weight, head.bias))
+            log_prob: LogProb = linear_log_prob(rows, weight, target, bias=bias, temperature=temperature, **options)
             return log_prob
         classes: int = head.out_features  # type: ignore[assignment]
         weight = rows.detach().new_zeros(()).expand(classes, rows.shape[-1])
