@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from liger_core.autograd import differentiable
 from liger_core.errors import OptionError, ShapeError
 from liger_core.kernels import Kernel, Outputs, reference_kernel
 from liger_core.op import Misuse, Sample, Workload, accumulator, op
-from liger_core.ops._inputs import integers, misuses_of, normal
+from liger_core.ops._inputs import integers, misuses_of, normal, sample_table
 from liger_core.ops._softmax_loss import (
     TORCH_PASSES,
     Reduction,
@@ -84,154 +85,102 @@ def check(
     check_target(name, target, classes, row.ignore_index)
 
 
+CONSTANTS = ("class_weight", "normalizer", "token_weight")
+
+
+def _calls(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[Tensor, ...]]:
+    """Return a function (rows, width, classes, draw) → hidden, weight and the targets that draw makes."""
+
+    def call(
+        rows: tuple[int, ...], width: int, classes: int, draw: Any = targets_with_ignored, scale: float = 0.3
+    ) -> tuple[Tensor, ...]:
+        hidden, weight = normal(device, dtype, *rows, width), normal(device, dtype, classes, width, scale=scale)
+        return hidden, weight, draw(device, classes, *rows)
+
+    return call
+
+
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def call(rows: tuple[int, ...], width: int, classes: int, scale: float = 0.3) -> tuple[Tensor, Tensor]:
-        return normal(device, dtype, *rows, width), normal(device, dtype, classes, width, scale=scale)
-
-    def some(classes: int, *shape: int) -> Tensor:
-        return targets_with_ignored(device, classes, *shape)
-
-    constants = ("class_weight", "normalizer", "token_weight")
-
-    def sample(
-        name: str,
-        args: tuple[Tensor, ...],
-        options: dict[str, Any] | None = None,
-        *,
-        why: str,
-        frozen: tuple[str, ...] = (),
-    ) -> Sample:
-        return Sample(name, args, options or {}, why=why, frozen=(*constants, *frozen))
-
-    yield sample("one_chunk", (*call((6,), 32, 64), integers(device, 64, 6)), why="one chunk: dW is written directly")
-    yield sample("odd_sizes", (*call((7,), 33, 101), integers(device, 101, 7)), why="nothing is a power of two")
-    yield sample("leading_shape", (*call((2, 3), 16, 40), some(40, 2, 3)), why="any leading shape")
-    yield sample(
-        "several_chunks",
-        (*call((11,), 24, 50), some(50, 11)),
-        {"chunk": 4},
-        why="dW is summed over chunks, the last one is short",
-    )
-    options = {"chunk": 4, "accumulate_dtype": torch.float64 if dtype == torch.float64 else torch.float32}
-    yield sample(
-        "accumulate_float32", (*call((11,), 24, 50), some(50, 11)), options, why="the accumulator's dtype is named"
-    )
-    yield sample(
-        "report_chunk",
-        (*call((40,), 16, 128), some(128, 40)),
-        {"chunk": "report"},
-        why="the chunk formula of the report",
-    )
-    yield sample(
-        "several_blocks",
-        (*call((3,), 16, 9000), integers(device, 9000, 3)),
-        why="a row of logits is longer than one block",
-    )
-    bias = normal(device, dtype, 50)
-    yield sample(
-        "bias",
-        (*call((7,), 24, 50), some(50, 7)),
-        {"bias": bias, "chunk": 3},
-        why="the head has a bias, with a gradient",
-    )
-    yield sample(
-        "logit_scale", (*call((7,), 24, 50), some(50, 7)), {"logit_scale": 0.25}, why="scaled logits (Granite, Cohere)"
+    call, row = _calls(device, dtype), 70 * dtype.itemsize
+    usual, longer = functools.partial(call, (7,), 24, 50), functools.partial(call, (9,), 20, 70)
+    summed = {"chunk": 4, "accumulate_dtype": accumulator(dtype)}
+    yield from sample_table(
+        CONSTANTS,
+        ("one_chunk", call((6,), 32, 64, integers), {}, "one chunk: dW is written directly"),
+        ("odd_sizes", call((7,), 33, 101, integers), {}, "nothing is a power of two"),
+        ("leading_shape", call((2, 3), 16, 40), {}, "any leading shape"),
+        ("several_chunks", call((11,), 24, 50), {"chunk": 4}, "dW is summed over chunks, the last one is short"),
+        ("accumulate_float32", call((11,), 24, 50), summed, "the accumulator's dtype is named"),
+        ("report_chunk", call((40,), 16, 128), {"chunk": "report"}, "the chunk formula of the report"),
+        ("several_blocks", call((3,), 16, 9000, integers), {}, "a row of logits is longer than one block"),
     )
     # As many classes as no block has: masked lanes must not count.
-    for name, scale in (("negative_scale", -0.5), ("zero_scale", 0.0)):
-        yield sample(
-            name, (*call((7,), 24, 50), some(50, 7)), {"logit_scale": scale}, why="the lowest logits become the highest"
-        )
-    yield sample(
-        "scale_softcap",
-        (*call((7,), 24, 50), some(50, 7)),
-        {"logit_scale": 2.0, "softcap": 5.0},
-        why="the scale comes before the cap",
+    bias, why = {"bias": normal(device, dtype, 50), "chunk": 3}, "the lowest logits become the highest"
+    yield from sample_table(
+        CONSTANTS,
+        ("bias", usual(), bias, "the head has a bias, with a gradient"),
+        ("logit_scale", usual(), {"logit_scale": 0.25}, "scaled logits (Granite, Cohere)"),
+        ("negative_scale", usual(), {"logit_scale": -0.5}, why),
+        ("zero_scale", usual(), {"logit_scale": 0.0}, why),
+        ("scale_softcap", usual(), {"logit_scale": 2.0, "softcap": 5.0}, "the scale comes before the cap"),
     )
-    token_weight = torch.rand(7, device=device)
-    yield sample(
-        "token_weight",
-        (*call((7,), 24, 50), some(50, 7)),
-        {"token_weight": token_weight, "chunk": 3},
-        why="each token has its weight",
-    )
-    for low in (torch.float16, torch.bfloat16):
-        options = {"token_weight": torch.rand(7, device=device).to(low), "normalizer": 1e8}
-        why = "token weights are divided by the normalizer in float32"
-        yield sample(
-            f"token_weight_{str(low).removeprefix('torch.')}", (*call((7,), 24, 50), some(50, 7)), options, why=why
-        )
-    options = {"token_weight": token_weight, "reduction": "none"}
-    yield sample(
-        "token_weight_none", (*call((7,), 24, 50), some(50, 7)), options, why="token weights without reduction"
-    )
-    ignored = {"ignore_index": 3, "chunk": 4}
-    target = targets_with_ignored(device, 50, 7, ignore_index=3)
-    yield sample("ignore_index", (*call((7,), 24, 50), target), ignored, why="a class can be the ignored one")
+    yield from _samples_of_tokens(device, usual)
     for name, options, why in loss_option_samples(device, 70):
-        yield sample(name, (*call((9,), 20, 70), some(70, 9)), options, why=why)
-    chunked_rows = {"reduction": "none", "chunk": 4}
-    yield sample(
-        "none_chunks",
-        (*call((9,), 20, 70), some(70, 9)),
-        chunked_rows,
-        why="logits are recomputed by chunks in the backward",
+        yield from sample_table(CONSTANTS, (name, longer(), options, why))
+    none, two_rows = {"reduction": "none", "chunk": 4}, {"budget": 2 * row + 20 * 70 * 4}
+    frozen, ignored = "no work and no memory for the gradient of", torch.full((5,), -100, device=device)
+    nothing, peaked = functools.partial(call, (5,), 16, 30, lambda *sizes: ignored), ((6,), 32, 60, integers, 3.0)
+    yield from sample_table(
+        CONSTANTS,
+        ("none_chunks", longer(), none, "logits are recomputed by chunks in the backward"),
+        ("budget", longer(), two_rows, "chunks of 2 rows"),
+        ("no_packing", longer(), {"pack": False, "chunk": 4}, "ignored rows stay in the products"),
+        ("frozen_hidden", longer(), {"chunk": 4}, f"{frozen} hidden", "hidden"),
+        ("frozen_weight", longer(), {"chunk": 4}, f"{frozen} weight", "weight"),
+        ("all_ignored", nothing(), {}, "the mean of nothing is 0, its gradients zero"),
+        ("empty", call((0,), 16, 30, integers), {}, "no rows: the loss is 0"),
+        ("one_row", call((1,), 16, 30, integers), {}, "a single row"),
+        ("peaked", call(*peaked), {}, "softmax close to one class"),
     )
-    row = 70 * dtype.itemsize
-    yield sample(
-        "budget", (*call((9,), 20, 70), some(70, 9)), {"budget": 2 * row + 20 * 70 * 4}, why="chunks of 2 rows"
-    )
-    yield sample(
-        "no_packing",
-        (*call((9,), 20, 70), some(70, 9)),
-        {"pack": False, "chunk": 4},
-        why="ignored rows stay in the products",
-    )
-    for frozen in ("hidden", "weight"):
-        why = f"no work and no memory for the gradient of {frozen}"
-        yield sample(f"frozen_{frozen}", (*call((9,), 20, 70), some(70, 9)), {"chunk": 4}, why=why, frozen=(frozen,))
-    all_ignored = torch.full((5,), -100, device=device)
-    yield sample("all_ignored", (*call((5,), 16, 30), all_ignored), why="the mean of nothing is 0, its gradients zero")
-    yield sample("empty", (*call((0,), 16, 30), integers(device, 30, 0)), why="no rows: the loss is 0")
-    yield sample("one_row", (*call((1,), 16, 30), integers(device, 30, 1)), why="a single row")
-    yield sample("peaked", (*call((6,), 32, 60, scale=3.0), integers(device, 60, 6)), why="softmax close to one class")
-    yield sample(
-        "transposed",
-        (normal(device, dtype, 16, 6).t(), normal(device, dtype, 30, 16), integers(device, 30, 6)),
-        why="hidden is a transposed view",
-    )
-    weight = torch.eye(20, 24, device=device).to(dtype) * 6
-    nearest = torch.arange(48, device=device) % 20
+    turned = normal(device, dtype, 16, 6).t(), normal(device, dtype, 30, 16), integers(device, 30, 6)
+    yield from sample_table(CONSTANTS, ("transposed", turned, {}, "hidden is a transposed view"))
+    weight, nearest = torch.eye(20, 24, device=device).to(dtype) * 6, torch.arange(48, device=device) % 20
     hidden, target = weight[nearest] / 6 + normal(device, dtype, 48, 24, scale=0.05), nearest.clone()
     target[1::5], target[2::7] = (nearest[1::5] + 1) % 20, -100
-    metrics = {"return_metrics": True, "z_loss": 1e-3, "chunk": 4}
-    yield sample(
-        "metrics", (hidden, weight, target), metrics, why="z-loss, accuracy, arg-max and entropy of the tokens"
+    sure, metrics = (hidden, weight, target), {"return_metrics": True, "z_loss": 1e-3, "chunk": 4}
+    yield from sample_table(
+        CONSTANTS,
+        ("metrics", sure, metrics, "z-loss, accuracy, arg-max and entropy of the tokens"),
+        ("metrics_none", sure, {**metrics, "reduction": "none"}, "the metrics of each token"),
     )
-    yield sample(
-        "metrics_none", (hidden, weight, target), {**metrics, "reduction": "none"}, why="the metrics of each token"
-    )
+
+
+def _samples_of_tokens(device: torch.device, call: Callable[..., tuple[Tensor, ...]]) -> Iterator[Sample]:
+    """Yield samples of weights of tokens, and of a class that is the ignored one."""
+    token_weight = {"token_weight": torch.rand(7, device=device)}
+    yield Sample("token_weight", call(), {**token_weight, "chunk": 3}, "each token has its weight", CONSTANTS)
+    for low in (torch.float16, torch.bfloat16):
+        options = {"token_weight": torch.rand(7, device=device).to(low), "normalizer": 1e8}
+        name, why = str(low).removeprefix("torch."), "token weights are divided by the normalizer in float32"
+        yield Sample(f"token_weight_{name}", call(), options, why, CONSTANTS)
+    none, ignored = {**token_weight, "reduction": "none"}, {"ignore_index": 3, "chunk": 4}
+    yield Sample("token_weight_none", call(), none, "token weights without reduction", CONSTANTS)
+    target = targets_with_ignored(device, 50, 7, ignore_index=3)
+    args = call(draw=lambda *sizes: target)
+    yield Sample("ignore_index", args, ignored, "a class can be the ignored one", CONSTANTS)
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
     name = "linear_cross_entropy"
     yield from head_misuses(name, device)
     misuse = misuses_of(name)
-    call = (
-        torch.zeros(3, 8, device=device),
-        torch.zeros(10, 8, device=device),
-        torch.zeros(3, dtype=torch.int64, device=device),
-    )
+    hidden, weight = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device)
+    call = (hidden, weight, torch.zeros(3, dtype=torch.int64, device=device))
     message = "token_weight must have shape (3,) to match hidden (3, 8), got (2,)"
     yield misuse("token_weight_shape", call, ShapeError, message, token_weight=torch.ones(2, device=device))
     message = "token_weight must not require a gradient, since the op does not define one; pass token_weight.detach()"
-    yield misuse(
-        "trainable_token_weight",
-        call,
-        OptionError,
-        message,
-        token_weight=torch.ones(3, device=device, requires_grad=True),
-    )
+    trained = torch.ones(3, device=device, requires_grad=True)
+    yield misuse("trainable_token_weight", call, OptionError, message, token_weight=trained)
     yield misuse("normalizer", call, OptionError, "normalizer must be a finite number > 0, got 0.0", normalizer=0.0)
     yield misuse("z_loss", call, OptionError, "z_loss must be a finite number ≥ 0, got -1.0", z_loss=-1.0)
 
