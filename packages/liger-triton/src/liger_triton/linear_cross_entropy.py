@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from liger_core.ops.linear_cross_entropy import implementation
+from liger_core.ops.linear_cross_entropy import linear_cross_entropy as composed
 from liger_triton._softmax_loss import PASSES
 from liger_triton.launch import TritonKernel, supported
 
-linear_cross_entropy = implementation(PASSES, TritonKernel, supported)
+linear_cross_entropy = composed.implementation(PASSES, TritonKernel, supported)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.autograd import differentiable
 from liger_core.errors import OptionError, ShapeError
-from liger_core.kernels import Kernel, Outputs, reference_kernel
-from liger_core.op import Misuse, Sample, Workload, accumulator, op
+from liger_core.kernels import Kernel, Outputs
+from liger_core.op import Misuse, Sample, Workload, accumulator
+from liger_core.ops._composed import Supported, composed_op
 from liger_core.ops._inputs import integers, misuses_of, normal, sample_table
 from liger_core.ops._softmax_loss import (
     TORCH_PASSES,
@@ -248,6 +249,17 @@ def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[
     )
 
 
+class LossKernels(NamedTuple):
+    """The kernels of a summed loss and of results of tokens."""
+
+    reduced: Callable[..., Any]
+    tokens: Callable[..., TokenResults]
+
+    @classmethod
+    def of(cls, passes: RowPasses, make_kernel: Callable[..., Kernel]) -> LossKernels:
+        return cls(_reduced(passes, make_kernel), token_loop(passes, make_kernel).tokens)
+
+
 def _loss_of_rows(results: TokenResults, target: Tensor, options: RowOptions) -> Tensor:
     """Return the loss of each row, from its log-probabilities."""
     # Not -log_prob, which is -0.0 where a target is ignored.
@@ -261,116 +273,103 @@ def _loss_of_rows(results: TokenResults, target: Tensor, options: RowOptions) ->
     return loss
 
 
-# Without an annotation of what it returns, so that its signature is that of the op.
-def implementation(  # type: ignore[no-untyped-def]
-    passes: RowPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None
-):
-    """linear_cross_entropy for a backend that brings the row passes; `supported(hidden, weight)` may decline a call."""
-    reduced, tokens = _reduced(passes, make_kernel), token_loop(passes, make_kernel).tokens
+@composed_op(
+    TORCH_PASSES, LossKernels.of, takes_dtensors,
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+)  # fmt: skip
+def linear_cross_entropy(
+    kernels: LossKernels,
+    supported: Supported,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    reduction: Reduction = "mean",
+    normalizer: Tensor | float | None = None,
+    token_weight: Tensor | None = None,
+    accumulate_dtype: torch.dtype | None = None,
+    chunk: Chunk = None,
+    budget: int | None = None,
+    pack: bool = True,
+    main_grad: Tensor | None = None,
+    return_metrics: bool = False,
+    vocab: VocabShard | None = None,
+) -> Any:
+    """Cross entropy of `logit_scale · (hidden @ weightᵀ + bias)` and target, a chunk of rows at a time.
 
-    def linear_cross_entropy(
-        hidden: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        *,
-        bias: Tensor | None = None,
-        class_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        reduction: Reduction = "mean",
-        normalizer: Tensor | float | None = None,
-        token_weight: Tensor | None = None,
-        accumulate_dtype: torch.dtype | None = None,
-        chunk: Chunk = None,
-        budget: int | None = None,
-        pack: bool = True,
-        main_grad: Tensor | None = None,
-        return_metrics: bool = False,
-        vocab: VocabShard | None = None,
-    ) -> Any:
-        """Cross entropy of `logit_scale · (hidden @ weightᵀ + bias)` and target, a chunk of rows at a time.
+        x    = logit_scale · (hidden @ weightᵀ + bias), then softcap · tanh(x / softcap)
+        lse  = log Σ exp(x)
+        loss = token_weight · [(1 - label_smoothing) · w_t · (lse - x_t) + label_smoothing/V · Σ_c w_c (lse - x_c) +
+        z_loss · lse²]
 
-            x    = logit_scale · (hidden @ weightᵀ + bias), then softcap · tanh(x / softcap)
-            lse  = log Σ exp(x)
-            loss = token_weight · [(1 - label_smoothing) · w_t · (lse - x_t) + label_smoothing/V · Σ_c w_c (lse - x_c) +
-            z_loss · lse²]
+    hidden            (..., H)   any floating dtype
+    weight            (V, H)     dtype of hidden (under autocast both are cast to its dtype)
+    target            (...)      int64 class indices, or ignore_index: no loss, no gradient
+    bias              (V,)       dtype of hidden
+    class_weight      (V,)       class weights w; 1 by default
+    logit_scale       factor of the logits, before the softcap
+    token_weight      (...)      a constant factor for each token's loss
+    reduction         "mean" divides the sum by the summed class weights of the counted targets (0 if none is
+                      counted), or by normalizer
+    normalizer        number or scalar tensor on the device, for instance the tokens of all accumulation steps
+    accumulate_dtype  of the gradient of weight while chunks are summed; float32 by default (float64 for float64). A
+                      single chunk writes it directly, rounded once
+    chunk             rows of logits held at a time; None fits the budget, "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉
+    budget            bytes that may be held beyond inputs and gradients; by default what is fastest, about 2 GiB. A
+                      small one sums the gradient of weight in its own dtype, with one more rounding a chunk
+    pack              leave rows of ignored targets out of the matmuls. On a GPU this waits once for their number
+                      where the matmuls are large enough to pay for it, never while a CUDA graph is captured
+    main_grad         (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad
+                      stays as it is
+    return_metrics    also return `LossMetrics`
+    vocab             `VocabShard(group, start, classes)`: weight and bias have only these classes of a vocabulary
+                      that the ranks of group share. Every rank gives the same rows and targets and gets the same
+                      results; gradients of weight and bias are of its classes, that of hidden is whole
+    returns           float32 (float64 for float64): a scalar, or (...) for "none"
 
-        hidden            (..., H)   any floating dtype
-        weight            (V, H)     dtype of hidden (under autocast both are cast to its dtype)
-        target            (...)      int64 class indices, or ignore_index: no loss, no gradient
-        bias              (V,)       dtype of hidden
-        class_weight      (V,)       class weights w; 1 by default
-        logit_scale       factor of the logits, before the softcap
-        token_weight      (...)      a constant factor for each token's loss
-        reduction         "mean" divides the sum by the summed class weights of the counted targets (0 if none is
-                          counted), or by normalizer
-        normalizer        number or scalar tensor on the device, for instance the tokens of all accumulation steps
-        accumulate_dtype  of the gradient of weight while chunks are summed; float32 by default (float64 for float64). A
-                          single chunk writes it directly, rounded once
-        chunk             rows of logits held at a time; None fits the budget, "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉
-        budget            bytes that may be held beyond inputs and gradients; by default what is fastest, about 2 GiB. A
-                          small one sums the gradient of weight in its own dtype, with one more rounding a chunk
-        pack              leave rows of ignored targets out of the matmuls. On a GPU this waits once for their number
-                          where the matmuls are large enough to pay for it, never while a CUDA graph is captured
-        main_grad         (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad
-                          stays as it is
-        return_metrics    also return `LossMetrics`
-        vocab             `VocabShard(group, start, classes)`: weight and bias have only these classes of a vocabulary
-                          that the ranks of group share. Every rank gives the same rows and targets and gets the same
-                          results; gradients of weight and bias are of its classes, that of hidden is whole
-        returns           float32 (float64 for float64): a scalar, or (...) for "none"
-
-        With "mean" and "sum" the gradients are computed during the forward pass, and only those asked for. "none" keeps
-        the logits until the backward pass if they fit the budget, and else recomputes them. Without gradients only the
-        matmul with weight is computed. In float16, gradients are summed before they meet the upstream gradient and the
-        normalizer, so that small probabilities do not underflow; these sums must be in the range of float16 themselves
-        (weights up to 3e4). A target outside [0, V) raises TargetError on the CPU; on other devices, where looking
-        would stall the queue, its loss is NaN. Raises ShapeError, DtypeError, OptionError for arguments that do not
-        fit. Hsu et al. 2024, arXiv:2410.10989, with float32 accumulation and chunks by memory budget.
-        """
-        if supported is not None:
-            supported(hidden, weight)
-        hidden, weight, bias = autocast_inputs(hidden, weight, bias)
-        head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), bias)
-        options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight)
-        chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
-        # A scalar does not widen what it multiplies: token_weight / normalizer in float16 would be 0 for long batches.
-        wide = accumulator(hidden.dtype)
-        factor = None if token_weight is None else token_weight.reshape(-1).to(wide)
-        divide: Tensor | None = None
-        if reduction == "mean":
-            divide = denominator(head.target, class_weight, ignore_index, normalizer, wide)
-        # The gradients of a sharded head need the statistics of all shards, so that they are those of the tokens.
-        if reduction == "none" or vocab is not None:
-            logits = LogitOptions(logit_scale, softcap, None, class_weight if label_smoothing else None)
-            asked = ResultOptions(return_metrics, z_loss > 0, label_smoothing > 0, with_prediction=return_metrics)
-            each = head._replace(target=head.target[:, None])
-            results = tokens(each, logits, ignore_index, False, chunks, vocabulary(weight, vocab), asked)
-            rows = [results.moments, results.prediction, results.entropy]
-            loss = _loss_of_rows(results, head.target, options)
-            loss = loss if factor is None else loss * factor
-            loss = (
-                loss.reshape(target.shape)
-                if reduction == "none"
-                else loss.sum()
-                if divide is None
-                else loss.sum() / divide
-            )
+    With "mean" and "sum" the gradients are computed during the forward pass, and only those asked for. "none" keeps
+    the logits until the backward pass if they fit the budget, and else recomputes them. Without gradients only the
+    matmul with weight is computed. In float16, gradients are summed before they meet the upstream gradient and the
+    normalizer, so that small probabilities do not underflow; these sums must be in the range of float16 themselves
+    (weights up to 3e4). A target outside [0, V) raises TargetError on the CPU; on other devices, where looking
+    would stall the queue, its loss is NaN. Raises ShapeError, DtypeError, OptionError for arguments that do not
+    fit. Hsu et al. 2024, arXiv:2410.10989, with float32 accumulation and chunks by memory budget.
+    """
+    supported(hidden, weight)
+    hidden, weight, bias = autocast_inputs(hidden, weight, bias)
+    head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), bias)
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight)
+    chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
+    # A scalar does not widen what it multiplies: token_weight / normalizer in float16 would be 0 for long batches.
+    wide = accumulator(hidden.dtype)
+    factor = None if token_weight is None else token_weight.reshape(-1).to(wide)
+    divide: Tensor | None = None
+    if reduction == "mean":
+        divide = denominator(head.target, class_weight, ignore_index, normalizer, wide)
+    # The gradients of a sharded head need the statistics of all shards, so that they are those of the tokens.
+    if reduction == "none" or vocab is not None:
+        logits = LogitOptions(logit_scale, softcap, None, class_weight if label_smoothing else None)
+        asked = ResultOptions(return_metrics, z_loss > 0, label_smoothing > 0, with_prediction=return_metrics)
+        each = head._replace(target=head.target[:, None])
+        results = kernels.tokens(each, logits, ignore_index, False, chunks, vocabulary(weight, vocab), asked)
+        rows = [results.moments, results.prediction, results.entropy]
+        loss = _loss_of_rows(results, head.target, options)
+        loss = loss if factor is None else loss * factor
+        if reduction == "none":
+            loss = loss.reshape(target.shape)
         else:
-            asked = ResultOptions(with_entropy=return_metrics, with_prediction=return_metrics)
-            loss, *rows = reduced(head, factor, divide, options, chunks, asked)
-        if not return_metrics:
-            return loss
-        return loss, metrics_of(
-            target, options, rows, reduction, None if divide is None else divide.reciprocal(), factor
-        )
-
-    return takes_dtensors(linear_cross_entropy)
-
-
-linear_cross_entropy = op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)(
-    implementation(TORCH_PASSES, reference_kernel)
-)
+            loss = loss.sum() if divide is None else loss.sum() / divide
+    else:
+        asked = ResultOptions(with_entropy=return_metrics, with_prediction=return_metrics)
+        loss, *rows = kernels.reduced(head, factor, divide, options, chunks, asked)
+    if not return_metrics:
+        return loss
+    inverse = None if divide is None else divide.reciprocal()
+    return loss, metrics_of(target, options, rows, reduction, inverse, factor)
