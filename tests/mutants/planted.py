@@ -49,9 +49,9 @@ DEFINITIONS = (
     ),
     Mutant(
         "an input overwritten by its gradient",
-        "liger_core.ops.cross_entropy:launch_backward",
-        "passes.gradients(_1, _2, _3, _4, _5, _6)",
-        "passes.gradients(_1, _2, _3, _4, _5, _1)\n_6.copy_(_1)",
+        "liger_core.ops.cross_entropy:CrossEntropyKernels._launch_backward",
+        "self.passes.gradients(_1, _2, _3, _4, _5, _6)",
+        "self.passes.gradients(_1, _2, _3, _4, _5, _1)\n_6.copy_(_1)",
         ACCURATE,
         f"cross_entropy and {SMALL}",
         "logits was overwritten",

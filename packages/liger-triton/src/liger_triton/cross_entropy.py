@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from liger_core.ops.cross_entropy import implementation
+from liger_core.ops.cross_entropy import cross_entropy as composed
 from liger_triton._softmax_loss import PASSES
 from liger_triton.launch import TritonKernel, supported
 
-cross_entropy = implementation(PASSES, TritonKernel, supported)
+cross_entropy = composed.implementation(PASSES, TritonKernel, supported)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,9 +13,10 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.autograd import differentiable
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
-from liger_core.kernels import Kernel, Outputs, reference_kernel
-from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import CLASSES, ROWS, integers, misuses_of, normal, row_workloads
+from liger_core.kernels import Kernel, Outputs
+from liger_core.op import Misuse, Sample, Work, Workload, accumulator
+from liger_core.ops._composed import Supported, composed_op
+from liger_core.ops._inputs import CLASSES, ROWS, integers, misuses_of, normal, row_workloads, sample_table
 from liger_core.ops._softmax_loss import (
     TORCH_PASSES,
     Reduction,
@@ -65,67 +67,55 @@ def check(
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
-
-    yield Sample("one_block", (n(4, 64), integers(device, 64, 4)), why="the vocabulary is one block")
-    yield Sample("odd_width", (n(5, 101), integers(device, 101, 5)), why="mask on the last block")
-    yield Sample(
-        "several_blocks", (n(3, 9000, scale=2), integers(device, 9000, 3)), why="the row is longer than one block"
+    n, i = functools.partial(normal, device, dtype), functools.partial(integers, device)
+    constants = ("weight", "normalizer")
+    yield from sample_table(
+        constants,
+        ("one_block", (n(4, 64), i(64, 4)), {}, "the vocabulary is one block"),
+        ("odd_width", (n(5, 101), i(101, 5)), {}, "mask on the last block"),
+        ("several_blocks", (n(3, 9000, scale=2), i(9000, 3)), {}, "the row is longer than one block"),
+        ("leading_shape", (n(2, 3, 40), i(40, 2, 3)), {}, "any leading shape"),
+        ("one_token", (n(40), i(40)), {}, "no leading shape"),
     )
-    yield Sample("leading_shape", (n(2, 3, 40), integers(device, 40, 2, 3)), why="any leading shape")
-    yield Sample("one_token", (n(40), integers(device, 40)), why="no leading shape")
-    yield Sample(
-        "ignored_rows",
-        (n(7, 50), targets_with_ignored(device, 50, 7)),
-        why="ignored rows get no loss and zero gradient",
-    )
+    ignored = n(7, 50), targets_with_ignored(device, 50, 7)
     target = targets_with_ignored(device, 50, 7, ignore_index=3)
-    yield Sample("ignore_index", (n(7, 50), target), {"ignore_index": 3}, why="a class can be the ignored one")
+    yield from sample_table(
+        constants,
+        ("ignored_rows", ignored, {}, "ignored rows get no loss and zero gradient"),
+        ("ignore_index", (n(7, 50), target), {"ignore_index": 3}, "a class can be the ignored one"),
+    )
     for name, options, why in loss_option_samples(device, 70):
-        kwargs = dict(options)
-        if "class_weight" in kwargs:
-            kwargs["weight"] = kwargs.pop("class_weight")
-        yield Sample(
-            name, (n(6, 70), targets_with_ignored(device, 70, 6)), kwargs, why=why, frozen=("weight", "normalizer")
-        )
-    all_ignored = torch.full((4,), -100, device=device)
-    yield Sample("all_ignored", (n(4, 30), all_ignored), why="the mean of nothing is 0, not NaN")
-    yield Sample("empty", (n(0, 30), integers(device, 30, 0)), why="no rows: the loss is 0 and nothing is launched")
-    yield Sample("peaked", (n(4, 60, scale=20), integers(device, 60, 4)), why="softmax close to one class")
-    yield Sample("common_offset", (n(4, 60) + 3e4, integers(device, 60, 4)), why="what logits have in common cancels")
-    options = {"label_smoothing": 0.1, "weight": torch.rand(60, device=device) + 0.5, "return_metrics": True}
-    logits = n(4, 60) - 3e4
-    yield Sample(
-        "common_offset_smoothed",
-        (logits, integers(device, 60, 4)),
-        options,
-        why="also in what a row adds",
-        frozen=("weight",),
+        renamed = {{"class_weight": "weight"}.get(key, key): value for key, value in options.items()}
+        arguments = n(6, 70), targets_with_ignored(device, 70, 6)
+        yield from sample_table(constants, (name, arguments, renamed, why))
+    yield from sample_table(
+        constants,
+        ("all_ignored", (n(4, 30), torch.full((4,), -100, device=device)), {}, "the mean of nothing is 0, not NaN"),
+        ("empty", (n(0, 30), i(30, 0)), {}, "no rows: the loss is 0 and nothing is launched"),
+        ("peaked", (n(4, 60, scale=20), i(60, 4)), {}, "softmax close to one class"),
+        ("common_offset", (n(4, 60) + 3e4, i(60, 4)), {}, "what logits have in common cancels"),
     )
-    equal = torch.full((3, 40), 3e4, device=device, dtype=dtype)
-    yield Sample(
-        "equal_logits", (equal, integers(device, 40, 3)), why="the loss is the logarithm of the number of classes"
-    )
-    masked = n(4, 60)
+    smoothed = {"label_smoothing": 0.1, "weight": torch.rand(60, device=device) + 0.5, "return_metrics": True}
+    low, equal = (n(4, 60) - 3e4, i(60, 4)), torch.full((3, 40), 3e4, device=device, dtype=dtype)
+    level, masked = (equal, i(40, 3)), n(4, 60)
     masked[:, 40:] = -torch.inf
-    yield Sample(
-        "infinite_logits", (masked, integers(device, 40, 4)), why="masked classes have probability 0 and gradient 0"
+    yield from sample_table(
+        constants,
+        ("common_offset_smoothed", low, smoothed, "also in what a row adds"),
+        ("equal_logits", level, {}, "the loss is the logarithm of the number of classes"),
+        ("infinite_logits", (masked, i(40, 4)), {}, "masked classes have probability 0 and gradient 0"),
+        ("one_class", (n(4, 1), i(1, 4)), {}, "a single column: loss 0"),
+        ("strided_rows", (n(5, 160)[:, :80], i(80, 5)), {}, "rows are read through their stride"),
+        ("transposed", (n(40, 6).t(), i(40, 6)), {}, "the last dimension is not contiguous"),
     )
-    yield Sample("one_class", (n(4, 1), integers(device, 1, 4)), why="a single column: loss 0")
-    yield Sample("strided_rows", (n(5, 160)[:, :80], integers(device, 80, 5)), why="rows are read through their stride")
-    yield Sample("transposed", (n(40, 6).t(), integers(device, 40, 6)), why="the last dimension is not contiguous")
-    sure = n(5, 45)
+    sure, target = n(5, 45), torch.tensor([0, 7, 3, -100, 28], device=device)
     sure[torch.arange(5), torch.arange(5) * 7] += 7
-    target = torch.tensor([0, 7, 3, -100, 28], device=device)
-    yield Sample(
-        "metrics",
-        (sure, target),
-        {"return_metrics": True, "z_loss": 1e-3},
-        why="z-loss, accuracy, arg-max and entropy of the tokens",
+    metrics, none = {"return_metrics": True, "z_loss": 1e-3}, {"return_metrics": True, "reduction": "none"}
+    yield from sample_table(
+        constants,
+        ("metrics", (sure, target), metrics, "z-loss, accuracy, arg-max and entropy of the tokens"),
+        ("metrics_none", (sure, target), none, "the metrics of each token"),
     )
-    options = {"return_metrics": True, "reduction": "none"}
-    yield Sample("metrics_none", (sure, target), options, why="the metrics of each token")
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
@@ -192,136 +182,135 @@ class ReducedResults(NamedTuple):
     inverse: Tensor | None
 
 
-def _kernels(
-    passes: RowPasses, make_kernel: Callable[..., Kernel]
-) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """The differentiable functions of (rows, classes) logits: losses of rows, their sum or mean, and that with the
-    rows' results."""
+class CrossEntropyKernels:
+    """The kernels for a backend's row passes, over (rows, classes) logits.
 
-    def allocate(logits: Tensor, target: Tensor, options: RowOptions, asked: ResultOptions) -> Outputs:
+    rows                  (logits, target, options, requested results) → the loss and the results of each row
+    reduced               (logits, target, divide, options, mean, requested results) → their sum or mean
+    reduced_with_results  the same, and the results of each row
+    """
+
+    def __init__(self, passes: RowPasses, make_kernel: Callable[..., Kernel]) -> None:
+        self.passes = passes
+        self.rows = differentiable(
+            make_kernel("cross_entropy", self._allocate, self._launch),
+            make_kernel("cross_entropy_backward", self._allocate_backward, self._launch_backward),
+            saves=("logits", "target", "moments", "class_weight"),
+            public=4,
+        )
+        reduced = make_kernel("cross_entropy_reduced", self._allocate_reduced, self._launch_reduced)
+        derivative = make_kernel(
+            "cross_entropy_reduced_backward", self._allocate_backward, self._launch_reduced_backward
+        )
+        saves = ("logits", "target", "moments", "inverse", "class_weight")
+        self.reduced, self.reduced_with_results = (
+            differentiable(reduced, derivative, saves, public) for public in (1, 5)
+        )
+
+    def _allocate(self, logits: Tensor, target: Tensor, options: RowOptions, asked: ResultOptions) -> Outputs:
         return row_results(logits, asked)
 
-    def launch(
-        results: RowResults, /, logits: Tensor, target: Tensor, options: RowOptions, asked: ResultOptions
+    def _launch(
+        self, results: RowResults, /, logits: Tensor, target: Tensor, options: RowOptions, asked: ResultOptions
     ) -> None:
         if logits.shape[0]:
-            passes.losses(logits, target, results, options, None, False)
+            self.passes.losses(logits, target, results, options, None, False)
 
-    def allocate_backward(grad_loss: Tensor, logits: Tensor, *rest: Any) -> Outputs:
+    def _allocate_backward(self, grad_loss: Tensor, logits: Tensor, *rest: Any) -> Outputs:
         return (torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),)
 
-    def launch_backward(
-        grad_logits: Tensor, /, grad_loss: Tensor, logits: Tensor, target: Tensor, moments: Tensor, options: RowOptions,
-        needs: list[bool],
+    def _launch_backward(
+        self, grad_logits: Tensor, /, grad_loss: Tensor, logits: Tensor, target: Tensor, moments: Tensor,
+        options: RowOptions, needs: list[bool],
     ) -> None:  # fmt: skip
         if logits.shape[0]:
-            passes.gradients(logits, target, moments, grad_loss, options, grad_logits)
+            self.passes.gradients(logits, target, moments, grad_loss, options, grad_logits)
 
-    def allocate_reduced(
-        logits: Tensor, target: Tensor, divide: Tensor | None, options: RowOptions, mean: bool, asked: ResultOptions
-    ) -> Outputs:
+    def _allocate_reduced(
+        self, logits: Tensor, target: Tensor, divide: Tensor | None, options: RowOptions, mean: bool,
+        asked: ResultOptions,
+    ) -> Outputs:  # fmt: skip
         results = row_results(logits, asked)
         scalar = results.loss.new_empty
         return ReducedResults(scalar(()), *results[1:], scalar(()) if mean else None)
 
-    def launch_reduced(
-        results: ReducedResults, /, logits: Tensor, target: Tensor, divide: Tensor | None, options: RowOptions,
+    def _launch_reduced(
+        self, results: ReducedResults, /, logits: Tensor, target: Tensor, divide: Tensor | None, options: RowOptions,
         mean: bool, asked: ResultOptions,
     ) -> None:  # fmt: skip
         loss, moments, prediction, entropy, inverse = results
         rows = RowResults(moments.new_empty(logits.shape[0]), moments, prediction, entropy)
         if logits.shape[0]:
-            passes.losses(logits, target, rows, options, None, False)
+            self.passes.losses(logits, target, rows, options, None, False)
         if inverse is not None:
-            passes.mean(rows.loss, target, options, divide, loss, inverse)
+            self.passes.mean(rows.loss, target, options, divide, loss, inverse)
         else:
             torch.sum(rows.loss, dim=0, out=loss)
 
-    def launch_reduced_backward(
-        grad_logits: Tensor, /, grad_loss: Tensor, logits: Tensor, target: Tensor, moments: Tensor,
-        inverse: Tensor | None,
-        options: RowOptions, needs: list[bool],
+    def _launch_reduced_backward(
+        self, grad_logits: Tensor, /, grad_loss: Tensor, logits: Tensor, target: Tensor, moments: Tensor,
+        inverse: Tensor | None, options: RowOptions, needs: list[bool],
     ) -> None:  # fmt: skip
         factor = grad_loss if inverse is None else grad_loss * inverse
-        launch_backward(grad_logits, factor.expand(logits.shape[0]), logits, target, moments, options, needs)
-
-    per_row = differentiable(
-        make_kernel("cross_entropy", allocate, launch),
-        make_kernel("cross_entropy_backward", allocate_backward, launch_backward),
-        saves=("logits", "target", "moments", "class_weight"),
-        public=4,
-    )
-    reduced = make_kernel("cross_entropy_reduced", allocate_reduced, launch_reduced)
-    derivative = make_kernel("cross_entropy_reduced_backward", allocate_backward, launch_reduced_backward)
-    saves = ("logits", "target", "moments", "inverse", "class_weight")
-    loss, loss_and_metrics = (differentiable(reduced, derivative, saves, public) for public in (1, 5))
-    return per_row, loss, loss_and_metrics
+        factor = factor.expand(logits.shape[0])
+        self._launch_backward(grad_logits, factor, logits, target, moments, options, needs)
 
 
-# No return annotation, so that its signature is that of the op.
-def implementation(  # type: ignore[no-untyped-def]
-    passes: RowPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None
-):
-    """cross_entropy for a backend that brings the row passes; `supported(logits)` may decline a call."""
-    per_row, reduced, reduced_with_results = _kernels(passes, make_kernel)
+@composed_op(
+    TORCH_PASSES, CrossEntropyKernels,
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+)  # fmt: skip
+def cross_entropy(
+    kernels: CrossEntropyKernels,
+    supported: Supported,
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: Reduction = "mean",
+    normalizer: Tensor | float | None = None,
+    return_metrics: bool = False,
+) -> Any:
+    """Cross entropy between logits and target classes.
 
-    def cross_entropy(
-        logits: Tensor,
-        target: Tensor,
-        *,
-        weight: Tensor | None = None,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        reduction: Reduction = "mean",
-        normalizer: Tensor | float | None = None,
-        return_metrics: bool = False,
-    ) -> Any:
-        """Cross entropy between logits and target classes.
+        x    = softcap · tanh(logits / softcap)      (logits themselves without a softcap)
+        lse  = log Σ exp(x)
+        loss = (1 - label_smoothing) · w_t · (lse - x_t) + label_smoothing/V · Σ_c w_c (lse - x_c) + z_loss · lse²
 
-            x    = softcap · tanh(logits / softcap)      (logits themselves without a softcap)
-            lse  = log Σ exp(x)
-            loss = (1 - label_smoothing) · w_t · (lse - x_t) + label_smoothing/V · Σ_c w_c (lse - x_c) + z_loss · lse²
+    logits           (..., V)   any floating dtype; not overwritten, and not copied to float32 at once
+    target           (...)      int64 class indices, or ignore_index: no loss, zero gradient
+    weight           (V,)       class weights w; 1 by default
+    ignore_index     targets of this value do not count; it may be outside of [0, V)
+    label_smoothing  the share of the loss that all classes have equally, in [0, 1]
+    z_loss           factor of lse², which keeps the logits near a normalized distribution; 0 for none
+    softcap          bounds the logits to ±softcap; None for no bound
+    reduction        "mean" divides the sum by the summed weights of the counted targets (0 if none is counted), or
+                     by normalizer
+    normalizer       number or scalar tensor on the device, for instance the tokens of all accumulation steps
+    return_metrics   also return `LossMetrics`
+    returns          float32 (float64 for float64): a scalar, or (...) for "none"
 
-        logits           (..., V)   any floating dtype; not overwritten, and not copied to float32 at once
-        target           (...)      int64 class indices, or ignore_index: no loss, zero gradient
-        weight           (V,)       class weights w; 1 by default
-        ignore_index     targets of this value do not count; it may be outside of [0, V)
-        label_smoothing  the share of the loss that all classes have equally, in [0, 1]
-        z_loss           factor of lse², which keeps the logits near a normalized distribution; 0 for none
-        softcap          bounds the logits to ±softcap; None for no bound
-        reduction        "mean" divides the sum by the summed weights of the counted targets (0 if none is counted), or
-                         by normalizer
-        normalizer       number or scalar tensor on the device, for instance the tokens of all accumulation steps
-        return_metrics   also return `LossMetrics`
-        returns          float32 (float64 for float64): a scalar, or (...) for "none"
-
-        A target outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue,
-        its loss is NaN. Raises ShapeError, DtypeError, OptionError for arguments that do not fit. z-loss: Chowdhery et
-        al. 2022, arXiv:2204.02311; softcap: Gemma 2, arXiv:2408.00118.
-        """
-        if supported is not None:
-            supported(logits)
-        flat, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
-        options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, 1.0, weight)
-        asked = ResultOptions(with_entropy=return_metrics, with_prediction=return_metrics)
-        if reduction == "none":
-            loss, *rows = per_row(flat, labels, options, asked)
-            loss = loss.reshape(target.shape)
-            return (loss, metrics_of(target, options, rows, reduction, None)) if return_metrics else loss
-        divide: Tensor | None = None
-        if normalizer is not None:
-            divide = denominator(labels, weight, ignore_index, normalizer, accumulator(flat.dtype))
-        mean = reduction == "mean"
-        if not return_metrics:
-            return reduced(flat, labels, divide, options, mean, asked)
-        loss, *rows, inverse = reduced_with_results(flat, labels, divide, options, mean, asked)
-        return loss, metrics_of(target, options, rows, reduction, inverse)
-
-    return cross_entropy
-
-
-cross_entropy = op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)(
-    implementation(TORCH_PASSES, reference_kernel)
-)
+    A target outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue,
+    its loss is NaN. Raises ShapeError, DtypeError, OptionError for arguments that do not fit. z-loss: Chowdhery et
+    al. 2022, arXiv:2204.02311; softcap: Gemma 2, arXiv:2408.00118.
+    """
+    supported(logits)
+    flat, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, 1.0, weight)
+    asked = ResultOptions(with_entropy=return_metrics, with_prediction=return_metrics)
+    if reduction == "none":
+        loss, *rows = kernels.rows(flat, labels, options, asked)
+        loss = loss.reshape(target.shape)
+        return (loss, metrics_of(target, options, rows, reduction, None)) if return_metrics else loss
+    divide: Tensor | None = None
+    if normalizer is not None:
+        divide = denominator(labels, weight, ignore_index, normalizer, accumulator(flat.dtype))
+    mean = reduction == "mean"
+    if not return_metrics:
+        return kernels.reduced(flat, labels, divide, options, mean, asked)
+    loss, *rows, inverse = kernels.reduced_with_results(flat, labels, divide, options, mean, asked)
+    return loss, metrics_of(target, options, rows, reduction, inverse)
