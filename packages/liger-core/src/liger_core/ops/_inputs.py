@@ -27,7 +27,7 @@ def normal(device: torch.device, dtype: torch.dtype, *shape: int, scale: float =
 def sample_table(constants: tuple[str, ...], *rows: tuple[Any, ...]) -> Iterator[Sample]:
     """Yield the samples of rows (name, args, options, why, *frozen); constants are frozen in all of them."""
     for name, args, options, why, *frozen in rows:
-        yield Sample(name, args, options, why, (*constants, *frozen))
+        yield Sample(name, tuple(args), options, why, (*constants, *frozen))
 
 
 def row_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

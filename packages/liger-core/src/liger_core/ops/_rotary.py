@@ -46,6 +46,11 @@ def check_rotary(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Non
         checks.fail(ShapeError, op, f"sin must have the shape of cos {checks.shape(cos)}, got {checks.shape(sin)}")
 
 
+def heads_of_tokens(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (batch, heads, tokens, width) views of (batch, tokens, heads, width)."""
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
 def angles(
     device: torch.device, dtype: torch.dtype, tokens: int, rotary: int, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:

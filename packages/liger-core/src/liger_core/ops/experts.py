@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from liger_core.layout import Layout
 from liger_core.op import Dtypes, Misuse, Product, Sample, Work, Workload, accumulator, op
 from liger_core.ops._gated import Activation, joined_gate
 from liger_core.ops._grouped import adapted_linear, grouped
-from liger_core.ops._inputs import integers, misuses_of, normal, workload
+from liger_core.ops._inputs import integers, misuses_of, normal, sample_table, workload
 
 MATRICES = ("x", "gate_up", "down", "gate_up_bias", "down_bias", "gate_up_a", "gate_up_b", "down_a", "down_b")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu_squared")
@@ -128,109 +129,86 @@ def _check_adapter(name: str, of: str, matrices: Tensor, a: Tensor | None, b: Te
         checks.fail(ShapeError, name, f"{wanted}, got {checks.shape(b)}")
 
 
-def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
+def _calls(device: torch.device, dtype: torch.dtype) -> Callable[..., list[Any]]:
+    """Return a function (tokens, k, experts, hidden, inner) → arguments whose results are of the size of x."""
+    n = functools.partial(normal, device, dtype)
 
-    def call(tokens: int, k: int, count: int, hidden: int, inner: int, packed: int = 2) -> list[Any]:
-        """Arguments whose results are of the size of x."""
-        index = (
-            torch.stack([torch.randperm(count, device=device)[:k] for _ in range(tokens)])
-            if tokens
-            else integers(device, count, 0, k)
-        )
+    def call(
+        tokens: int, k: int, count: int, hidden: int, inner: int, packed: int = 2, biased: bool = False
+    ) -> list[Any]:
+        draws = [torch.randperm(count, device=device)[:k] for _ in range(tokens)]
+        index = torch.stack(draws) if tokens else integers(device, count, 0, k)
         matrices = n(count, packed * inner, hidden, scale=hidden**-0.5), n(count, hidden, inner, scale=inner**-0.5)
-        return [n(tokens, hidden), *matrices, index, n(tokens, k).softmax(-1)]
+        arguments = [n(tokens, hidden), *matrices, index, n(tokens, k).softmax(-1)]
+        return [*arguments, n(count, 2 * inner), n(count, hidden)] if biased else arguments
 
-    def biased(tokens: int, k: int, count: int, hidden: int, inner: int) -> list[Any]:
-        return [*call(tokens, k, count, hidden, inner), n(count, 2 * inner), n(count, hidden)]
+    return call
 
-    yield Sample("one_block", tuple(call(24, 8, 16, 32, 64)), why="all sizes are powers of two")
-    yield Sample(
-        "odd_sizes",
-        tuple(call(45, 4, 5, 24, 300)),
-        why="masks on rows and columns; what is activated takes several column tiles",
+
+def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+    call, n = _calls(device, dtype), functools.partial(normal, device, dtype)
+    usual, biased = functools.partial(call, 30, 8, 10, 32, 64), functools.partial(call, 30, 8, 10, 32, 64, biased=True)
+    yield from sample_table(
+        (),
+        ("one_block", call(24, 8, 16, 32, 64), {}, "all sizes are powers of two"),
+        ("odd_sizes", call(45, 4, 5, 24, 300), {}, "masks on rows and columns; several column tiles are activated"),
+        ("unaligned", call(31, 8, 9, 21, 93), {}, "rows do not begin at multiples of 16 bytes"),
+        ("one_expert_each", call(120, 1, 6, 32, 96), {}, "no sum over experts"),
     )
-    yield Sample("unaligned", tuple(call(31, 8, 9, 21, 93)), why="rows do not begin at multiples of 16 bytes")
-    yield Sample("one_expert_each", tuple(call(120, 1, 6, 32, 96)), why="no sum over experts")
-    skewed = call(70, 3, 8, 32, 64)
-    skewed[3] = torch.tensor([[3, 6, 3]], device=device).expand(70, 3)
-    yield Sample(
-        "skewed",
-        tuple(skewed),
-        why="two experts have several tiles of rows, one of them two rows of each token, and the others none",
-    )
-    outside = call(90, 6, 8, 32, 64)
-    outside[3] = outside[3] + integers(device, 3, 90, 6) * 2 - 2
-    yield Sample("outside", tuple(outside), why="some indices are of no expert of this rank")
-    nowhere = call(4, 2, 4, 16, 8)
-    nowhere[3] = torch.full_like(nowhere[3], 4)
-    yield Sample("nowhere", tuple(nowhere), why="no expert has any row")
-    mixed = call(30, 8, 10, 32, 64)
-    mixed[3:] = [mixed[3].int(), mixed[4].float()]
-    yield Sample("other_dtypes", tuple(mixed), why="router weights have another dtype than x, and indices are short")
-    gpt_oss = {"limit": 2.5, "alpha": 1.702, "shift": 1.0, "interleaved": True}
-    stored = biased(36, 8, 10, 32, 64)
+    yield from _samples_of_indices(device, call)
+    stored, gpt_oss = call(36, 8, 10, 32, 64, biased=True), {"limit": 2.5, "alpha": 1.702, "shift": 1.0}
     stored[1:3] = [t.mT.contiguous().mT for t in stored[1:3]]
-    yield Sample(
-        "gpt_oss",
-        tuple(stored),
-        gpt_oss,
-        why="matrices are stored transposed; gate and up interleave, with limits and biases",
+    exact, clipped = usual(), {"activation": "gelu_tanh", "limit": 3.6875}
+    gated, gateless = usual(), ([*usual(packed=1), n(10, 64)], {"activation": "relu_squared", "limit": 2.0})
+    far = "where no value is within rounding of the limit"
+    why, below = "matrices are stored transposed; gate and up interleave, with limits and biases", ("x", "gate_up")
+    matrices, biases = ("gate_up", "down"), ("gate_up_bias", "down_bias")
+    yield from sample_table(
+        (),
+        ("gpt_oss", stored, {**gpt_oss, "interleaved": True}, why),
+        ("gelu", exact, {"activation": "gelu"}, "the exact GELU"),
+        ("gelu_tanh", gated, clipped, f"GELU's tanh form; both clipped, {far}"),
+        ("gateless", *gateless, "no gate, and a bias of the first matmul only"),
+        ("long_rows", call(12, 2, 2, 2100, 11), {}, "a token takes several column tiles", "weight"),
+        ("frozen_below_down", biased(), {}, "the gradient goes no further than the activation", *below, biases[0]),
+        ("frozen_experts", biased(), {}, "no gradient of the experts", *matrices, *biases),
     )
-    yield Sample("gelu", tuple(call(30, 8, 10, 32, 64)), {"activation": "gelu"}, why="the exact GELU")
-    yield Sample(
-        "gelu_tanh",
-        tuple(call(30, 8, 10, 32, 64)),
-        {"activation": "gelu_tanh", "limit": 3.6875},
-        why="GELU's tanh form; both clipped, where no value is within rounding of the limit",
+    factors = {"gate_up_a": n(10, 3, 32, scale=0.2), "gate_up_b": n(10, 128, 3)}
+    half = {"down_a": n(10, 5, 64, scale=0.1), "down_b": n(10, 32, 5)}
+    factors |= half
+    yield from sample_table(
+        (),
+        ("adapters", usual(), factors, "low-rank adapters on both matrices"),
+        ("adapter_of_down", biased(), half, "an adapter on one of the matrices, beside biases"),
+        ("frozen_below_adapters", usual(), factors, "adapters on frozen matrices", *matrices),
     )
-    gateless = (*call(30, 8, 10, 32, 64, packed=1), n(10, 64))
-    yield Sample(
-        "gateless",
-        gateless,
-        {"activation": "relu_squared", "limit": 2.0},
-        why="no gate, and a bias of the first matmul only",
-    )
-    yield Sample(
-        "long_rows", tuple(call(12, 2, 2, 2100, 11)), frozen=("weight",), why="a token takes several column tiles"
-    )
-    below = ("x", "gate_up", "gate_up_bias")
-    yield Sample(
-        "frozen_below_down",
-        tuple(biased(30, 8, 10, 32, 64)),
-        frozen=below,
-        why="the gradient goes no further than the activation",
-    )
-    frozen = ("gate_up", "down", "gate_up_bias", "down_bias")
-    yield Sample("frozen_experts", tuple(biased(30, 8, 10, 32, 64)), frozen=frozen, why="no gradient of the experts")
-    factors = {
-        "gate_up_a": n(10, 3, 32, scale=0.2),
-        "gate_up_b": n(10, 128, 3),
-        "down_a": n(10, 5, 64, scale=0.1),
-        "down_b": n(10, 32, 5),
-    }
-    yield Sample("adapters", tuple(call(30, 8, 10, 32, 64)), factors, why="low-rank adapters on both matrices")
-    half = {name: factor for name, factor in factors.items() if "down" in name}
-    yield Sample(
-        "adapter_of_down",
-        tuple(biased(30, 8, 10, 32, 64)),
-        half,
-        why="an adapter on one of the matrices, beside biases",
-    )
-    both = ("gate_up", "down")
-    yield Sample(
-        "frozen_below_adapters", tuple(call(30, 8, 10, 32, 64)), factors, why="adapters on frozen matrices", frozen=both
-    )
-    around = call(20, 4, 8, 32, 64)
+    around, sliced = call(20, 4, 8, 32, 64), call(36, 8, 10, 32, 64)
     around[1:3] = [t.permute(1, 2, 0).contiguous().permute(2, 0, 1) for t in around[1:3]]
-    yield Sample("experts_last", tuple(around), why="the same element of all experts is adjacent, and no row or column")
-    sliced = call(36, 8, 10, 32, 64)
     sliced[0], sliced[4] = n(36, 40)[:, 3:35], n(36, 20)[:, 1:9]
-    yield Sample("strided_rows", tuple(sliced), why="x and the router weights are slices, read through their strides")
-    one = tuple(call(1, 8, 9, 56, 96))
-    yield Sample("one_token", one, frozen=("weight",), why="a single token; no gradient of its router weights")
-    yield Sample("empty", tuple(call(0, 2, 4, 16, 8)), why="no tokens: gradients of the experts are zero")
+    yield from sample_table(
+        (),
+        ("experts_last", around, {}, "the same element of all experts is adjacent, and no row or column"),
+        ("strided_rows", sliced, {}, "x and the router weights are slices, read through their strides"),
+        ("one_token", call(1, 8, 9, 56, 96), {}, "a single token; no gradient of its router weights", "weight"),
+        ("empty", call(0, 2, 4, 16, 8), {}, "no tokens: gradients of the experts are zero"),
+    )
+
+
+def _samples_of_indices(device: torch.device, call: Callable[..., list[Any]]) -> Iterator[Sample]:
+    skewed, outside = call(70, 3, 8, 32, 64), call(90, 6, 8, 32, 64)
+    skewed[3] = torch.tensor([[3, 6, 3]], device=device).expand(70, 3)
+    outside[3] = outside[3] + integers(device, 3, 90, 6) * 2 - 2
+    nowhere, mixed = call(4, 2, 4, 16, 8), call(30, 8, 10, 32, 64)
+    nowhere[3] = torch.full_like(nowhere[3], 4)
+    mixed[3:] = [mixed[3].int(), mixed[4].float()]
+    tiles = "two experts have several tiles of rows, one of them two rows of each token, and the others none"
+    yield from sample_table(
+        (),
+        ("skewed", skewed, {}, tiles),
+        ("outside", outside, {}, "some indices are of no expert of this rank"),
+        ("nowhere", nowhere, {}, "no expert has any row"),
+        ("other_dtypes", mixed, {}, "router weights have another dtype than x, and indices are short"),
+    )
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from liger_core.kernels import Kernel, reference_kernel
 from liger_core.layout import Layout
 from liger_core.op import Dtypes, Misuse, Product, Sample, Work, Workload, accumulator, autocast_dtype, op
 from liger_core.ops._adapter import check_dtypes, check_shapes, no_bias_beside
-from liger_core.ops._inputs import misuses_of, normal, workload
+from liger_core.ops._inputs import misuses_of, normal, sample_table, workload
 from liger_core.ops._low_rank import TORCH_PASSES, RankPasses, low_rank
 
 NAME = "lora_linear"
@@ -52,108 +53,92 @@ def check(
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    wide = accumulator(dtype)
+    wide, n = accumulator(dtype), functools.partial(normal, device)
 
     def call(
-        rows: tuple[int, ...], inner: int, outer: int, rank: int, own: torch.dtype = wide
+        rows: tuple[int, ...] = (5,), inner: int = 16, outer: int = 40, rank: int = 4, own: torch.dtype = wide
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        x, weight = normal(device, dtype, *rows, inner), normal(device, dtype, outer, inner, scale=inner**-0.5)
-        return (
-            x,
-            weight,
-            normal(device, own, rank, inner, scale=inner**-0.5),
-            normal(device, own, outer, rank, scale=0.3),
-        )
+        x, weight = n(dtype, *rows, inner), n(dtype, outer, inner, scale=inner**-0.5)
+        return x, weight, n(own, rank, inner, scale=inner**-0.5), n(own, outer, rank, scale=0.3)
 
-    yield Sample("float32_adapter", (*call((6,), 32, 64, 16), 0.5), why="the adapter is in float32, as PEFT keeps it")
-    yield Sample("low_adapter", (*call((6,), 32, 64, 16, dtype), 2.0), why="the adapter has the dtype of x")
-    yield Sample("odd_sizes", (*call((7,), 33, 101, 3), 0.5), why="nothing is a power of two")
-    yield Sample("leading_shape", (*call((2, 3), 16, 40, 4), 2.0), why="any leading shape")
-    yield Sample(
-        "several_tiles", (*call((300,), 160, 200, 20), 0.5), why="rows and columns take several tiles of a kernel"
+    def without(*sizes: Any) -> tuple[Any, ...]:
+        """Return the arguments of a call without the weight."""
+        x, _, a, b = call(*sizes)
+        return x, None, a, b
+
+    low = (5,), 16, 40, 4, dtype
+    yield from sample_table(
+        (),
+        ("float32_adapter", (*call((6,), 32, 64, 16), 0.5), {}, "the adapter is in float32, as PEFT keeps it"),
+        ("low_adapter", (*call((6,), 32, 64, 16, dtype), 2.0), {}, "the adapter has the dtype of x"),
+        ("odd_sizes", (*call((7,), 33, 101, 3), 0.5), {}, "nothing is a power of two"),
+        ("leading_shape", (*call((2, 3)), 2.0), {}, "any leading shape"),
+        ("several_tiles", (*call((300,), 160, 200, 20), 0.5), {}, "rows and columns take several tiles of a kernel"),
+        ("no_leading_shape", call(()), {}, "a single row without a leading dimension"),
     )
-    yield Sample("no_leading_shape", (*call((), 16, 40, 4),), why="a single row without a leading dimension")
-    bias = normal(device, dtype, 40)
-    yield Sample("bias", (*call((5,), 16, 40, 4),), {"bias": bias}, why="the layer has a bias, with a gradient")
-    x, _, a, b = call((2, 5), 16, 40, 4)
-    base = normal(device, dtype, 2, 5, 40)
-    yield Sample(
-        "base", (x, None, a, b, 0.5), {"base": base}, why="the layer's own output is given: its weight is quantized"
+    bias = {"bias": n(dtype, 40)}
+    yield from sample_table(
+        (),
+        ("bias", call(), bias, "the layer has a bias, with a gradient"),
+        (
+            "base",
+            (*without((2, 5)), 0.5),
+            {"base": n(dtype, 2, 5, 40)},
+            "only its output is given: the weight is quantized",
+        ),
+        ("base_low_adapter", without(*low), {"base": n(dtype, 5, 40)}, "as base, all in one dtype"),
+        ("float32_base", without(), {"base": n(wide, 5, 40)}, "the layer's own output has more precision than x"),
     )
-    x, _, a, b = call((5,), 16, 40, 4, dtype)
-    yield Sample(
-        "base_low_adapter", (x, None, a, b), {"base": normal(device, dtype, 5, 40)}, why="as base, all in one dtype"
+    yield from _samples_of_columns(device, dtype, call, bias)
+    x, weight, a, b = call()
+    new, why = (x, weight, a, torch.zeros_like(b)), "no work for the gradient of"
+    yield from sample_table(
+        (),
+        ("new_adapter", new, {}, "b is zero before the first step: y is the layer's own"),
+        ("dominant_adapter", (*call((6,), 32, 64, 16), 64.0), {}, "the layer's part is small beside the adapter's"),
+        ("wide_rank", call((5,), 8, 12, 24), {}, "the rank is larger than both sides of the weight"),
+        ("frozen_weight", (*call((9,), 20, 70, 8), 0.5), {}, f"{why} weight", "weight"),
+        ("frozen_x", (*call((9,), 20, 70, 8), 0.5), {}, f"{why} x", "x"),
     )
-    x, _, a, b = call((5,), 16, 40, 4)
-    yield Sample(
-        "float32_base",
-        (x, None, a, b),
-        {"base": normal(device, wide, 5, 40)},
-        why="the layer's own output has more precision than x",
+    x, weight, a, b = call((16,))
+    transposed = x.t().contiguous().t()[:, :16], weight.t().contiguous().t(), a, b
+    yield from sample_table(
+        (),
+        ("transposed", transposed, {}, "x and weight are transposed views"),
+        ("strided_rows", (n(dtype, 5, 48)[:, 7:23], weight, a, b), {}, "rows are read through their stride"),
+        ("one_row", call((1,), 16, 30), {}, "a single row"),
+        ("empty", call((0,), 16, 30), {}, "no rows: the gradients of the adapter are zero"),
     )
-    columns = normal(device, wide, 40) + 2.0
-    yield Sample(
-        "column_scale",
-        (*call((5,), 16, 40, 4), 0.5),
-        {"bias": bias, "column_scale": columns},
-        why="one factor per output column, for DoRA",
+
+
+def _samples_of_columns(
+    device: torch.device, dtype: torch.dtype, call: Callable[..., tuple[Tensor, ...]], bias: dict[str, Tensor]
+) -> Iterator[Sample]:
+    """Yield samples of one factor per output column, and of other scales."""
+    wide, n = accumulator(dtype), functools.partial(normal, device)
+    columns = n(wide, 40) + 2.0
+    every, low = (*call(), 0.5), call((2, 3), 16, 40, 4, dtype)
+    x, _, a, b = call((2, 5))
+    base, precise = {"base": n(dtype, 2, 5, 40), **bias}, {"base": n(wide, 2, 5, 40)}
+    scale, why = {"column_scale": columns}, "the layer's own output is given without its bias, which is not scaled"
+    tall, tiles = (*call((300,), 16, 200), 0.5), {"column_scale": n(wide, 200)}
+    fixed = {"column_scale": columns.clone(), **bias}
+    yield from sample_table(
+        (),
+        ("column_scale", every, {**bias, **scale}, "one factor per output column, for DoRA"),
+        ("low_column_scale", low, {"column_scale": columns.to(dtype)}, "everything in one dtype, and no bias"),
+        ("column_scale_base", (x, None, a, b, 0.5), {**base, **scale}, why),
+        (
+            "column_scale_float32_base",
+            (x, None, a, b),
+            {**precise, **scale},
+            "the layer's output is more precise than x",
+        ),
+        ("column_scale_tiles", tall, tiles, "sums over rows and columns take several tiles"),
+        ("fixed_column_scale", call(), fixed, "no work for the gradient of column_scale", "column_scale"),
+        ("negative_scale", (*call(), -0.5), {}, "any scale: with 0 the adapter gets zero gradients"),
+        ("zero_scale", (*call(), 0.0), {}, "any scale: with 0 the adapter gets zero gradients"),
     )
-    low = {"column_scale": columns.to(dtype)}
-    yield Sample(
-        "low_column_scale", (*call((2, 3), 16, 40, 4, dtype),), low, why="everything in one dtype, and no bias"
-    )
-    x, _, a, b = call((2, 5), 16, 40, 4)
-    given = {"base": normal(device, dtype, 2, 5, 40), "bias": bias, "column_scale": columns}
-    yield Sample(
-        "column_scale_base",
-        (x, None, a, b, 0.5),
-        given,
-        why="the layer's own output is given without its bias, which is not scaled",
-    )
-    given = {"base": normal(device, wide, 2, 5, 40), "column_scale": columns}
-    yield Sample(
-        "column_scale_float32_base", (x, None, a, b), given, why="as column_scale_base, with more precision than x"
-    )
-    tall = (*call((300,), 16, 200, 4), 0.5)
-    yield Sample(
-        "column_scale_tiles",
-        tall,
-        {"column_scale": normal(device, wide, 200)},
-        why="sums over rows and columns take several tiles",
-    )
-    fixed = {"column_scale": columns.clone(), "bias": bias}
-    yield Sample(
-        "fixed_column_scale",
-        (*call((5,), 16, 40, 4),),
-        fixed,
-        why="no work for the gradient of column_scale",
-        frozen=("column_scale",),
-    )
-    for name, scale in (("negative_scale", -0.5), ("zero_scale", 0.0)):
-        yield Sample(name, (*call((5,), 16, 40, 4), scale), why="any scale: with 0 the adapter gets zero gradients")
-    x, weight, a, b = call((5,), 16, 40, 4)
-    yield Sample(
-        "new_adapter", (x, weight, a, torch.zeros_like(b)), why="b is zero before the first step: y is the layer's own"
-    )
-    yield Sample(
-        "dominant_adapter", (*call((6,), 32, 64, 16), 64.0), why="the layer's own part is small beside the adapter's"
-    )
-    yield Sample("wide_rank", (*call((5,), 8, 12, 24),), why="the rank is larger than both sides of the weight")
-    for name in ("weight", "x"):
-        yield Sample(
-            f"frozen_{name}", (*call((9,), 20, 70, 8), 0.5), why=f"no work for the gradient of {name}", frozen=(name,)
-        )
-    x, weight, a, b = call((16,), 16, 40, 4)
-    yield Sample(
-        "transposed",
-        (x.t().contiguous().t()[:, :16], weight.t().contiguous().t(), a, b),
-        why="x and weight are transposed views",
-    )
-    yield Sample(
-        "strided_rows", (normal(device, dtype, 5, 48)[:, 7:23], weight, a, b), why="rows are read through their stride"
-    )
-    yield Sample("one_row", (*call((1,), 16, 30, 4),), why="a single row")
-    yield Sample("empty", (*call((0,), 16, 30, 4),), why="no rows: the gradients of the adapter are zero")
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:

@@ -16,7 +16,7 @@ from liger_core.kernels import Kernel, reference_kernel
 from liger_core.layout import Layout
 from liger_core.op import Dtypes, Misuse, Product, Sample, Work, Workload, accumulator, autocast_dtype, op
 from liger_core.ops._adapter import check_dtypes, check_shapes, no_bias_beside
-from liger_core.ops._inputs import misuses_of, normal, workload
+from liger_core.ops._inputs import misuses_of, normal, sample_table, workload
 from liger_core.ops._low_rank import TORCH_PASSES, RankPasses
 from liger_core.ops._low_rank_layers import Own, low_rank_layers
 
@@ -71,52 +71,40 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     def n(*shape: int, own: torch.dtype = dtype) -> Tensor:
         return normal(device, own, *shape)
 
-    yield Sample(
-        "float32_adapters", two((6,), 32, 64, 16), {"scale": 0.5}, why="adapters are in float32, as PEFT keeps them"
+    why, wide_ranks = "all ranks together are more than a kernel multiplies at once", ((24, 32), (16, 30), (40, 20))
+    square, ranks, sizes = ((64, 16), (16, 16), (16, 16)), ((41, 3), (30, 8), (17, 5)), ((40, 4), (20, 4), (12, 4))
+    half, twice = {"scale": 0.5}, {"scale": 2.0}
+    yield from sample_table(
+        (),
+        ("float32_adapters", two((6,), 32, 64, 16), half, "adapters are in float32, as PEFT keeps them"),
+        ("low_adapters", two((6,), 32, 64, 16, dtype), twice, "adapters have the dtype of x"),
+        ("three", three((2, 3), 32, *square), twice, "q, k and v, with a leading shape"),
+        ("ranks", three((7,), 33, *ranks), half, "each layer has a rank of its own; nothing is a power of two"),
+        ("several_tiles", two((300,), 160, 200, 20), half, "rows and columns take several tiles of a kernel"),
+        ("wide_ranks", three((9,), 40, *wide_ranks), {}, why),
     )
-    yield Sample("low_adapters", two((6,), 32, 64, 16, dtype), {"scale": 2.0}, why="adapters have the dtype of x")
-    sizes = (64, 16), (16, 16), (16, 16)
-    yield Sample("three", three((2, 3), 32, *sizes), {"scale": 2.0}, why="q, k and v, with a leading shape")
-    ranks = (41, 3), (30, 8), (17, 5)
-    yield Sample(
-        "ranks",
-        three((7,), 33, *ranks),
-        {"scale": 0.5},
-        why="each layer has a rank of its own; nothing is a power of two",
-    )
-    yield Sample(
-        "several_tiles",
-        two((300,), 160, 200, 20),
-        {"scale": 0.5},
-        why="rows and columns take several tiles of a kernel",
-    )
-    wide_ranks = (24, 32), (16, 30), (40, 20)
-    yield Sample(
-        "wide_ranks", three((9,), 40, *wide_ranks), why="all ranks together are more than a kernel multiplies at once"
-    )
-    sizes = (40, 4), (20, 4), (12, 4)
-    yield Sample(
-        "bias", three((5,), 16, *sizes), {"bias": n(40), "bias_2": n(20), "bias_3": n(12)}, why="biases, with gradients"
-    )
-    yield Sample("one_bias", three((5,), 16, *sizes), {"bias_2": n(20)}, why="only one layer has a bias")
+    all_biased, biases = three((5,), 16, *sizes), {"bias": n(40), "bias_2": n(20), "bias_3": n(12)}
+    one_biased, one_bias = three((5,), 16, *sizes), {"bias_2": n(20)}
     bases = {"base": n(2, 5, 40), "base_2": n(2, 5, 20), "base_3": n(2, 5, 12)}
-    given = without(three((2, 5), 16, *sizes))
-    yield Sample("bases", given, bases, why="the layers' own outputs are given: they are quantized")
-    bases = {"base": n(5, 40, own=wide), "base_2": n(5, 40, own=wide)}
-    yield Sample(
-        "float32_bases", without(two((5,), 16, 40, 4)), bases, why="the layers' own outputs have more precision than x"
-    )
-    frozen = ("weight", "weight_2", "weight_3")
-    yield Sample(
-        "frozen_weights", three((9,), 20, *sizes), {"scale": 0.5}, why="no work for gradients of weights", frozen=frozen
-    )
-    yield Sample(
-        "frozen_x", two((9,), 20, 70, 8), why="no work for the gradient of x", frozen=("x", "weight", "weight_2")
+    quantized = without(three((2, 5), 16, *sizes))
+    precise = {"base": n(5, 40, own=wide), "base_2": n(5, 40, own=wide)}
+    weights = ("weight", "weight_2", "weight_3")
+    yield from sample_table(
+        (),
+        ("bias", all_biased, biases, "biases, with gradients"),
+        ("one_bias", one_biased, one_bias, "only one layer has a bias"),
+        ("bases", quantized, bases, "the layers' own outputs are given: they are quantized"),
+        ("float32_bases", without(two((5,), 16, 40, 4)), precise, "the layers' outputs are more precise than x"),
+        ("frozen_weights", three((9,), 20, *sizes), half, "no work for gradients of weights", *weights),
+        ("frozen_x", two((9,), 20, 70, 8), {}, "no work for the gradient of x", "x", *weights[:2]),
     )
     strided = (n(5, 48)[:, 7:23], *layer(16, 40, 4), *layer(16, 24, 4))
-    yield Sample("strided_rows", strided, why="rows are read through their stride")
-    yield Sample("one_row", two((1,), 16, 30, 4), why="a single row")
-    yield Sample("empty", two((0,), 16, 30, 4), why="no rows: the gradients of the adapters are zero")
+    yield from sample_table(
+        (),
+        ("strided_rows", strided, {}, "rows are read through their stride"),
+        ("one_row", two((1,), 16, 30, 4), {}, "a single row"),
+        ("empty", two((0,), 16, 30, 4), {}, "no rows: the gradients of the adapters are zero"),
+    )
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from liger_core.checks import Cast
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import ROWS, misuses_of, normal
-from liger_core.ops._rotary import DTYPES, HEADS, TABLE, angles, check_rotary
+from liger_core.ops._inputs import ROWS, misuses_of, normal, sample_table
+from liger_core.ops._rotary import DTYPES, HEADS, TABLE, angles, check_rotary, heads_of_tokens
 from liger_core.ops.rms_norm import rms_norm
 from liger_core.ops.rope import rope
 
@@ -34,137 +35,88 @@ def check(
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
+    n, table = functools.partial(normal, device, dtype), functools.partial(angles, device, dtype)
+    usual = cos, sin = table(5, 16)
+    pairs, gemma = {"interleaved": True}, {"weight_offset": 1.0, "cast": "float32"}
 
-    def sample(
-        name: str,
-        q: Tensor,
-        k: Tensor,
-        tables: tuple[Tensor, Tensor],
-        *,
-        why: str,
-        frozen: tuple[str, ...] = (),
-        **options: Any,
-    ) -> Sample:
-        width = q.shape[-1]
-        weights = options.pop("weights", None) or (n(width), n(width))
-        eps = options.pop("eps", 1e-6)
-        return Sample(name, (q, k, *weights, *tables, eps), options, why=why, frozen=("cos", "sin", *frozen))
+    def arguments(
+        q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] = usual, weights: Any = None, eps: float = 1e-6
+    ) -> tuple[Any, ...]:
+        return q, k, *(weights or (n(q.shape[-1]), n(q.shape[-1]))), *tables, eps
 
-    usual = angles(device, dtype, 5, 16)
-    yield sample("one_block", n(2, 4, 5, 16), n(2, 2, 5, 16), usual, why="heads and columns are powers of two")
-    yield sample("odd_heads", n(2, 6, 5, 16), n(2, 3, 5, 16), usual, why="neither number of heads is a power of two")
-    q, k = n(2, 5, 6, 16).transpose(1, 2), n(2, 5, 2, 16).transpose(1, 2)
-    yield sample("view", q, k, usual, why="(B, heads, T, D) views of (B, T, heads, D) are read through strides")
+    def call(batch: int, heads: int, keys: int, tokens: int, width: int, *more: Any) -> tuple[Any, ...]:
+        return arguments(n(batch, heads, tokens, width), n(batch, keys, tokens, width), *more)
+
+    small = functools.partial(call, 1, 2, 2, 5, 16)
+    plain, odd = call(2, 4, 2, 5, 16), call(2, 6, 3, 5, 16)
+    view = arguments(*heads_of_tokens(n(2, 5, 6, 16), n(2, 5, 2, 16)))
     packed = n(2, 5, (6 + 2 + 2) * 16)
-    q, k = (
-        packed[..., :96].unflatten(-1, (6, 16)).transpose(1, 2),
-        packed[..., 96:128].unflatten(-1, (2, 16)).transpose(1, 2),
+    slices = packed[..., :96].unflatten(-1, (6, 16)), packed[..., 96:128].unflatten(-1, (2, 16))
+    yield from sample_table(
+        ("cos", "sin"),
+        ("one_block", plain, {}, "heads and columns are powers of two"),
+        ("odd_heads", odd, {}, "neither number of heads is a power of two"),
+        ("view", view, {}, "(B, heads, T, D) views of (B, T, heads, D) are read through strides"),
+        ("packed_projection", arguments(*heads_of_tokens(*slices)), {}, "slices of one query-key-value projection"),
     )
-    yield sample("packed_projection", q, k, usual, why="slices of one query-key-value projection")
-    columns = n(2, 4, 16, 5).transpose(2, 3)
-    yield sample(
-        "column_strides", columns, n(2, 2, 5, 16), usual, why="neighboring columns of q are not neighbors in memory"
+    columns = arguments(n(2, 4, 16, 5).transpose(2, 3), n(2, 2, 5, 16))
+    per_batch, shared = (torch.stack([cos, sin]), torch.stack([sin, cos])), (cos[None], sin[None])
+    inter, part, wide = table(5, 24, **pairs), table(5, 8, **pairs), angles(device, torch.float32, 5, 16)
+    yield from sample_table(
+        ("cos", "sin"),
+        ("column_strides", columns, {}, "neighboring columns of q are not neighbors in memory"),
+        ("partial", call(1, 2, 1, 5, 40), {}, "columns past the rotary width are normalized, not rotated"),
+        ("gemma", call(2, 4, 1, 5, 16), gemma, "1 + weight, multiplied in float32"),
+        ("partial_gemma", call(1, 2, 1, 5, 24), gemma, "1 + weight on columns that are not rotated"),
+        (
+            "cast_input",
+            arguments(n(2, 4, 5, 16, scale=30), n(2, 2, 5, 16)),
+            {"cast": "input"},
+            "rounds before the weight",
+        ),
+        ("interleaved", call(2, 4, 2, 5, 24, inter), pairs, "neighboring columns are a pair"),
+        ("interleaved_partial", call(1, 3, 1, 5, 20, part), pairs, "interleaved, partial, odd pairs"),
+        ("per_batch", call(2, 3, 3, 5, 16, per_batch), {}, "cos and sin differ by batch row"),
+        ("shared_batch", call(3, 2, 1, 5, 16, shared), {}, "cos and sin have a batch of one"),
     )
-    yield sample(
-        "partial",
-        n(1, 2, 5, 40),
-        n(1, 1, 5, 40),
-        usual,
-        why="columns past the rotary width are normalized, not rotated",
+    halves = arguments(n(1, 2, 5, 16), n(1, 2, 5, 16), (n(5, 16), n(5, 16)))
+    float32, weights = small(wide), (normal(device, torch.float32, 16), n(16))
+    yield from sample_table(
+        ("cos", "sin"),
+        ("unequal_halves", halves, {}, "the halves of cos and sin need not be equal"),
+        ("float32_table", float32, {}, "cos and sin in another dtype than q"),
+        ("float32_weight", small(usual, weights), {}, "q_weight has another dtype than q"),
+        ("frozen_weights", small(), {}, "no weight gradients", "q_weight", "k_weight"),
+        ("frozen_key", small(), {}, "only gradients of the query", "k", "k_weight"),
+        ("only_weights", small(), {}, "only the weights' gradients", "q", "k"),
     )
-    gemma: dict[str, Any] = {"weight_offset": 1.0, "cast": "float32"}
-    yield sample("gemma", n(2, 4, 5, 16), n(2, 1, 5, 16), usual, **gemma, why="1 + weight, multiplied in float32")
-    yield sample(
-        "partial_gemma",
-        n(1, 2, 5, 24),
-        n(1, 1, 5, 24),
-        usual,
-        **gemma,
-        why="1 + weight on columns that are not rotated",
+    yield from _samples_of_sizes(device, dtype, arguments, call)
+
+
+def _samples_of_sizes(
+    device: torch.device,
+    dtype: torch.dtype,
+    arguments: Callable[..., tuple[Any, ...]],
+    call: Callable[..., tuple[Any, ...]],
+) -> Iterator[Sample]:
+    n, table = functools.partial(normal, device, dtype), functools.partial(angles, device, dtype)
+    long, heads, widest, pairs = table(3169, 4), table(2, 128), table(2, 1024), {"interleaved": True}
+    cos, sin = table(131, 8, **pairs)
+    tables, zeros = (torch.stack([cos, sin]), torch.stack([sin, cos])), torch.zeros(1, 2, 5, 16, device=device)
+    tiny = arguments(n(1, 2, 5, 16, scale=0.01), n(1, 2, 5, 16), table(5, 16), None, 0.1)
+    many = "several tokens a tile"
+    yield from sample_table(
+        ("cos", "sin"),
+        ("large_eps", tiny, {}, "eps dominates the mean square"),
+        ("many_tokens", call(1, 4, 2, 3169, 4, long), {}, f"{many}, on a GPU too"),
+        ("many_partial", call(2, 3, 1, 131, 20, tables), pairs, f"{many}, which differ by batch row"),
+        ("many_heads", call(1, 40, 8, 2, 128, heads), {}, "the heads of q take several programs"),
+        ("widest", call(1, 2, 1, 2, 1024, widest), {}, "the widest heads that Triton takes"),
+        ("no_query_heads", call(2, 0, 3, 5, 16), {}, "no queries: their weight gradient is zero"),
+        ("no_key_heads", call(2, 3, 0, 5, 16), {}, "no keys: their weight gradient is zero"),
+        ("empty", call(0, 2, 2, 5, 16), {}, "no batch: nothing is launched, gradients are zero"),
+        ("zeros", arguments(zeros.to(dtype), n(1, 2, 5, 16)), {}, "the mean square is zero: eps alone"),
     )
-    yield sample(
-        "cast_input", n(2, 4, 5, 16, scale=30), n(2, 2, 5, 16), usual, cast="input", why="rounds before the weight"
-    )
-    inter = angles(device, dtype, 5, 24, interleaved=True)
-    yield sample(
-        "interleaved", n(2, 4, 5, 24), n(2, 2, 5, 24), inter, interleaved=True, why="neighboring columns are a pair"
-    )
-    part = angles(device, dtype, 5, 8, interleaved=True)
-    yield sample(
-        "interleaved_partial",
-        n(1, 3, 5, 20),
-        n(1, 1, 5, 20),
-        part,
-        interleaved=True,
-        why="interleaved, partial, odd pairs",
-    )
-    per_batch = torch.stack([usual[0], usual[1]]), torch.stack([usual[1], usual[0]])
-    yield sample("per_batch", n(2, 3, 5, 16), n(2, 3, 5, 16), per_batch, why="cos and sin differ by batch row")
-    shared = usual[0][None], usual[1][None]
-    yield sample("shared_batch", n(3, 2, 5, 16), n(3, 1, 5, 16), shared, why="cos and sin have a batch of one")
-    yield sample(
-        "unequal_halves",
-        n(1, 2, 5, 16),
-        n(1, 2, 5, 16),
-        (n(5, 16), n(5, 16)),
-        why="the halves of cos and sin need not be equal",
-    )
-    wide = angles(device, torch.float32, 5, 16)
-    yield sample("float32_table", n(1, 2, 5, 16), n(1, 2, 5, 16), wide, why="cos and sin in another dtype than q")
-    weights = normal(device, torch.float32, 16), n(16)
-    yield sample(
-        "float32_weight",
-        n(1, 2, 5, 16),
-        n(1, 2, 5, 16),
-        usual,
-        weights=weights,
-        why="q_weight has another dtype than q",
-    )
-    yield sample(
-        "frozen_weights",
-        n(1, 2, 5, 16),
-        n(1, 2, 5, 16),
-        usual,
-        frozen=("q_weight", "k_weight"),
-        why="no weight gradients",
-    )
-    yield sample(
-        "frozen_key", n(1, 2, 5, 16), n(1, 2, 5, 16), usual, frozen=("k", "k_weight"), why="only gradients of the query"
-    )
-    yield sample(
-        "only_weights", n(1, 2, 5, 16), n(1, 2, 5, 16), usual, frozen=("q", "k"), why="only the weights' gradients"
-    )
-    yield sample(
-        "large_eps", n(1, 2, 5, 16, scale=0.01), n(1, 2, 5, 16), usual, eps=0.1, why="eps dominates the mean square"
-    )
-    long = angles(device, dtype, 3169, 4)
-    yield sample("many_tokens", n(1, 4, 3169, 4), n(1, 2, 3169, 4), long, why="several tokens a tile, on a GPU too")
-    cos, sin = angles(device, dtype, 131, 8, interleaved=True)
-    tables = torch.stack([cos, sin]), torch.stack([sin, cos])
-    yield sample(
-        "many_partial", n(2, 3, 131, 20), n(2, 1, 131, 20), tables, interleaved=True,
-        why="several tokens a tile, which differ by batch row"
-    )  # fmt: skip
-    heads = angles(device, dtype, 2, 128)
-    yield sample("many_heads", n(1, 40, 2, 128), n(1, 8, 2, 128), heads, why="the heads of q take several programs")
-    yield sample(
-        "widest",
-        n(1, 2, 2, 1024),
-        n(1, 1, 2, 1024),
-        angles(device, dtype, 2, 1024),
-        why="the widest heads that Triton takes",
-    )
-    yield sample(
-        "no_query_heads", n(2, 0, 5, 16), n(2, 3, 5, 16), usual, why="no queries: their weight gradient is zero"
-    )
-    yield sample("no_key_heads", n(2, 3, 5, 16), n(2, 0, 5, 16), usual, why="no keys: their weight gradient is zero")
-    yield sample(
-        "empty", n(0, 2, 5, 16), n(0, 2, 5, 16), usual, why="no batch: nothing is launched, gradients are zero"
-    )
-    zeros = torch.zeros(1, 2, 5, 16, device=device, dtype=dtype)
-    yield sample("zeros", zeros, n(1, 2, 5, 16), usual, why="the mean square is zero: eps alone")
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +14,8 @@ from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import ROWS, misuses_of, normal
-from liger_core.ops._rotary import DTYPES, HEADS, TABLE, angles, check_rotary
+from liger_core.ops._inputs import ROWS, misuses_of, normal, sample_table
+from liger_core.ops._rotary import DTYPES, HEADS, TABLE, angles, check_rotary, heads_of_tokens
 
 
 def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> None:
@@ -34,98 +35,47 @@ def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool =
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int) -> Tensor:
-        return normal(device, dtype, *shape)
+    n = functools.partial(normal, device, dtype)
 
-    table = ("cos", "sin")
+    def call(
+        batch: int, heads: int, keys: int, tokens: int, width: int, tables: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, ...]:
+        return n(batch, heads, tokens, width), n(batch, keys, tokens, width), *tables
 
-    def sample(
-        name: str,
-        q: Tensor,
-        k: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        why: str,
-        frozen: tuple[str, ...] = (),
-        **options: Any,
-    ) -> Sample:
-        return Sample(name, (q, k, cos, sin), options, why=why, frozen=(*table, *frozen))
-
-    cos, sin = angles(device, dtype, 5, 16)
-    yield sample("plain", n(2, 4, 5, 16), n(2, 4, 5, 16), cos, sin, why="as many key heads as query heads")
-    yield sample("grouped", n(2, 6, 5, 16), n(2, 2, 5, 16), cos, sin, why="grouped-query heads, not a power of two")
-    q, k = n(2, 5, 6, 16).transpose(1, 2), n(2, 5, 2, 16).transpose(1, 2)
-    yield sample("view", q, k, cos, sin, why="(B, heads, T, D) views of (B, T, heads, D) are read through strides")
-    packed = n(2, 5, (6 + 2 + 2) * 16)
-    q, k = (
-        packed[..., :96].unflatten(-1, (6, 16)).transpose(1, 2),
-        packed[..., 96:128].unflatten(-1, (2, 16)).transpose(1, 2),
+    usual = cos, sin = angles(device, dtype, 5, 16)
+    plain, grouped = call(2, 4, 4, 5, 16, usual), call(2, 6, 2, 5, 16, usual)
+    view, packed = heads_of_tokens(n(2, 5, 6, 16), n(2, 5, 2, 16)), n(2, 5, (6 + 2 + 2) * 16)
+    slices = heads_of_tokens(packed[..., :96].unflatten(-1, (6, 16)), packed[..., 96:128].unflatten(-1, (2, 16)))
+    per_batch, shared = (torch.stack([cos, sin]), torch.stack([sin, cos])), (cos[None], sin[None])
+    expanded, pairs = (cos[None].expand(3, 5, 16), sin[None].expand(3, 5, 16)), {"interleaved": True}
+    inter, part = (angles(device, dtype, 5, rotary, **pairs) for rotary in (24, 8))
+    full, one, long = (angles(device, *sizes) for sizes in ((torch.float32, 5, 16), (dtype, 1, 12), (dtype, 37, 6)))
+    yield from sample_table(
+        ("cos", "sin"),
+        ("plain", plain, {}, "as many key heads as query heads"),
+        ("grouped", grouped, {}, "grouped-query heads, not a power of two"),
+        ("view", (*view, *usual), {}, "(B, heads, T, D) views of (B, T, heads, D) are read through strides"),
+        ("packed_projection", (*slices, *usual), {}, "slices of one query-key-value projection"),
+        ("partial", call(1, 2, 1, 5, 40, usual), {}, "the columns past the rotary width pass unchanged"),
+        ("per_batch", call(2, 3, 3, 5, 16, per_batch), {}, "cos and sin differ by batch row"),
+        ("shared_batch", call(3, 2, 1, 5, 16, shared), {}, "cos and sin have a batch of one"),
+        ("expanded_batch", call(3, 2, 1, 5, 16, expanded), {}, "cos and sin are expanded: stride 0 over the batch"),
+        ("interleaved", call(2, 4, 2, 5, 24, inter), pairs, "neighboring columns are a pair"),
+        ("interleaved_partial", call(1, 3, 1, 5, 20, part), pairs, "interleaved, partial, odd pairs"),
     )
-    yield sample("packed_projection", q, k, cos, sin, why="slices of one query-key-value projection")
-    yield sample(
-        "partial", n(1, 2, 5, 40), n(1, 1, 5, 40), cos, sin, why="the columns past the rotary width pass unchanged"
+    halves = n(5, 16), n(5, 16)
+    yield from sample_table(
+        ("cos", "sin"),
+        ("unequal_halves", call(1, 2, 2, 5, 16, halves), {}, "the two halves of cos and sin need not be equal"),
+        ("float32_table", call(1, 2, 2, 5, 16, full), {}, "cos and sin in another dtype than q"),
+        ("frozen_key", call(1, 2, 2, 5, 16, usual), {}, "only the query's gradient", "k"),
+        ("one_token", call(2, 3, 1, 1, 12, one), {}, "one token, rotary width not a power of two"),
+        ("many_tokens", call(1, 2, 1, 37, 6, long), {}, "several tokens per program, tokens not a multiple of them"),
+        ("unrelated_heads", call(2, 5, 3, 5, 16, usual), {}, "the heads of q and k need not divide each other"),
+        ("no_query_heads", call(2, 0, 3, 5, 16, usual), {}, "without queries the keys turn all the same"),
+        ("no_key_heads", call(2, 3, 0, 5, 16, usual), {}, "without keys the queries turn all the same"),
+        ("empty", call(0, 2, 2, 5, 16, usual), {}, "no batch: nothing is launched"),
     )
-    batch_cos, batch_sin = torch.stack([cos, sin]), torch.stack([sin, cos])
-    yield sample(
-        "per_batch", n(2, 3, 5, 16), n(2, 3, 5, 16), batch_cos, batch_sin, why="cos and sin differ by batch row"
-    )
-    yield sample(
-        "shared_batch", n(3, 2, 5, 16), n(3, 1, 5, 16), cos[None], sin[None], why="cos and sin have a batch of one"
-    )
-    expanded = [t[None].expand(3, 5, 16) for t in (cos, sin)]
-    yield sample(
-        "expanded_batch",
-        n(3, 2, 5, 16),
-        n(3, 1, 5, 16),
-        *expanded,
-        why="cos and sin are expanded: stride 0 over the batch",
-    )
-    inter = angles(device, dtype, 5, 24, interleaved=True)
-    yield sample(
-        "interleaved", n(2, 4, 5, 24), n(2, 2, 5, 24), *inter, interleaved=True, why="neighboring columns are a pair"
-    )
-    part = angles(device, dtype, 5, 8, interleaved=True)
-    yield sample(
-        "interleaved_partial",
-        n(1, 3, 5, 20),
-        n(1, 1, 5, 20),
-        *part,
-        interleaved=True,
-        why="interleaved, partial, odd pairs",
-    )
-    halves = [n(5, 16), n(5, 16)]
-    yield sample(
-        "unequal_halves", n(1, 2, 5, 16), n(1, 2, 5, 16), *halves, why="the two halves of cos and sin need not be equal"
-    )
-    full = angles(device, torch.float32, 5, 16)
-    yield sample("float32_table", n(1, 2, 5, 16), n(1, 2, 5, 16), *full, why="cos and sin in another dtype than q")
-    yield sample("frozen_key", n(1, 2, 5, 16), n(1, 2, 5, 16), cos, sin, frozen=("k",), why="only the query's gradient")
-    one = angles(device, dtype, 1, 12)
-    yield sample("one_token", n(2, 3, 1, 12), n(2, 1, 1, 12), *one, why="one token, rotary width not a power of two")
-    long = angles(device, dtype, 37, 6)
-    yield sample(
-        "many_tokens",
-        n(1, 2, 37, 6),
-        n(1, 1, 37, 6),
-        *long,
-        why="several tokens per program, tokens not a multiple of them",
-    )
-    yield sample(
-        "unrelated_heads",
-        n(2, 5, 5, 16),
-        n(2, 3, 5, 16),
-        cos,
-        sin,
-        why="the heads of q and k need not divide each other",
-    )
-    yield sample(
-        "no_query_heads", n(2, 0, 5, 16), n(2, 3, 5, 16), cos, sin, why="without queries the keys turn all the same"
-    )
-    yield sample(
-        "no_key_heads", n(2, 3, 5, 16), n(2, 0, 5, 16), cos, sin, why="without keys the queries turn all the same"
-    )
-    yield sample("empty", n(0, 2, 5, 16), n(0, 2, 5, 16), cos, sin, why="no batch: nothing is launched")
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
