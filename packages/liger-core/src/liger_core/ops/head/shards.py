@@ -12,6 +12,7 @@ The gradient of weight stays with its rows. That of hidden is a sum over all cla
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -97,68 +98,34 @@ def run_distributed(function: Callable[..., Any], hidden: Any, weight: Any, **op
     if options.get("vocab") is not None:
         checks.fail(OptionError, op, "vocab must be None where weight is a DTensor, whose placements say the same")
     if len(over) > 1 or any(not (p.is_replicate() or p.is_shard(0)) for p in placed):
-        checks.fail(
-            DeviceError, op,
-            "weight must be replicated, or sharded over its classes (Shard(0)) on one dimension of its mesh, "
-            f"got {placed}; "
-            "redistribute it, or call the op inside the module that FSDP unshards",
-        )  # fmt: skip
+        sentence = "weight must be replicated, or sharded over its classes (Shard(0)) on one dimension of its mesh, got"
+        advice = "redistribute it, or call the op inside the module that FSDP unshards"
+        checks.fail(DeviceError, op, f"{sentence} {placed}; {advice}")
     spread = isinstance(hidden, DTensor)
     # What each dimension of the mesh does to rows. On that of the vocabulary all ranks need all rows.
     rows = [
         p if spread and i not in over else Replicate() for i, p in enumerate(hidden.placements if spread else placed)
     ]
     if any(p.is_partial() or p.is_shard(hidden.dim() - 1) for p in rows):
-        checks.fail(
-            DeviceError,
-            op,
-            f"hidden must be replicated or sharded over its rows, got {hidden.placements}; redistribute it",
-        )
+        sentence = "hidden must be replicated or sharded over its rows"
+        checks.fail(DeviceError, op, f"{sentence}, got {hidden.placements}; redistribute it")
     split = [i for i, p in enumerate(rows) if p.is_shard()]
-
-    def local(name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        wanted = rows if name in OF_ROWS else [Replicate()] * mesh.ndim
-        if name in OF_CLASSES:
-            wanted = list(placed)
-        if isinstance(value, DTensor):
-            # The ranks of the vocabulary add up the gradient of hidden themselves; what other dimensions split has a
-            # part of it on each.
-            back = [Partial() if name in OF_CLASSES and i in split else p for i, p in enumerate(wanted)]
-            return value.redistribute(mesh, wanted).to_local(grad_placements=back)
-        if name in OF_CLASSES and over:
-            return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim).redistribute(mesh, wanted).to_local()
-        if name in OF_ROWS and split and value.dim():
-            checks.fail(
-                DeviceError,
-                op,
-                f"{name} must be a DTensor like hidden, whose rows are distributed ({hidden.placements})",
-            )
-        return value
-
     takes = inspect.signature(function).parameters
-    if (
-        split
-        and "reduction" in takes
-        and options.get("reduction", takes["reduction"].default) == "mean"
-        and options.get("normalizer") is None
-    ):
-        sentence = (
-            "reduction='mean' needs a normalizer where rows are distributed: the number of tokens on all ranks; got "
-            "None"
-        )
-        checks.fail(OptionError, op, sentence)
-    given = {name: local(name, value) for name, value in options.items()}
+    mean = "reduction" in takes and options.get("reduction", takes["reduction"].default) == "mean"
+    if split and mean and options.get("normalizer") is None:
+        sentence = "reduction='mean' needs a normalizer where rows are distributed"
+        checks.fail(OptionError, op, f"{sentence}: the number of tokens on all ranks; got None")
+    local = functools.partial(_local, op, mesh, placed, rows, bool(over), split)
+    own = {name: local(name, value) for name, value in options.items()}
     if over:
         # As DTensor shards: all ranks have the same number of rows, until there are no more. In plain numbers, which a
         # compiler can trace.
         classes, most = weight.shape[0], -(-weight.shape[0] // mesh.size(over[0]))
         start = min(most * mesh.get_local_rank(over[0]), classes)
-        given["vocab"] = VocabShard(mesh.get_group(over[0]), start, classes, spread and _in_order(hidden, over[0]))
+        own["vocab"] = VocabShard(mesh.get_group(over[0]), start, classes, spread and _in_order(hidden, over[0]))
     # Every rank of the vocabulary has all these rows, and all of their gradient.
     x = hidden.redistribute(mesh, rows).to_local(grad_placements=rows) if spread else hidden
-    results = function(x, local("weight", weight), **given)
+    results = function(x, local("weight", weight), **own)
     if not spread:
         return results
     summed = [Partial() if i in split else Replicate() for i in range(mesh.ndim)]
@@ -169,6 +136,34 @@ def run_distributed(function: Callable[..., Any], hidden: Any, weight: Any, **op
         return DTensor.from_local(value, mesh, rows if value.dim() else summed, run_check=False)
 
     return back(results)
+
+
+def _local(
+    op: str, mesh: Any, placed: Any, rows: list[Any], over: bool, split: list[int], name: str, value: Any
+) -> Any:
+    """Return the part of an argument that this rank needs.
+
+    placed, rows  the placements of weight and of rows
+    over          whether some dimension of the mesh has the vocabulary
+    split         the dimensions of the mesh that split the rows
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    if not isinstance(value, Tensor):
+        return value
+    whole = [Replicate()] * mesh.ndim
+    wanted = rows if name in OF_ROWS else list(placed) if name in OF_CLASSES else whole
+    if isinstance(value, DTensor):
+        # The ranks of the vocabulary add up the gradient of hidden themselves; what other dimensions split has a part
+        # of it on each.
+        back = [Partial() if name in OF_CLASSES and i in split else p for i, p in enumerate(wanted)]
+        return value.redistribute(mesh, wanted).to_local(grad_placements=back)
+    if name in OF_CLASSES and over:
+        return DTensor.from_local(value, mesh, whole).redistribute(mesh, wanted).to_local()
+    if name in OF_ROWS and split and value.dim():
+        sentence = f"{name} must be a DTensor like hidden, whose rows are distributed"
+        checks.fail(DeviceError, op, f"{sentence} ({rows})")
+    return value
 
 
 class Vocabulary(NamedTuple):
