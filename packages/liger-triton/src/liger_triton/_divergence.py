@@ -22,8 +22,8 @@ from liger_triton._divergence_terms import (
     difference,
     first_slope,
     log_ratio,
+    of_logits,
     pulled,
-    sharpened,
     summed,
 )
 from liger_triton._logits import GRADIENT, capped
@@ -148,6 +148,18 @@ def _paired(x: Tensor) -> bool:
 
 
 @triton.jit
+def store_moments(moments, top, exp_sum, their_top, their_sum, their_first, mean, sharp_sum):
+    """Store the numbers of a row that its gradient is made of."""
+    tl.store(moments, top)
+    tl.store(moments + 1, exp_sum)
+    tl.store(moments + 2, their_top)
+    tl.store(moments + 3, their_sum)
+    tl.store(moments + 4, their_first)
+    tl.store(moments + 5, mean)
+    tl.store(moments + 6, sharp_sum)
+
+
+@triton.jit
 def divergence_kernel(
     student, teacher, target, row_factor, loss, moments, row_stride, their_stride, factor_stride, width,
     ignore_index, beta, complement, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale,
@@ -177,39 +189,19 @@ def divergence_kernel(
             tl.store(loss + row, 0.0)
             tl.store(moments + number, ((number == 1) | (number == 3) | (number == 6)).to(tl.float32), mask=number < 7)
             if GRADIENT:
+                nothing = tl.zeros((BLOCK // VECTOR, VECTOR), dtype=student.dtype.element_ty)
                 for start in range(0, width, BLOCK):
-                    column = start + lane
-                    tl.store(
-                        base + column,
-                        tl.zeros((BLOCK // VECTOR, VECTOR), dtype=student.dtype.element_ty),
-                        mask=column < width,
-                    )
+                    tl.store(base + start + lane, nothing, mask=start + lane < width)
             return
     if ONE_READ:
         total, top, exp_sum, their_top, their_sum = streamed(
-            base,
-            theirs,
-            width,
-            logit_scale,
-            softcap,
-            their_scale,
-            their_softcap,
-            HAS_SOFTCAP,
-            TEACHER_SOFTCAP,
-            PAIRED,
-            BLOCK // 2,
-            VECTOR,
-        )
+            base, theirs, width, logit_scale, softcap, their_scale, their_softcap,
+            HAS_SOFTCAP, TEACHER_SOFTCAP, PAIRED, BLOCK // 2, VECTOR,
+        )  # fmt: skip
         # Else a logit is infinite, NaN or nearly as large as a float can be: the passes below know what to make of it.
         if tl.abs(total) < float("inf"):
             tl.store(loss + row, total)
-            tl.store(moments, top)
-            tl.store(moments + 1, exp_sum)
-            tl.store(moments + 2, their_top)
-            tl.store(moments + 3, their_sum)
-            tl.store(moments + 4, their_top)
-            tl.store(moments + 5, 0.0)
-            tl.store(moments + 6, 1.0)
+            store_moments(moments, top, exp_sum, their_top, their_sum, their_top, 0.0, 1.0)
             return
     if row_factor is not None:
         factor = factor * tl.load(row_factor + row * factor_stride).to(tl.float32)
@@ -252,23 +244,17 @@ def divergence_kernel(
         values += value
         slopes = summed(slopes, slope, q, FORMULA)
         if GRADIENT and FORMULA == KIND_FORWARD:
-            pull = slope * inverse
-            if HARD:
-                pull = (1.0 - hard_weight) * pull + hard_weight * sharpened(
-                    x - top, sharp_inverse, column, label, temperature
-                )
-            pull = pull * factor
-            if HAS_SOFTCAP:
-                u = tl.where(mask, x * (1.0 / softcap), 0.0)
-                pull = pull * (1.0 - u * u)
+            pull = of_logits(
+                slope * inverse, x - top, tl.where(mask, x, 0.0), factor, sharp_inverse, column, label,
+                temperature, hard_weight, softcap, HARD, HAS_SOFTCAP,
+            )  # fmt: skip
             tl.store(base + column, pull.to(student.dtype.element_ty), mask=mask, eviction_policy="evict_first")
     # Backward: what was read last is still in the caches, of which a long row fills more than there is.
     for back in range(BLOCK, whole + BLOCK, BLOCK):
-        x = neighbors(
-            base + (whole - back), BLOCK // VECTOR, VECTOR, PAIRED, "evict_last" if GRADIENT else "evict_first"
-        )
+        first_column = whole - back
+        x = neighbors(base + first_column, BLOCK // VECTOR, VECTOR, PAIRED, "evict_last" if GRADIENT else "evict_first")
         y = neighbors(
-            theirs + (whole - back), BLOCK // VECTOR, VECTOR, PAIRED, "evict_last" if GRADIENT else "evict_first"
+            theirs + first_column, BLOCK // VECTOR, VECTOR, PAIRED, "evict_last" if GRADIENT else "evict_first"
         )
         value, slope, q = compared(
             x - top, y - their_top, apart, first, h, beta, complement, of_teacher, of_student, FORMULA
@@ -280,23 +266,13 @@ def divergence_kernel(
         hard = tl.log2(sharp_sum) * LN2 - (chosen - top) * temperature
         total = (1.0 - hard_weight) * total + hard_weight * tl.where(in_range, hard, float("nan"))
     tl.store(loss + row, total)
-    tl.store(moments, top)
-    tl.store(moments + 1, exp_sum)
-    tl.store(moments + 2, their_top)
-    tl.store(moments + 3, their_sum)
-    tl.store(moments + 4, their_first)
-    tl.store(moments + 5, mean)
-    tl.store(moments + 6, sharp_sum)
+    store_moments(moments, top, exp_sum, their_top, their_sum, their_first, mean, sharp_sum)
     if GRADIENT and FORMULA != KIND_FORWARD:
         for start in range(0, width, BLOCK):
             column = start + lane
             mask = column < width
-            x = capped(
-                tl.load(base + column, mask=mask, other=0.0, eviction_policy="evict_first"),
-                logit_scale,
-                softcap,
-                HAS_SOFTCAP,
-            )
+            x = tl.load(base + column, mask=mask, other=0.0, eviction_policy="evict_first")
+            x = capped(x, logit_scale, softcap, HAS_SOFTCAP)
             y = tl.load(theirs + column, mask=mask, other=0.0, eviction_policy="evict_first")
             y = capped(y, their_scale, their_softcap, TEACHER_SOFTCAP)
             x = tl.where(mask, x, 0.0)
@@ -304,15 +280,10 @@ def divergence_kernel(
             _, slope, q = compared(
                 x - top, y - their_top, apart, first, h, beta, complement, of_teacher, of_student, FORMULA
             )
-            pull = pulled(slope, q, mean, inverse, FORMULA)
-            if HARD:
-                pull = (1.0 - hard_weight) * pull + hard_weight * sharpened(
-                    x - top, sharp_inverse, column, label, temperature
-                )
-            pull = pull * factor
-            if HAS_SOFTCAP:
-                u = x * (1.0 / softcap)
-                pull = pull * (1.0 - u * u)
+            pull = of_logits(
+                pulled(slope, q, mean, inverse, FORMULA), x - top, x, factor, sharp_inverse, column, label,
+                temperature, hard_weight, softcap, HARD, HAS_SOFTCAP,
+            )  # fmt: skip
             tl.store(base + column, pull.to(student.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
@@ -361,14 +332,10 @@ def gradient_kernel(
         h = first_slope(first, beta, complement, of_teacher, of_student, FORMULA)
         _, slope, q = compared(below, beneath, apart, first, h, beta, complement, of_teacher, of_student, FORMULA)
         pull = pulled(slope, q, tl.load(moments + 5), (1.0 if HARD else factor) / exp_sum, FORMULA)
-    if HARD:
-        sharp_inverse = 1.0 / tl.load(moments + 6)
-        pull = (1.0 - hard_weight) * pull + hard_weight * sharpened(below, sharp_inverse, column, label, temperature)
-    if HARD or FORMULA == KIND_FORWARD:
-        pull = pull * factor
-    if HAS_SOFTCAP:
-        u = x * (1.0 / softcap)
-        pull = pull * (1.0 - u * u)
+    pull = of_logits(
+        pull, below, x, factor if HARD or FORMULA == KIND_FORWARD else 1.0, 1.0 / tl.load(moments + 6) if HARD else 1.0,
+        column, label, temperature, hard_weight, softcap, HARD, HAS_SOFTCAP,
+    )  # fmt: skip
     tl.store(out + row * out_stride + column, pull.to(out.dtype.element_ty), mask=mask)
 
 

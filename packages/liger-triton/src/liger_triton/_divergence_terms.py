@@ -230,3 +230,18 @@ def sharpened(below, sharp_inverse, column, label, temperature):
     """Return the gradient of the cross entropy: the softmax without temperature, minus 1 at the label."""
     sharp = tl.exp2(below * temperature * LOG2E) * sharp_inverse
     return temperature * tl.where(column == label, sharp - 1.0, sharp)
+
+
+@triton.jit
+def of_logits(
+    pull, below, x, factor, sharp_inverse, column, label, temperature, hard_weight, softcap,
+    HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Turn the gradient of the divergence over x into that of the loss over the logits."""
+    if HARD:
+        pull = (1.0 - hard_weight) * pull + hard_weight * sharpened(below, sharp_inverse, column, label, temperature)
+    pull = pull * factor
+    if HAS_SOFTCAP:
+        u = x * (1.0 / softcap)
+        pull = pull * (1.0 - u * u)
+    return pull
