@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from liger_bench.memory import peak_bytes
 from liger_core import linear_cross_entropy, linear_log_prob
 from liger_core.ops import _token_passes
+from liger_core.ops.head import loop
 from liger_train.plan import devices
 from liger_train.plan.ledger import WEIGHTS, Ledger
 
@@ -45,7 +46,7 @@ def step(loss: Callable[..., Tensor], given: list[Tensor]) -> object:
 def test_a_plan_counts_the_memory_of_a_loss(
     loss: Callable[..., Tensor], needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (_token_passes, devices):
+    for module in (_token_passes, loop):
         monkeypatch.setattr(module, "REFERENCE_BLOCK", 4 * CLASSES)
     # On a CPU that multiplies matrices of bfloat16 itself, oneDNN copies them into buffers of its own first.
     with torch.backends.mkldnn.flags(enabled=False):

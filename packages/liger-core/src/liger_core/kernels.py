@@ -49,14 +49,16 @@ class Kernel:
               it. A parameter that is annotated with a NamedTuple stands for all of its fields
     allocate  returns a tuple with new memory for every output, None for an optional one that is not wanted
     recycle   like allocate, but may hand out the inputs themselves: for a backward whose graph is freed behind it
+    scratch   the bytes that launch takes beside its outputs, for `liger plan`; None if these are few
     """
 
     def __init__(
         self, namespace: str, name: str, allocate: Callable[..., Outputs], launch: Callable[..., None],
         recycle: Callable[..., Outputs] | None = None,
+        scratch: Callable[..., int] | None = None,
     ) -> None:  # fmt: skip
         self.name = f"{namespace}::{name}"
-        self.allocate, self.launch, self.recycle = allocate, launch, recycle
+        self.allocate, self.launch, self.recycle, self.scratch = allocate, launch, recycle, scratch
         self.schema, self.groups, self.output_groups = read_schema(self.name, launch)
         library = library_of(namespace)
         self.op = define(library, name, self.schema, self._fake)
@@ -138,9 +140,10 @@ def reference_kernel(
     allocate: Callable[..., Outputs],
     launch: Callable[..., None],
     recycle: Callable[..., Outputs] | None = None,
+    scratch: Callable[..., int] | None = None,
 ) -> Kernel:
     """A kernel of the pure-PyTorch references."""
-    return _ReferenceKernel("liger_reference", name, allocate, launch, recycle)
+    return _ReferenceKernel("liger_reference", name, allocate, launch, recycle, scratch)
 
 
 @cache

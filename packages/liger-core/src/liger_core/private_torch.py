@@ -236,20 +236,6 @@ def has_global_backward_hook() -> bool:
     return False
 
 
-# -- schemas of operators
-
-_SCHEMA = TORCH.word(
-    "torch._ops:_schema",
-    "`liger plan` binds the arguments of an operator to their names.",
-    "Scratch memory of operators is not predicted.",
-)
-
-
-def argument_names(operator: Any) -> list[str]:
-    """Return the names of an operator's parameters; none where torch does not say."""
-    return [argument.name for argument in getattr(getattr(operator, _SCHEMA, None), "arguments", ())]
-
-
 # -- operators
 
 grouped_mm = TORCH.look_up(

@@ -96,6 +96,12 @@ def _allocate(
     )
 
 
+def _scratch(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, *rest: Any) -> int:
+    """The rows that experts take in and give, and what they activate. Sorting takes keys and positions twice."""
+    _, hidden, inner = down.shape
+    return routing.chosen.numel() * ((hidden + inner) * x.itemsize + 40)
+
+
 def _launch(
     y: Tensor, joined: Tensor, order: Tensor, place: Tensor, ends: Tensor, /, x: Tensor, gate_up: Tensor, down: Tensor,
     routing: Routing,
@@ -128,6 +134,16 @@ def _allocate_backward(
         ),
         None,
     )
+
+
+def _scratch_backward(
+    grad_y: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, *rest: Any
+) -> int:  # fmt: skip
+    """As much, before the gradients of x and gate_up are allocated."""
+    *_, needs = rest
+    results = sum(t.numel() * t.itemsize for t, need in zip((x, gate_up), needs, strict=False) if need)
+    rows = routing.chosen.numel()
+    return max(_scratch(x, gate_up, down, routing) - results, rows * (x.shape[1] * x.itemsize + 40))
 
 
 def _launch_backward(
@@ -343,8 +359,8 @@ def _constants(joined: Tensor, width: int, biases: Biases, gate: Gate) -> dict[s
 
 
 _experts = differentiable(
-    ComposedKernel("experts", _allocate, _launch),
-    ComposedKernel("experts_backward", _allocate_backward, _launch_backward, reused="joined"),
+    ComposedKernel("experts", _allocate, _launch, scratch=_scratch),
+    ComposedKernel("experts_backward", _allocate_backward, _launch_backward, "joined", _scratch_backward),
     saves=(
         "x", "gate_up", "down", *Routing._fields, *Biases._fields, *Adapters._fields, "joined", "order", "place", "ends"
     ),

@@ -55,8 +55,8 @@ INTERPRETER_PROCESSORS = 2
 class TritonKernel(Kernel):
     """A Kernel that launches on the device of its tensors, whichever device is current."""
 
-    def __init__(self, name: str, allocate: Any, launch: Any, recycle: Any = None) -> None:
-        super().__init__(NAMESPACE, name, allocate, launch, recycle)
+    def __init__(self, name: str, allocate: Any, launch: Any, recycle: Any = None, scratch: Any = None) -> None:
+        super().__init__(NAMESPACE, name, allocate, launch, recycle, scratch)
         self.anchor = next(i for i, a in enumerate(self.schema.arguments) if a.type == "Tensor")
 
     def execute(self, args: tuple[Any, ...], allocate: Any) -> Outputs:
@@ -76,8 +76,8 @@ class ComposedKernel(TritonKernel):
             `scratch`
     """
 
-    def __init__(self, name: str, allocate: Any, launch: Any, reused: str = "") -> None:
-        super().__init__(name, allocate, launch, partial(allocate) if reused else None)
+    def __init__(self, name: str, allocate: Any, launch: Any, reused: str = "", scratch: Any = None) -> None:
+        super().__init__(name, allocate, launch, partial(allocate) if reused else None, scratch)
         self.reused = next((i for i, a in enumerate(self.schema.arguments) if a.name == reused), None)
 
     def execute(self, args: tuple[Any, ...], allocate: Any) -> Outputs:

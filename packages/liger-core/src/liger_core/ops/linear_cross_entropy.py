@@ -217,6 +217,14 @@ def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[
             *new_sums(head, cut.dtype, needs),
         )
 
+    def scratch(head: Head, *rest: Any) -> int:
+        *_, chunks, _, needs = rest
+        (rows, classes), dtype = (head.hidden.shape[0], head.weight.shape[0]), head.hidden.dtype
+        # The passes of the reference copy logits of another dtype than float32.
+        blocks = 2 if dtype == torch.float32 else 3
+        # Two numbers of each row.
+        return 8 * rows + int(chunks.chunks(head.hidden, classes).scratch(head, needs, blocks, slopes=True))
+
     def launch(
         results: RowResults, scale: Tensor | None, sums: Sums, /, head: Head, token_weight: Tensor | None,
         divide: Tensor | None,
@@ -242,7 +250,7 @@ def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[
             loss.mul_(inverse)
 
     return differentiable(
-        make_kernel("linear_cross_entropy", allocate, launch),
+        make_kernel("linear_cross_entropy", allocate, launch, scratch=scratch),
         SumsBackward(passes).kernel("linear_cross_entropy_backward", make_kernel),
         saves=("weight", "scale", *Sums._fields, "main_grad"),
         public=4,

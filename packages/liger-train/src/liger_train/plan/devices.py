@@ -20,13 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
 from liger_core.kernels import KERNELS, Kernel
-from liger_core.ops._token_passes import REFERENCE_BLOCK
-from liger_core.ops.head.loop import Cut, chunking, summing, tiling
-from liger_core.ops.head.shards import Vocabulary
 from liger_core.plugins import registry
 from liger_core.private_torch import (
     FakeTensor,
-    argument_names,
     graph_task,
     storage_id,
     storage_uses,
@@ -38,9 +34,6 @@ from liger_hf.rules.head import causal_loss, projection, weights
 
 # cuBLAS has a workspace of 32 MiB on a Hopper GPU for each thread that calls it: the main thread and that of autograd.
 WORKSPACES = {"cuda": 2 * (32 << 20), "cpu": 0}
-
-Arguments = dict[str, Any]
-
 
 NO_KERNELS = (
     "No backend for GPUs could be loaded, so that Liger's ops are planned as their references, which keep more; pip "
@@ -131,20 +124,20 @@ def attention_is_written_out(device: str, dtype: torch.dtype, config: Any) -> bo
     return device == "cuda" and dtype == torch.float32 and shared
 
 
-def replace(device: str, func: Any, args: tuple[Any, ...], kwargs: Arguments) -> Any:
+def replace(device: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The results of Liger's kernels and of what fake tensors do differently from the device; NotImplemented for
     everything else."""
     kernel = KERNELS.get(func)
     if kernel is None:
         if func.name() == "aten::_grouped_mm":
-            return _grouped_matmul(**_named(func, args, kwargs))
+            return _grouped_matmul(*args, **kwargs)
         return args[0] if func is torch.ops.aten.add.Tensor and _is_added_to(args[0]) else NotImplemented
-    backward = graph_task() != -1
-    outputs = (
-        kernel.recycle(*kernel.grouped(args))
-        if kernel.recycle is not None and backward
-        else _allocated(device, kernel, args)
-    )
+    if kernel.recycle is not None and graph_task() != -1:
+        outputs = kernel.recycle(*kernel.grouped(args))
+    else:
+        outputs = _called(device, kernel.allocate, kernel, args)
+        if device != "cpu":
+            outputs = tree_map_only(Tensor, lambda o: torch.empty_strided(o.shape, o.stride(), dtype=o.dtype), outputs)
     return outputs[0] if kernel.single else outputs
 
 
@@ -159,7 +152,7 @@ def _is_added_to(total: Tensor) -> bool:
     return storage_uses is not None and storage_uses(storage_id(total.untyped_storage())) == 2
 
 
-def _grouped_matmul(self: Tensor, mat2: Tensor, offs: Tensor | None = None, **rest: Any) -> Any:
+def _grouped_matmul(self: Tensor, mat2: Tensor, offs: Tensor | None = None, *rest: Any, **options: Any) -> Any:
     """The result for dtypes other than bfloat16, which kernels support and the meta function
     (torch/_meta_registrations.py) rejects."""
     if self.dtype == torch.bfloat16:
@@ -171,117 +164,25 @@ def _grouped_matmul(self: Tensor, mat2: Tensor, offs: Tensor | None = None, **re
     return self.new_empty(*groups, self.shape[-2], -(-columns // aligned) * aligned)[..., :columns]
 
 
-def _allocated(device: str, kernel: Kernel, args: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
-    """The outputs of a kernel. Chunk sizes depend on the device: meta tensors get those of a GPU."""
+def _called(device: str, function: Callable[..., Any], kernel: Kernel, args: tuple[Any, ...]) -> Any:
+    """Call a function of a kernel. Chunk sizes depend on the device: meta tensors get those of a GPU."""
     if device == "cpu":
-        return kernel.allocate(*kernel.grouped(args))
+        return function(*kernel.grouped(args))
     with unset_fake_temporarily():
         meta = tree_map_only(
             Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), args
         )
-        outputs = kernel.allocate(*kernel.grouped(meta))
-    return tuple(
-        None if o is None else torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device="cpu") for o in outputs
-    )
+        return function(*kernel.grouped(meta))
 
 
-def scratch(device: str, func: Any, args: tuple[Any, ...], kwargs: Arguments) -> int:
+def scratch(device: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """The bytes of the workspace of an operation on the device."""
     kernel = KERNELS.get(func)
-    held_by_kernel = None if kernel is None else HELD_BY_KERNELS.get(kernel.name.partition("::")[2])
-    if held_by_kernel is not None:
-        return held_by_kernel(device, _named(func, args, kwargs))
-    held = SCRATCH[device].get(func.name().partition(".")[0])
-    return 0 if held is None else held(_named(func, args, kwargs))
-
-
-def _named(func: Any, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
-    return dict(zip(argument_names(func), args, strict=False)) | kwargs
-
-
-def _chunks(device: str, given: Arguments) -> int:
-    """A chunk of logits, and the statistics of each row."""
-    hidden, weight = given["hidden"], given["weight"]
-    rows, width = hidden.shape
-    needs = given.get("needs", (False, False))
-    options = {name: given[name] for name in ("chunk", "budget", "accumulate_dtype")}
-    length, _, _, dtype = chunking(rows, width, weight.shape[0], hidden.dtype, device, **options)
-    logits = min(length, rows) * weight.shape[0]
-    size = logits * hidden.itemsize + 8 * rows
-    if device == "cpu":
-        # The row passes of the reference allocate two float32 blocks, and a copy of the logits of one if they have
-        # another dtype.
-        passes = 4 * min(logits, REFERENCE_BLOCK) * (2 if hidden.itemsize == 4 else 3)
-        # A matmul that is summed in another dtype copies what it multiplies.
-        copies = 4 * (logits + min(length, rows) * width) if needs[1] and dtype != hidden.dtype else 0
-        size += max(passes, copies)
-    return int(size)
-
-
-def _tiles(device: str, given: Arguments) -> int:
-    """A tile of logits where not all are kept; in the backward pass also the sums of gradients that several tiles add
-    to."""
-    hidden, weight, wide = given["hidden"], given["weight"], given["wide"]
-    (rows, width), classes, backward = hidden.shape, weight.shape[0], "moments" in given
-    if given.get("derivative") is not None:
-        return int(40 * rows)
-    options = {name: given[name] for name in ("chunk", "budget", "accumulate_dtype")}
-    sums = None if backward else _summed(device, given)
-    tiles = sums or tiling(rows, width, classes, hidden.dtype, device, wide, **options)
-    backward |= sums is not None
-    logit = max(4, hidden.itemsize) if wide else hidden.itemsize
-    kept = tiles.kept if backward or any(given["needs"]) else 0
-    length = min(tiles.rows, rows)
-    size = 0 if kept == classes else length * tiles.classes * logit
-    copies = 0
-    if backward:
-        if logit != hidden.itemsize:
-            size += length * tiles.classes * hidden.itemsize
-        if len(tiles.blocks(classes)) > 1 and hidden.itemsize < 4 and given["needs"][0]:
-            size += length * width * 4
-            copies = 4 * tiles.classes * (length + width)
-        if tiles.rows < rows and given["needs"][1] and tiles.dtype != weight.dtype:
-            size += weight.numel() * tiles.dtype.itemsize
-            copies = max(copies, 4 * length * (tiles.classes + width))
-    if device == "cpu":
-        # The row passes of the reference allocate float32 blocks; a matmul that is summed in another dtype copies what
-        # it multiplies.
-        passes = 4 * min(length * max(kept, tiles.classes), REFERENCE_BLOCK) * (7 if backward else 4)
-        size += max(passes, copies)
-    return int(size + 40 * rows)
-
-
-def _summed(device: str, given: Arguments) -> Cut | None:
-    """The cut of a forward pass that sums the derivative by hidden."""
-    statistics = ("with_entropy", "with_log_normalizer", "with_mean_log_prob", "with_mean_logit", "with_collision")
-    if given["needs"] != [True, False, False] or given["wide"] or any(given[name] for name in statistics):
-        return None
-    (rows, width), several = given["hidden"].shape, given["target"].shape[1] > 1
-    classes, shared = Vocabulary(given["group"], given["start"], given["classes"]).usual(), given["group"] is not None
-    return summing(
-        rows,
-        width,
-        classes,
-        given["hidden"].dtype,
-        device,
-        several,
-        shared,
-        chunk=given["chunk"],
-        budget=given["budget"],
-    )
-
-
-def _experts(device: str, given: Arguments) -> int:
-    """The rows that experts take in and give, and what they activate; in the backward pass before gradients of matrices
-    are allocated."""
-    x, gate_up, down, chosen = given["x"], given["gate_up"], given["down"], given["chosen"]
-    rows, (_, hidden, inner) = chosen.numel(), down.shape
-    size = rows * (hidden + inner) * x.itemsize
-    if "needs" in given:
-        results = sum(t.numel() * t.itemsize for t, need in zip((x, gate_up), given["needs"], strict=False) if need)
-        size = max(rows * hidden * x.itemsize, size - results)
-    # Sorting takes keys and positions twice.
-    return int(size + 40 * rows)
+    if kernel is not None and kernel.scratch is not None:
+        return int(_called(device, kernel.scratch, kernel, args))
+    if device == "cuda" and func is torch.ops.aten.embedding_dense_backward.default:
+        return _embedding_backward(*args)
+    return 0
 
 
 def _fused_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -318,28 +219,13 @@ class _FlashAttention(torch.autograd.Function):
         return query, key, value
 
 
-def _embedding_backward(given: Arguments) -> int:
+def _embedding_backward(grad_output: Tensor, indices: Tensor, num_weights: int, *rest: Any) -> int:
     """Partial sums of up to ten tokens in float32, sums per word, and sorted tokens.
 
     aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu, which uses another kernel for few tokens.
     """
-    tokens, width, words = given["indices"].numel(), given["grad_output"].shape[-1], given["num_weights"]
+    tokens, width = indices.numel(), grad_output.shape[-1]
     if tokens <= 3072:
         return 0
-    segments = tokens // 10 + min(tokens, words)
+    segments = tokens // 10 + min(tokens, num_weights)
     return int(segments * -(-width // 32) * 32 * 4 + 6 * 8 * tokens)
-
-
-HELD_BY_KERNELS = {
-    "linear_cross_entropy": _chunks,
-    "linear_tokens": _tiles,
-    "linear_tokens_backward": _tiles,
-    "experts": _experts,
-    "experts_backward": _experts,
-}
-SCRATCH: dict[str, dict[str, Callable[[Arguments], int]]] = {
-    "cuda": {
-        "aten::embedding_dense_backward": _embedding_backward,
-    },
-    "cpu": {},
-}

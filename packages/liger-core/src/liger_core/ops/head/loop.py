@@ -28,6 +28,7 @@ from torch import Tensor
 
 from liger_core.kernels import multiply, slices
 from liger_core.op import accumulator
+from liger_core.ops._token_passes import REFERENCE_BLOCK
 from liger_core.ops.head.head import Chunk, Head
 from liger_core.ops.head.shards import Vocabulary
 
@@ -75,6 +76,33 @@ class Cut(NamedTuple):
             *range(middle, classes, self.classes),
         ]
         return list(map(slice, starts, [*starts[1:], classes])) or [slice(0, 0)]
+
+    def tile(self, rows: int) -> int:
+        """Return the number of logits that fit the memory of a tile, of a head with so many rows."""
+        return min(self.rows, rows) * self.classes
+
+    def scratch(self, head: Head, needs: list[bool], blocks: int, *, slopes: bool, wide: bool = False) -> int:
+        """Return the bytes of a walk: its tile, unless all logits are kept, and the gradient of hidden that several
+        tiles add to; on the CPU also what the passes and matmuls of the reference allocate.
+
+        blocks  float32 blocks of logits that these passes hold
+        slopes  whether the gradient of logits is computed
+        """
+        (rows, width), classes, dtype = head.hidden.shape, head.weight.shape[0], head.hidden.dtype
+        total, length, copied = accumulator(dtype), min(self.rows, rows), 0
+        logit = total if wide else dtype
+        held = 0 if self.kept == classes else self.tile(rows) * logit.itemsize
+        if slopes and logit != dtype:
+            held += self.tile(rows) * dtype.itemsize
+        if slopes and needs[0] and self.classes < classes and dtype != total:
+            held += length * width * total.itemsize
+            copied = self.classes * (length + width)
+        if slopes and needs[1] and self.dtype != dtype:
+            copied = max(copied, length * (self.classes + width))
+        if head.hidden.is_cpu:
+            # A matmul that is summed in another dtype copies what it multiplies.
+            held += 4 * max(copied, blocks * min(length * max(self.kept, self.classes), REFERENCE_BLOCK))
+        return held
 
 
 def chunking(
@@ -344,7 +372,7 @@ class Tiles:
     def _view(self, rows: slice, classes: slice, dtype: torch.dtype) -> Tensor:
         """The beginning of the shared memory as a dense matrix."""
         if dtype not in self.memory:
-            size = min(self.cut.rows, self.rows) * self.cut.classes
+            size = self.cut.tile(self.rows)
             self.memory[dtype] = torch.empty(size, dtype=dtype, device=self.head.hidden.device)
         count, width = rows.stop - rows.start, classes.stop - classes.start
         return self.memory[dtype][: count * width].view(count, width)

@@ -25,6 +25,9 @@ from liger_core.ops.head.head import CountedRows, Head
 from liger_core.ops.head.loop import ChunkOptions, Cut, Tiles
 from liger_core.ops.head.shards import Exchange, RowSum, Vocabulary
 
+# Float32 blocks of logits in the passes of the reference, and the bytes of the numbers of a row.
+STATISTICS_BLOCKS, SLOPE_BLOCKS, ROW_BYTES = 4, 7, 40
+
 
 class TokenResults(NamedTuple):
     """The log-probabilities (N, K), the requested results of each row, and tensors for the backward pass.
@@ -68,9 +71,13 @@ class TokenLoop:
     def __init__(self, passes: TokenPasses, make_kernel: Callable[..., Kernel]) -> None:
         self.passes = passes
         self._tokens = differentiable(
-            make_kernel("linear_tokens", self._allocate, self._launch),
+            make_kernel("linear_tokens", self._allocate, self._launch, scratch=self._scratch),
             make_kernel(
-                "linear_tokens_backward", self._allocate_backward, self._launch_backward, self._recycle_backward
+                "linear_tokens_backward",
+                self._allocate_backward,
+                self._launch_backward,
+                self._recycle_backward,
+                self._scratch_backward,
             ),
             saves=(
                 *Head._fields, "main_grad", "kept", "derivative", "moments", "selected", "number",
@@ -105,6 +112,17 @@ class TokenLoop:
                 else None,
             )
         )
+
+    def _scratch(
+        self, head: Head, options: LogitOptions, ignore_index: int, wide: bool, chunks: ChunkOptions, vocab: Vocabulary,
+        asked: ResultOptions, needs: list[bool],
+    ) -> int:  # fmt: skip
+        derives = _derivative_cut(head, wide, chunks, vocab, asked, needs)
+        cut = derives or chunks.tiles(head, wide, vocab)
+        if not any(needs):
+            cut = cut._replace(kept=0)
+        blocks = SLOPE_BLOCKS if derives else STATISTICS_BLOCKS
+        return ROW_BYTES * head.hidden.shape[0] + cut.scratch(head, needs, blocks, slopes=bool(derives), wide=wide)
 
     def _launch(
         self, results: TokenResults, /, head: Head, options: LogitOptions, ignore_index: int, wide: bool,
@@ -168,6 +186,23 @@ class TokenLoop:
             return derivative, None, None, None
         recycled = None if kept is None or kept.dtype != head.hidden.dtype else kept
         return (*new_gradients(head, chunks.main_grad, rest[-1]), recycled)
+
+    def _scratch_backward(
+        self,
+        upstream: Upstream,
+        head: Head,
+        chunks: ChunkOptions,
+        kept: Tensor | None,
+        derivative: Tensor | None,
+        *rest: Any,
+    ) -> int:
+        (*_, wide, vocab, needs), rows = rest, head.hidden.shape[0]
+        if derivative is not None:
+            return ROW_BYTES * rows
+        cut = chunks.tiles(head, wide, vocab)
+        summed = needs[1] and cut.rows < rows and cut.dtype != head.weight.dtype
+        weight = head.weight.numel() * cut.dtype.itemsize if summed else 0
+        return ROW_BYTES * rows + weight + cut.scratch(head, needs, SLOPE_BLOCKS, slopes=True, wide=wide)
 
     def _launch_backward(
         self, gradients: Gradients, scratch: Tensor | None, /, upstream: Upstream, head: Head, chunks: ChunkOptions,
