@@ -40,6 +40,7 @@ class VocabShard(NamedTuple):
     scattered  hidden was gathered from equal parts of its rows, one from each rank in order, and a rank reads the
                gradient of its own part only: that of other rows is unspecified, and a reduce-scatter replaces the
                all-reduce where it sends less
+    ranks      the size of the group; by default the group is asked, and must exist
 
     Shards may be uneven, or empty but for padding; together they must have every class once. `VocabShard.of` makes them
     from the number of rows on each rank.
@@ -49,6 +50,7 @@ class VocabShard(NamedTuple):
     start: int
     classes: int
     scattered: bool = False
+    ranks: int | None = None
 
     @classmethod
     def of(cls, weight: Tensor, group: Any = None, classes: int | None = None) -> VocabShard:
@@ -67,10 +69,9 @@ def vocabulary(weight: Tensor, vocab: VocabShard | None) -> Vocabulary:
     """Return the shard's description in the form that kernels take."""
     if vocab is None:
         return Vocabulary(None, 0, weight.shape[0])
-    group = vocab.group
-    return Vocabulary(
-        group if isinstance(group, str) else group.group_name, vocab.start, vocab.classes, vocab.scattered
-    )
+    group = vocab.group if isinstance(vocab.group, str) else vocab.group.group_name
+    ranks = _size(group) if vocab.ranks is None else vocab.ranks
+    return Vocabulary(group, vocab.start, vocab.classes, vocab.scattered, ranks)
 
 
 def held_classes(weight: Tensor, vocab: VocabShard | None) -> int:
@@ -171,12 +172,14 @@ class Vocabulary(NamedTuple):
 
     group      name of the process group that has all classes; None if this rank has them all
     scattered  the rows of hidden come in equal parts from the ranks, and each needs the gradient of its own only
+    ranks      the number of ranks that share the vocabulary
     """
 
     group: str | None
     start: int
     classes: int
     scattered: bool = False
+    ranks: int = 1
 
     def mine(self, rows: int) -> int:
         """Return the number of rows of weight that are classes, not padding."""
@@ -184,11 +187,7 @@ class Vocabulary(NamedTuple):
 
     def usual(self) -> int:
         """Return the classes per rank of an even split, which is the same number on all ranks."""
-        return -(-self.classes // self.ranks())
-
-    def ranks(self) -> int:
-        """Return the number of ranks that share the vocabulary."""
-        return 1 if self.group is None else _size(self.group)
+        return -(-self.classes // self.ranks)
 
     def local(self, index: Tensor) -> Tensor:
         """Return the row of a class in this shard; for a class elsewhere, it is outside the shard's rows."""
@@ -261,10 +260,8 @@ def merge_divergence(moments: Tensor, temperature: float, hard: bool, vocab: Voc
 
 def _everyone(mine: Tensor, vocab: Vocabulary) -> Tensor:
     """Return the tensors of all ranks, (ranks, …)."""
-    assert vocab.group is not None
-    ranks = _size(vocab.group)
-    gathered: Tensor = _c10d.wait_tensor(_c10d.all_gather_into_tensor(mine, ranks, vocab.group))
-    return gathered.view(ranks, *mine.shape)
+    gathered: Tensor = _c10d.wait_tensor(_c10d.all_gather_into_tensor(mine, vocab.ranks, vocab.group))
+    return gathered.view(vocab.ranks, *mine.shape)
 
 
 def start_sum(part: Tensor, vocab: Vocabulary) -> None:
@@ -292,7 +289,7 @@ class RowSum:
         self.vocab, self.rows, self.index, self.shared = vocab, rows, index, vocab.group is not None
         count = rows if index is None else index.shape[0]
         # Only if all rows come at once, and not so few that sending the zeros of the others costs more than it saves.
-        self.scatters = vocab.scattered and count <= most and rows % vocab.ranks() == 0 and 2 * count >= rows > 0
+        self.scatters = vocab.scattered and count <= most and rows % vocab.ranks == 0 and 2 * count >= rows > 0
         self.started: Tensor | None = None
 
     def start(self, out: Tensor) -> None:
@@ -301,7 +298,7 @@ class RowSum:
             start_sum(out, self.vocab)
             return
         whole = out if self.index is None else out.new_zeros(self.rows, *out.shape[1:]).index_copy_(0, self.index, out)
-        self.started = _c10d.reduce_scatter_tensor(whole, "sum", self.vocab.ranks(), self.vocab.group)
+        self.started = _c10d.reduce_scatter_tensor(whole, "sum", self.vocab.ranks, self.vocab.group)
 
     def end(self, out: Tensor) -> None:
         """Wait for the sum, on the device. If it was scattered, the rows of other ranks keep this rank's part."""
