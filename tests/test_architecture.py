@@ -229,6 +229,10 @@ def test_no_source_imports_a_layer_above_it(package: str) -> None:
     assert {path: names for path, names in wrong.items() if names} == {}
 
 
+def test_no_package_replaces_others_with_the_tools_of_tests() -> None:
+    assert [str(path) for package in PACKAGES for path in sources(package) if "unittest" in imports(path)] == []
+
+
 def test_only_a_backend_imports_triton() -> None:
     users = {package for package in PACKAGES for path in sources(package) if "triton" in imports(path)}
     assert users == {"liger_triton"}

@@ -12,11 +12,25 @@ from __future__ import annotations
 import importlib.util
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+
+
+@contextmanager
+def replacing(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within this context, put a value in place of the one of this name in a module or class, if there is one."""
+    original = vars(owner).get(name)
+    if original is not None:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if original is not None:
+            setattr(owner, name, original)
 
 
 class PrivateName(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_core.private_names import PrivateNames
+from liger_core.private_names import PrivateNames, replacing
 
 TRANSFORMERS = PrivateNames()
 
@@ -222,8 +222,8 @@ def recording_checkpoints(files: list[str], names: dict[str, str]) -> Iterator[N
         return renamed
 
     with (
-        _replacing(PreTrainedModel, _LOAD, staticmethod(recorded_load)),
-        _replacing(core_model_loading, _RENAME, recorded_rename),
+        replacing(PreTrainedModel, _LOAD, staticmethod(recorded_load)),
+        replacing(core_model_loading, _RENAME, recorded_rename),
     ):
         yield
 
@@ -246,27 +246,14 @@ def without_packing() -> AbstractContextManager[Any]:
     """Make Transformers not look for several texts in a row."""
     from transformers import masking_utils
 
-    return _replacing(masking_utils, _PACKED, lambda position_ids: None)
+    return replacing(masking_utils, _PACKED, lambda position_ids: None)
 
 
 def as_outside_a_capture() -> AbstractContextManager[Any]:
     """Make Transformers choose masks as if no graph were captured."""
     from transformers import masking_utils
 
-    return _replacing(masking_utils, _TRACING, lambda tensor=None: False)
-
-
-@contextmanager
-def _replacing(owner: Any, name: str, function: Any) -> Iterator[None]:
-    """Replace the function of this name in a module or class within this context, if there is one."""
-    original = vars(owner).get(name)
-    if original is not None:
-        setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        if original is not None:
-            setattr(owner, name, original)
+    return replacing(masking_utils, _TRACING, lambda tensor=None: False)
 
 
 # -- tensor parallelism

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
-from unittest import mock
 
 import torch
 from torch import nn
@@ -69,7 +68,7 @@ def session(packing: bool = False) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(config.patch(recompile_limit=max(GRAPHS, config.recompile_limit)))
-        stack.enter_context(mock.patch.dict(os.environ, {CACHE: cache()}))
+        before, os.environ[CACHE] = os.environ.get(CACHE), cache()
         if not packing:
             # Transformers looks for several texts in a row in the values of the positions, for which the host waits in
             # each step; while a graph is captured it cannot, and would add masks, with which attention is slower.
@@ -79,6 +78,10 @@ def session(packing: bool = False) -> Iterator[None]:
             yield
         finally:
             torch.compiler.reset()
+            if before is None:
+                del os.environ[CACHE]
+            else:
+                os.environ[CACHE] = before
 
 
 def cache() -> str:

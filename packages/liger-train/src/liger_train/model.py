@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,22 +42,26 @@ class Built:
     notes: list[str]
 
 
-def build(setup: Setup, device: torch.device) -> Built:
+def build(
+    setup: Setup, device: torch.device, *,
+    load: Callable[..., Any] | None = None, adapters: Callable[..., Any] | None = None,
+    to_float8: Callable[..., None] = convert,
+) -> Built:  # fmt: skip
     """Build the model of a setup: random weights by its seed, or the weights of a folder or hub name.
 
     The model is on the device, unless it is sharded: then it moves there piece by piece. Under FakeTensorMode, nothing
-    is allocated.
+    is allocated; a plan brings the functions that then load the model, add adapters, and convert to float8.
 
     Raises OptionError for a model that cannot be found.
     """
     torch.manual_seed(setup.seed)
     notes: list[str] = []
-    model = (_quantized if setup.adapter == "qlora" else _loaded)(setup, device, notes)
+    model = (load or (_quantized if setup.adapter == "qlora" else _loaded))(setup, device, notes)
     checkpoint.freeze_what_text_does_not_reach(model, notes)
     if setup.adapter != "none":
-        model = _adapted(model, setup, notes)
+        model = (adapters or adapt)(model, setup, notes)
     if setup.precision in RECIPES:
-        convert(model, setup, notes)
+        to_float8(model, setup, notes)
     model.train()
     checkpointing.enable(model, setup.checkpoint)
     # After adapters, which wrap the modules that Liger replaces.
@@ -154,7 +159,8 @@ def _quantized(setup: Setup, device: torch.device, notes: list[str]) -> Any:
     return type(random).from_pretrained(None, config=config_of(setup), state_dict=random.state_dict(), **options)
 
 
-def _adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
+def adapt(model: Any, setup: Setup, notes: list[str]) -> Any:
+    """Return the model with the adapters of the setup."""
     model = add_adapters(model, setup)
     notes.append(adapter_note(model, setup))
     return model

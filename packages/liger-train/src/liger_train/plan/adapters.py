@@ -10,14 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from liger_core.errors import OptionError
-from liger_train import model as train_model
+from liger_core.private_names import replacing
 from liger_train.adapters import adaptable, targeted
 from liger_train.float8 import holds_experts
-from liger_train.model import adapter_note
+from liger_train.model import adapt, adapter_note
 from liger_train.setup import ALL_LINEAR, Setup
-
-with_peft = train_model._adapted
-
 
 NAME = "default"
 
@@ -50,15 +47,21 @@ class Adapted(nn.Module):
 
 
 def adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
-    """A replacement for model._adapted: uses peft if installed, otherwise builds a model with the same memory.
+    """A replacement for model.adapt: uses peft if installed, otherwise builds a model with the same memory.
 
     Raises OptionError for a model with experts if peft, which has several ways to adapt them, is not installed.
     """
     if importlib.util.find_spec("peft") is not None:
-        return with_peft(model, setup, notes)
+        with replacing(torch.utils, "swap_tensors", _swap):
+            return adapt(model, setup, notes)
     if any(holds_experts(module) for module in model.modules()):
         raise OptionError(f"plan: --adapter {setup.adapter} needs peft for a model with experts; pip install peft")
     return _adapted(model, setup, notes)
+
+
+def _swap(old: Tensor, new: Tensor) -> None:
+    """A replacement for torch.utils.swap_tensors, which rejects fake tensors."""
+    old.data = new
 
 
 def _adapted(model: Any, setup: Setup, notes: list[str]) -> Any:

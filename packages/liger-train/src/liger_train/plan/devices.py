@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,8 +20,8 @@ from torch.utils._pytree import tree_map_only
 
 from liger_core.kernels import KERNELS, Kernel
 from liger_core.plugins import registry
+from liger_core.private_names import replacing
 from liger_core.private_torch import (
-    FakeTensor,
     graph_task,
     storage_id,
     storage_uses,
@@ -30,7 +29,7 @@ from liger_core.private_torch import (
 )
 from liger_core.selection import Link, in_turn, ranked, settle
 from liger_hf.private_transformers import without_packing
-from liger_hf.rules.head import causal_loss, projection, weights
+from liger_hf.rules.head.causal_loss import CHUNK_ELEMENTS
 
 # cuBLAS has a workspace of 32 MiB on a Hopper GPU for each thread that calls it: the main thread and that of autograd.
 WORKSPACES = {"cuda": 2 * (32 << 20), "cpu": 0}
@@ -42,11 +41,10 @@ NO_KERNELS = (
 
 
 @contextmanager
-def as_on(device: str, *, sharded: bool = False, written_out: bool = False) -> Iterator[list[str]]:
+def as_on(device: str, *, written_out: bool = False) -> Iterator[list[str]]:
     """Within this context, fake CPU tensors take the code paths of a device; yields notes on those that are
     unavailable.
 
-    sharded      weights are sharded over ranks, or gathered when used
     written_out  no fused attention supports the tensors, so attention scores are materialized
     """
     notes: list[str] = []
@@ -56,32 +54,14 @@ def as_on(device: str, *, sharded: bool = False, written_out: bool = False) -> I
         if device != "cpu":
             if stack.enter_context(standing_in(device, "cpu"))[-1] == "reference":
                 notes.append(NO_KERNELS)
-            stack.enter_context(mock.patch.object(causal_loss, "CHUNK_ELEMENTS", {}))
+            # Tensors on the CPU get the chunks that those on every other device get.
+            stack.callback(CHUNK_ELEMENTS.update, dict(CHUNK_ELEMENTS))
+            CHUNK_ELEMENTS.clear()
             if not written_out:
-                stack.enter_context(mock.patch.object(functional, "scaled_dot_product_attention", _fused_attention))
-        stack.enter_context(mock.patch.object(torch, "rand", _drawn(torch.rand)))
+                stack.enter_context(replacing(functional, "scaled_dot_product_attention", _fused_attention))
         # Transformers builds a mask if it cannot check whether a row packs several texts; `liger train` never packs.
         stack.enter_context(without_packing())
-        if sharded:
-            for module in (causal_loss, projection):
-                stack.enter_context(mock.patch.object(module, "gathered", lambda head: weights.HELD.head is not head))
-        else:
-            stack.enter_context(
-                mock.patch.object(causal_loss, "PLAIN_WEIGHTS", (*causal_loss.PLAIN_WEIGHTS, FakeTensor))
-            )
         yield notes
-
-
-def _drawn(rand: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.rand, but a single number is a constant, which a model may read:
-
-    OPT, BART and others draw one to drop a layer.
-    """
-
-    def drawn(*size: Any, **options: Any) -> Tensor:
-        return torch.tensor(1.0) if size in ((), ([],), ((),)) and not options else rand(*size, **options)
-
-    return drawn
 
 
 @contextmanager
@@ -129,6 +109,9 @@ def replace(device: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     everything else."""
     kernel = KERNELS.get(func)
     if kernel is None:
+        if func is torch.ops.aten.rand.default and not args[0]:
+            # A constant, which a model may read: OPT, BART and others draw a number to drop a layer.
+            return torch.tensor(1.0)
         if func.name() == "aten::_grouped_mm":
             return _grouped_matmul(*args, **kwargs)
         return args[0] if func is torch.ops.aten.add.Tensor and _is_added_to(args[0]) else NotImplemented

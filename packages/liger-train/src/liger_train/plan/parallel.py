@@ -4,21 +4,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from liger_core import VocabShard, linear_cross_entropy
+from liger_core import VocabShard
 from liger_core.errors import OptionError
-from liger_core.ops.head import shards
+from liger_core.private_names import replacing
 from liger_hf.private_transformers import tensor_parallel_plan
-from liger_hf.rules.head import causal_loss
+from liger_hf.rules.head.causal_loss import SHARD
 from liger_train.setup import Setup
 
 # Style of a tensor-parallel plan of Transformers → the dimension of a weight that it shards; None: of no weight.
@@ -57,30 +55,23 @@ def shard(model: Any, setup: Setup) -> None:
     _set_classes(model, model.get_output_embeddings().weight.shape[0])
 
 
-def gather_logits(model: Any, setup: Setup, classes: int) -> None:
-    """Let the head gather the logits of all ranks, which a fused loss does not need."""
+def share_vocabulary(model: Any, setup: Setup, classes: int, fused: bool) -> None:
+    """Let a fused loss exchange what ranks exchange, and let the head gather the logits of all ranks for another."""
+    if fused:
+        setattr(model.get_output_embeddings(), SHARD, VocabShard("tp", 0, classes, ranks=setup.tp))
+        return
     model.get_output_embeddings().register_forward_hook(
         lambda module, inputs, output: _Gathered.apply(output, -1, setup.tp)
     )
     _set_classes(model, classes)
 
 
-@contextmanager
-def in_parallel(setup: Setup, classes: int) -> Iterator[None]:
-    """Within this context, losses and attention of a rank take what they take together with the others."""
-    with ExitStack() as stack:
-        if setup.tp > 1:
-            vocab = VocabShard("tp", 0, classes)
-            stack.enter_context(
-                mock.patch.object(causal_loss, "linear_cross_entropy", partial(linear_cross_entropy, vocab=vocab))
-            )
-            stack.enter_context(mock.patch.object(shards, "_size", lambda group: setup.tp))
-        if setup.cp > 1:
-            attention = functional.scaled_dot_product_attention
-            stack.enter_context(
-                mock.patch.object(functional, "scaled_dot_product_attention", _over_all_keys(attention, setup))
-            )
-        yield
+def attention_of_ranks(setup: Setup) -> AbstractContextManager[None]:
+    """Within this context, attention takes what it takes together with the other ranks."""
+    if setup.cp == 1:
+        return nullcontext()
+    attention = functional.scaled_dot_product_attention
+    return replacing(functional, "scaled_dot_product_attention", _over_all_keys(attention, setup))
 
 
 def _set_classes(model: Any, classes: int) -> None:

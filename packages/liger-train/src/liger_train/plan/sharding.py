@@ -125,6 +125,9 @@ class Zero3(Zero):
 
     def enter(self, model: Any, ledger: Ledger) -> None:
         super().enter(model, ledger)
+        # DeepSpeed's mark of a weight that is there while a module uses it.
+        for number, weight in enumerate(model.get_output_embeddings().parameters()):
+            weight.ds_id = number
         away = self.setup.offload in ("parameters", "nvme")
         width = model.config.get_text_config().hidden_size
         small = 10 * width

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
-from unittest import mock
 
 import torch
 from accelerate.utils import convert_outputs_to_fp32
@@ -19,7 +18,6 @@ from liger_bench.checkpointing import layers
 from liger_core.errors import LigerError, OptionError
 from liger_core.private_torch import DataDependentOutput, DynamicOutputShape, FakeTensorMode
 from liger_hf.private_transformers import CHECKPOINT
-from liger_train import model as train_model
 from liger_train.configs import auto_class, config_of
 from liger_train.model import LOSS, LOW, build, weights_dtype
 from liger_train.plan import devices, parallel
@@ -202,8 +200,8 @@ def ledger_of_a_step(
     )
     with (
         mode,
-        devices.as_on(setup.device, sharded=sharding.learns, written_out=written_out) as notes,
-        parallel.in_parallel(setup, classes),
+        devices.as_on(setup.device, written_out=written_out) as notes,
+        parallel.attention_of_ranks(setup),
         ledger,
     ):
         step(setup, model, ledger, sharding)
@@ -219,13 +217,13 @@ def fake_model(setup: Setup, mode: Any) -> tuple[Any, list[str]]:
         # Gathered weights are in the precision of the matmuls.
         simple = replace(simple, precision="bf16-pure")
     simple = replace(simple, checkpoint="full" if setup.checkpoint in ("offload", "auto") else setup.checkpoint)
-    instead = mock.patch.multiple(train_model, _loaded=_from_config, _adapted=adapted, convert=in_float8)
-    with mode, mock.patch.object(torch.utils, "swap_tensors", _swap), instead:
-        built = build(simple, CPU)
+    with mode:
+        built = build(simple, CPU, load=_from_config, adapters=adapted, to_float8=in_float8)
         if setup.adapter == "qlora":
             _prepare_for_four_bits(built.model)
-        if setup.tp > 1 and LOSS not in built.replaced:
-            parallel.gather_logits(built.model, setup, config_of(setup).get_text_config().vocab_size)
+        if setup.tp > 1:
+            classes = config_of(setup).get_text_config().vocab_size
+            parallel.share_vocabulary(built.model, setup, classes, LOSS in built.replaced)
     return built.model, built.notes + ([AUTO] if setup.checkpoint == "auto" else [])
 
 
@@ -239,11 +237,6 @@ def _from_config(setup: Setup, device: torch.device, notes: list[str]) -> Any:
     if setup.tp > 1:
         parallel.shard(model, setup)
     return model
-
-
-def _swap(old: Tensor, new: Tensor) -> None:
-    """A replacement for torch.utils.swap_tensors, which rejects fake tensors."""
-    old.data = new
 
 
 def _prepare_for_four_bits(model: Any) -> None:

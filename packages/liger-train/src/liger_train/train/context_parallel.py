@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, experim
 from torch.nn import functional
 
 from liger_core.errors import OptionError
+from liger_core.private_names import replacing
 
 
 def install() -> None:
@@ -50,7 +50,7 @@ def context_parallel(
             query, _gathered(key, mesh), _gathered(value, mesh), attn_mask=seen if is_causal else None, **options
         )
 
-    with mock.patch.object(functional, "scaled_dot_product_attention", attention):
+    with replacing(functional, "scaled_dot_product_attention", attention):
         yield
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from liger_core import cross_entropy, linear_cross_entropy
+from liger_core.private_torch import FakeTensor
 from liger_hf.errors import LogitsError
 from liger_hf.private_transformers import ForCausalLMLoss, ForMaskedLMLoss
 from liger_hf.repeated import checkpointed
@@ -27,7 +28,9 @@ CHUNK_ELEMENTS = {"cpu": 1 << 22}
 CHUNK_ELEMENTS_DEVICE = 1 << 28
 ATTENTION = F.scaled_dot_product_attention
 # The types of a weight without quantization or sharding.
-PLAIN_WEIGHTS: tuple[type, ...] = (nn.Parameter, Tensor)
+PLAIN_WEIGHTS: tuple[type, ...] = (nn.Parameter, Tensor, FakeTensor)
+# The attribute of a head in which `liger plan` says which VocabShard the plain weight stands for.
+SHARD = "vocab_shard"
 
 
 def causal_lm_loss(
@@ -148,6 +151,7 @@ def _fused(logits: LazyLogits, target: Tensor, items: Any, ignore_index: int, sm
         "logit_scale": scale,
         "softcap": cap,
         "label_smoothing": smoothing,
+        "vocab": vars(head).get(SHARD),
     }
     return _mean(linear_cross_entropy, logits.hidden, target, items, ignore_index, head.weight, **options)
 
