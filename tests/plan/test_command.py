@@ -96,6 +96,22 @@ def test_what_does_not_fit_is_an_exit_code_and_a_way_out(plan: Plan) -> None:
     assert "liger train --model tiny --batch 8 --sequence 256" in output
 
 
+def test_a_sweep_is_planned_run_by_run(plan: Plan, tmp_path: Path) -> None:
+    arguments = ("--model", "tiny", "--sequence", "64", "--sweep", "batch=1,2", "--strategies", "none,all")
+    code, output, _ = plan(*arguments, "--memory-limit", "160MiB", "--out", str(tmp_path), "--json")
+    predictions = json.loads(output)["predictions"]
+    runs = [(row["setup"]["batch"], row["setup"]["liger"]) for row in predictions]
+    assert code == 0
+    assert runs == [(1, "none"), (1, "all"), (2, "none"), (2, "all")]
+    assert [row["peak_bytes"] for row in predictions] == [
+        predict(Setup("tiny", batch, 64, liger=liger)).peak_bytes for batch, liger in runs
+    ]
+    assert json.loads((tmp_path / "plan.json").read_text())["predictions"] == predictions
+    code, output, _ = plan(*arguments, "--memory-limit", "20MiB")
+    assert code == 1
+    assert re.search(r"2 +all +[0-9.]+ +\w+ \w+ +no", output.replace("│", " "))
+
+
 def test_the_command_for_the_cpu_is_one_that_can_be_run(plan: Plan) -> None:
     _, output, _ = plan(*TINY, "--device", "cpu", "--memory-limit", "1GiB", "--no-techniques", "--json")
     found = json.loads(output)
@@ -113,7 +129,7 @@ def test_without_a_limit_no_verdict_is_given(plan: Plan) -> None:
     ("arguments", "words"),
     [
         ((), "plan: give either --model or --compare"),
-        (("--model", "tiny", "--device", "tpu"), "plan: --device must be cuda or cpu, got 'tpu'"),
+        (("--model", "tiny", "--device", "tpu"), "plan: --device must be auto, cpu or cuda, got 'tpu'"),
         (("--model", "tiny", "--optimizer", "adamww"), "Did you mean 'adamw'?"),
         (("--model", "tiny", "--batch", "many"), "plan: --batch must be a number or auto, got 'many'"),
         (("--model", "tiny", "--batch", "0"), "plan: --batch must be from 1 to"),

@@ -23,6 +23,7 @@ from bench.commands import InProcess
 from liger_bench import machine
 from liger_core.errors import OptionError
 from liger_train import techniques
+from liger_train.options import RunOptions
 from liger_train.plan.step import predict
 from liger_train.row import Row, row_of
 from liger_train.setup import Setup
@@ -229,8 +230,8 @@ def test_the_cpu_gets_float32_and_no_checkpointing(monkeypatch: pytest.MonkeyPat
 def test_a_gpu_without_bfloat16_gets_float16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
-    given = {"liger": "all", "precision": None, "checkpoint": "full"}
-    assert command._defaults(given, "cuda", torch.device("cuda"))[0]["precision"] == "fp16"
+    words = {"device": "cuda", "liger": "all", "precision": None, "checkpoint": "full"}
+    assert command._defaults(words, RunOptions(), torch.device("cuda"))[0]["precision"] == "fp16"
 
 
 def test_given_options_are_not_printed_as_defaults(monkeypatch: pytest.MonkeyPatch, liger: InProcess) -> None:

@@ -6,8 +6,12 @@ from __future__ import annotations
 import math
 import shlex
 from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+from typer import Option
 
 from liger_core.errors import OptionError
+from liger_hf.presets import PRESETS
 from liger_train import fields as training_fields
 
 # The text that every machine has: the sources of Python's standard library.
@@ -41,60 +45,113 @@ DEFAULTS = {"cuda": {"precision": "bf16", "checkpoint": "full"}, "cpu": {"precis
 
 
 @dataclass(frozen=True)
+class Typed:
+    """The type and the default of an option on the command line, where they are not those of its field."""
+
+    kind: Any
+    default: Any = None
+
+
+@dataclass(frozen=True)
 class Setup:
     """Everything that determines the losses, the speed and the memory of a training run.
 
-    model         preset, folder or name on the hub
-    batch         sequences per micro-batch and rank, of `sequence` tokens each; ranks of tp and cp share theirs
-    data          a file of text or of rows, a folder, a dataset saved by Hugging Face's datasets, or "library"
-    liger         "all", "none", "all-but-loss", or ops separated by commas
-    precision     "fp32"; "bf16", "fp16": mixed, with float32 weights; "bf16-pure": all in bfloat16; "fp8…": as one of
-                  these in float8.py
-    checkpoint    "none", "full", "offload", "auto", or the number of layers to recompute
-    compile, mlp, optimizer, shard, offload, adapter    names in techniques.py
-    ranks         all of them; `tp` of them share each layer, `cp` each sequence, and the others are data parallel
-    memory_limit  bytes; None for all memory of the device
-    nvme_folder   where --offload nvme writes
-    trust_remote_code  whether the model's own code may run
-    random_weights     use only the config of a folder or name
-    set           more fields of transformers.TrainingArguments, as "name=value" words; with num_train_epochs, `steps`
-                  has no effect
-    adapter_targets    "all-linear", or names of linear layers separated by commas
-    validation    share of the sequences, or documents, that is never trained on, for the validation loss
-    packing       put several documents into one sequence
+    `liger train` and `liger plan` have an option for each field (options.py), whose help has the names in techniques.py
+    as {values}. `memory_limit` is in bytes, and `set` has words of the form "name=value"; with num_train_epochs among
+    them, `steps` has no effect.
     """
 
-    model: str
-    batch: int = 1
-    sequence: int = 1024
-    data: str = LIBRARY
-    liger: str = "all"
-    precision: str = "bf16"
-    checkpoint: str = "full"
-    optimizer: str = "adamw"
-    shard: str = "none"
-    offload: str = "none"
-    adapter: str = "none"
-    accumulation: int = 1
-    ranks: int = 1
-    tp: int = 1
-    cp: int = 1
-    device: str = "cuda"
-    memory_limit: int | None = None
-    steps: int = 20
-    learning_rate: float = 1e-5
-    seed: int = 0
-    nvme_folder: str | None = None
-    trust_remote_code: bool = False
-    random_weights: bool = False
-    set: str = ""
-    adapter_rank: int = 16
-    adapter_alpha: int = 32
-    adapter_targets: str = ALL_LINEAR
-    validation: float = 0.0
-    packing: bool = False
-    compile: str = "none"
-    mlp: str = "whole"
+    model: Annotated[
+        str, Option(help=f"{', '.join(PRESETS)} (random weights), a folder, or a name on the Hugging Face Hub.")
+    ]
+    batch: Annotated[
+        int,
+        Typed(str, "1"),
+        Option(help="Sequences per micro-batch and rank, or group of --tp and --cp; auto: as many as fit."),
+    ] = 1
+    sequence: Annotated[int, Option(help="Tokens per sequence.")] = 1024
+    data: Annotated[
+        str,
+        Option(
+            help="Text to train on: a file, a folder, or library, the sources of Python's standard library. Rows of "
+            "conversations, of prompts and completions, or of texts: a .json, .jsonl, .parquet or .csv file, or a "
+            "dataset saved by datasets."
+        ),
+    ] = LIBRARY
+    liger: Annotated[str, Typed(str | None), Option(help="{values}, or ops separated by commas. Default: all.")] = "all"
+    precision: Annotated[str, Typed(str | None), Option(help="{values}. Default: bf16 on a GPU, else fp32.")] = "bf16"
+    checkpoint: Annotated[
+        str,
+        Typed(str | None),
+        Option(
+            help="Activation checkpointing: {values} of layers. Default: full on a GPU, none on the CPU. A plan of "
+            "auto is that of its start."
+        ),
+    ] = "full"
+    optimizer: Annotated[str, Option(help="{values}.")] = "adamw"
+    shard: Annotated[str, Option(help="{values}; across the ranks, or on one GPU with --offload.")] = "none"
+    offload: Annotated[str, Option(help="{values}; needs --shard.")] = "none"
+    adapter: Annotated[str, Option(help="{values}.")] = "none"
+    accumulation: Annotated[int, Option(help="Micro-batches per optimizer step.")] = 1
+    ranks: Annotated[
+        int,
+        Typed(int | None),
+        Option(help="Number of processes, one per GPU. Default: those of torchrun, or as many as --tp × --cp needs."),
+    ] = 1
+    tp: Annotated[
+        int, Option(help="Tensor parallelism: ranks that share each layer, by Transformers' tp_plan='auto'.")
+    ] = 1
+    cp: Annotated[int, Option(help="Context parallelism: ranks that share each sequence.")] = 1
+    device: Annotated[
+        str, Typed(str, AUTO), Option(help="auto, cpu or cuda. A plan needs no GPU; under auto it is for one.")
+    ] = "cuda"
+    memory_limit: Annotated[
+        int | None,
+        Typed(str | None),
+        Option(
+            help="GPU memory that the run may use, to simulate a smaller card, for instance 24GiB. Default: all of it."
+        ),
+    ] = None
+    steps: Annotated[
+        int,
+        Typed(int | None),
+        Option(help="Optimizer steps. Default: 20; in a sweep 6, plus 10 with --checkpoint auto."),
+    ] = 20
+    learning_rate: Annotated[float, Option(help="Constant learning rate.")] = 1e-5
+    seed: Annotated[int, Option(help="Seed of random weights and of the order of sequences.")] = 0
+    nvme_folder: Annotated[str | None, Option(help="Where --offload nvme writes.")] = None
+    trust_remote_code: Annotated[bool, Option(help="Allow the model's own Python code to run. Read it first.")] = False
+    random_weights: Annotated[
+        bool, Option(help="Use only the config of a folder or name, with random weights by --seed.")
+    ] = False
+    set: Annotated[
+        str,
+        Typed(list[str] | None),
+        Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Set a field of transformers.TrainingArguments, for instance weight_decay=0.1; repeatable.",
+        ),
+    ] = ""
+    adapter_rank: Annotated[int, Option(help="Rank of adapters.")] = 16
+    adapter_alpha: Annotated[int, Option(help="Adapters are scaled by alpha / rank.")] = 32
+    adapter_targets: Annotated[
+        str,
+        Option(
+            help="Linear layers that get adapters: all-linear, or names separated by commas, such as q_proj,v_proj."
+        ),
+    ] = ALL_LINEAR
+    validation: Annotated[
+        float, Option(help="Share of the text to hold out for a validation loss, for instance 0.02.")
+    ] = 0.0
+    packing: Annotated[bool, Option(help="Put several rows of --data into one sequence, as TRL packs them.")] = False
+    compile: Annotated[
+        str,
+        Option(
+            help="{values}: torch.compile for each layer, and CUDA graphs of a step. A plan is that of the eager model."
+        ),
+    ] = "none"
+    mlp: Annotated[str, Option(help="{values}.")] = "whole"
 
     @property
     def mixed(self) -> bool:
@@ -148,46 +205,45 @@ def _size(size: int) -> str:
     )
 
 
-def batch_of(given: str, largest: int, command: str = "train") -> int:
+def batch_of(words: str, largest: int) -> int:
     """The value of --batch, which is `largest` for auto."""
-    if given == AUTO:
+    if words == AUTO:
         return largest
-    if not given.isdecimal():
-        raise OptionError(f"{command}: --batch must be a number or auto, got {given!r}")
-    return int(given)
+    if not words.isdecimal():
+        raise OptionError(f"train: --batch must be a number or auto, got {words!r}")
+    return int(words)
 
 
-def check_values(setup: Setup, command: str = "train") -> None:
+def check_values(setup: Setup) -> None:
     """Raise OptionError for a number out of range or an empty name."""
     for name, (low, high) in LIMITS.items():
         value = getattr(setup, name)
         if not low <= value <= high:
-            raise OptionError(f"{command}: --{name.replace('_', '-')} must be from {low} to {high}, got {value}")
+            raise OptionError(f"train: --{name.replace('_', '-')} must be from {low} to {high}, got {value}")
     if setup.ranks % (setup.tp * setup.cp):
         ranks = f"{setup.ranks} rank{'s' if setup.ranks > 1 else ''}"
         raise OptionError(
-            f"{command}: the number of ranks must be a multiple of --tp × --cp, got {setup.tp} × {setup.cp} and "
-            f"{ranks}; "
-            + ("run it under torchrun --nproc-per-node N -m liger_core train" if command == "train" else "give --ranks")
+            f"train: the number of ranks must be a multiple of --tp × --cp, got {setup.tp} × {setup.cp} and "
+            f"{ranks}; run it under torchrun --nproc-per-node N -m liger_core train, or plan it with --ranks N"
         )
     if setup.batch * setup.sequence > MOST:
         raise OptionError(
-            f"{command}: --batch × --sequence must be at most {MOST} tokens, got {setup.batch} × {setup.sequence}"
+            f"train: --batch × --sequence must be at most {MOST} tokens, got {setup.batch} × {setup.sequence}"
         )
     if not 0 < setup.learning_rate < math.inf:
-        raise OptionError(f"{command}: --learning-rate must be a positive number, got {setup.learning_rate}")
+        raise OptionError(f"train: --learning-rate must be a positive number, got {setup.learning_rate}")
     if not 0 <= setup.validation < 1:
-        raise OptionError(f"{command}: --validation must be from 0 to below 1, got {setup.validation}")
+        raise OptionError(f"train: --validation must be from 0 to below 1, got {setup.validation}")
     if setup.validation and setup.tp * setup.cp > 1:
         raise OptionError(
-            f"{command}: --validation needs ranks with sequences of their own, got --tp {setup.tp} --cp {setup.cp}"
+            f"train: --validation needs ranks with sequences of their own, got --tp {setup.tp} --cp {setup.cp}"
         )
     for name in ("adapter_rank", "adapter_alpha", "adapter_targets"):
         if setup.adapter == "none" and getattr(setup, name) != getattr(Setup, name):
-            raise OptionError(f"{command}: --{name.replace('_', '-')} needs --adapter lora or qlora, got none")
+            raise OptionError(f"train: --{name.replace('_', '-')} needs --adapter lora or qlora, got none")
     for name in ("model", "data", "nvme_folder", "adapter_targets"):
         if (word := getattr(setup, name)) is not None and not word.strip():
             option = name.replace("_", "-")
             raise OptionError(
-                f"{command}: --{option} must not be empty, as it is when it is a shell variable that is not set"
+                f"train: --{option} must not be empty, as it is when it is a shell variable that is not set"
             )

@@ -5,151 +5,87 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
+from typer import Option
 
-from liger_bench.memory import bytes_of
 from liger_bench.progress import progress_bar
 from liger_bench.writable import check_folder
 from liger_core.errors import OptionError
-from liger_hf.presets import PRESETS, preset_name
-from liger_train.setup import AUTO, DEFAULTS, Setup, batch_of, check_values
-from liger_train.techniques import chosen, values_of
+from liger_train.options import RunOptions, setup_of, takes_options
+from liger_train.setup import AUTO, DEFAULTS, Setup
+from liger_train.techniques import check
+from liger_train.train import ranks
+from liger_train.train.cells import STRATEGIES, cells, strategies_of, swept
+
+PANEL = "Plan"
 
 
+@takes_options(optional="model")
 def plan(
-    model: Annotated[
-        str | None,
-        typer.Option(help=f"{', '.join(PRESETS)}, a folder with a config.json, or a name on the Hugging Face Hub."),
-    ] = None,
-    batch: Annotated[
-        str, typer.Option(help="Sequences per micro-batch and rank, or group of --tp and --cp; auto: as many as fit.")
-    ] = "1",
-    sequence: Annotated[int, typer.Option(min=2, help="Tokens per sequence.")] = 1024,
-    accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1,
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Number of GPUs. Default: tp × cp.", show_default=False)
-    ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism: GPUs that share each layer.")] = 1,
-    cp: Annotated[int, typer.Option(min=1, help="Context parallelism: GPUs that share each sequence.")] = 1,
-    liger: Annotated[str, typer.Option(help=f"{values_of('liger')}, or ops separated by commas.")] = "all",
-    precision: Annotated[
-        str | None, typer.Option(help=f"{values_of('precision')}. Default: as for `liger train`.")
-    ] = None,
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Activation checkpointing: {values_of('checkpoint')} of layers. Default: as for `liger train`."
-        ),
-    ] = None,
-    compile: Annotated[
-        str, typer.Option(help=f"{values_of('compile')}. The memory is that of the eager model.")
-    ] = "none",
-    mlp: Annotated[str, typer.Option(help=f"{values_of('mlp')}.")] = Setup.mlp,
-    optimizer: Annotated[str, typer.Option(help=f"{values_of('optimizer')}.")] = "adamw",
-    shard: Annotated[str, typer.Option(help=f"{values_of('shard')}.")] = "none",
-    offload: Annotated[str, typer.Option(help=f"{values_of('offload')}.")] = "none",
-    adapter: Annotated[str, typer.Option(help=f"{values_of('adapter')}.")] = "none",
-    adapter_rank: Annotated[int, typer.Option(help="Rank of adapters.")] = Setup.adapter_rank,
-    adapter_alpha: Annotated[int, typer.Option(help="Adapters are scaled by alpha / rank.")] = Setup.adapter_alpha,
-    adapter_targets: Annotated[
-        str,
-        typer.Option(
-            help="Linear layers that get adapters: all-linear, or names separated by commas, "
-            "for instance q_proj,v_proj."
-        ),
-    ] = Setup.adapter_targets,
-    device: Annotated[str, typer.Option(help="cuda or cpu; no GPU is needed.")] = "cuda",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow the model's own Python code to run. Read it first.")
-    ] = False,
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory that the run must fit in, for instance 24GiB. "
-            "Default: that of the GPU in this machine, if any."
-        ),
-    ] = None,
-    techniques: Annotated[bool, typer.Option(help="Also predict what each other technique would save.")] = True,
+    words: dict[str, Any],
+    options: RunOptions,
+    *,
+    techniques: Annotated[
+        bool, Option(help="Also predict what each other technique would save.", rich_help_panel=PANEL)
+    ] = True,
     compare: Annotated[
         list[Path] | None,
-        typer.Option(
+        Option(
             help=(
                 "Compare predictions with the rows of a train.json (or its folder) or of a model.json of `liger bench "
                 "model`; repeatable."
-            )
+            ),
+            rich_help_panel=PANEL,
         ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for plan.json and plan.png, or plan-accuracy.md with --compare.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Predict the peak memory of a training run before anything is allocated, and find a setup that fits.
 
-    A model of fake tensors takes one step; the options are those of `liger train`. Exit code 1 if the setup does not
-    fit, even if one that does was found, or if --compare finds a prediction that is more than 10 % off or wrong about
-    whether a run fits.
+    A model of fake tensors takes one step. The options are those of `liger train`; those that do not affect memory have
+    no effect. Exit code 1 if the setup does not fit, even if one that does was found, if no run of a sweep fits, or
+    if --compare finds a prediction that is more than 10 % off or wrong about whether a run fits.
     """
-    if (model is None) == (not compare):
+    if (words["model"] is None) == (not compare):
         raise OptionError("plan: give either --model or --compare")
-    if device not in ("cuda", "cpu"):
-        raise OptionError(f"plan: --device must be cuda or cpu, got {device!r}")
-    if compare:
-        _compare(compare, out, as_json, trust_remote_code)
+    if not ranks.first():
         return
-    limit = _limit(memory_limit, device)
-    if batch == AUTO and limit is None:
+    device = "cuda" if words["device"] == AUTO else words["device"]
+    if device not in DEFAULTS:
+        raise OptionError(f"plan: --device must be auto, cpu or cuda, got {device!r}")
+    if compare:
+        _compare(compare, options.out, options.as_json, words["trust_remote_code"])
+        return
+    setup = setup_of(words, 1, device=device, ranks=max(ranks.count(), words["tp"] * words["cp"]))
+    limit = setup.memory_limit or _memory_here(device)
+    if words["batch"] == AUTO and limit is None:
         none = "--device cpu has none" if device == "cpu" else "this machine has no GPU"
         raise OptionError(
             f"plan: --batch auto needs a limit to stay within, and {none}; give, for instance, --memory-limit 24GiB"
         )
-    setup = Setup(
-        model=preset_name(model or ""),
-        batch=batch_of(batch, 1, "plan"),
-        sequence=sequence,
-        liger=liger,
-        precision=precision or DEFAULTS[device]["precision"],
-        checkpoint=checkpoint or DEFAULTS[device]["checkpoint"],
-        compile=compile,
-        mlp=mlp,
-        optimizer=optimizer,
-        shard=shard,
-        offload=offload,
-        adapter=adapter,
-        adapter_rank=adapter_rank,
-        adapter_alpha=adapter_alpha,
-        adapter_targets=adapter_targets,
-        accumulation=accumulation,
-        ranks=ranks or tp * cp,
-        tp=tp,
-        cp=cp,
-        device=device,
-        # As an option of `liger train`: a limit simulates a smaller GPU, and a whole GPU needs none.
-        memory_limit=limit if memory_limit is not None and device == "cuda" else None,
-        trust_remote_code=trust_remote_code,
-    )
-    check_values(setup, "plan")
-    chosen(setup)
-    if out is not None:
-        check_folder("plan: --out", out)
-    _plan(setup, limit, batch == AUTO, techniques, out, as_json)
+    if device == "cpu":
+        # For `liger train` it would be that of a GPU.
+        setup = replace(setup, memory_limit=None)
+    if options.sweeping:
+        _plan_sweep(setup, limit, options)
+        return
+    check(setup, here=False)
+    if options.out is not None:
+        check_folder("plan: --out", options.out)
+    _plan(setup, limit, words["batch"] == AUTO, techniques, options.out, options.as_json)
 
 
 def _plan(setup: Setup, limit: int | None, fill: bool, techniques: bool, out: Path | None, as_json: bool) -> None:
     with progress_bar() as bar:
         task = bar.add_task("loading Transformers", total=None)
-        from liger_train.plan.advice import problem_of
         from liger_train.plan.chart import picture
         from liger_train.plan.planning import planned
         from liger_train.plan.tables import print_plan
 
-        problem = problem_of(setup)
-        if problem:
-            raise OptionError(f"plan: {problem}")
         found = planned(setup, limit, techniques, fill, lambda doing: bar.update(task, description=doing))
     if out is not None:
         (out / "plan.json").write_text(json.dumps(found.columns(), indent=1) + "\n")
@@ -160,9 +96,39 @@ def _plan(setup: Setup, limit: int | None, fill: bool, techniques: bool, out: Pa
         raise typer.Exit(1)
 
 
-def _limit(given: str | None, device: str) -> int | None:
-    if given is not None:
-        return bytes_of("plan: --memory-limit", given)
+def _plan_sweep(setup: Setup, limit: int | None, options: RunOptions) -> None:
+    """Predict the peak of every run of a sweep."""
+    varied = swept(options.sweeps or [])
+    strategies = list(STRATEGIES) if options.strategies is None else strategies_of(options.strategies)
+    setups = cells(setup, varied, strategies)
+    for each in setups:
+        check(each, here=False)
+    if options.out is not None:
+        check_folder("plan: --out", options.out)
+    with progress_bar() as bar:
+        task = bar.add_task("predicting", total=len(setups))
+        from liger_train.plan.step import predict
+        from liger_train.plan.tables import print_sweep
+
+        predictions = []
+        for each in setups:
+            predictions.append(predict(each))
+            bar.advance(task)
+    limits = [each.memory_limit or limit for each in setups]
+    fits = [None if most is None else each.fits(most) for each, most in zip(predictions, limits, strict=True)]
+    text = json.dumps({"predictions": [asdict(each) | {"command": each.setup.command()} for each in predictions]})
+    if options.out is not None:
+        (options.out / "plan.json").write_text(text + "\n")
+    if options.as_json:
+        print(text)
+    else:
+        print_sweep(predictions, list(varied), fits)
+    if not any(fit in (True, None) for fit in fits):
+        raise typer.Exit(1)
+
+
+def _memory_here(device: str) -> int | None:
+    """Return the memory of the GPU in this machine, if there is one."""
     if device == "cuda" and torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(0).total_memory)
     return None

@@ -13,6 +13,7 @@ from liger_core.tables import Column, output, print_table
 from liger_train.plan.chart import print_bars
 from liger_train.plan.comparison import ALLOWED, Compared
 from liger_train.plan.planning import Plan
+from liger_train.plan.step import Prediction
 
 
 def print_plan(found: Plan) -> None:
@@ -56,6 +57,18 @@ def print_plan(found: Plan) -> None:
         )
     else:
         console.print(f"{batch} do not fit with any of these techniques; use a smaller batch.")
+
+
+def print_sweep(predictions: Sequence[Prediction], varied: Sequence[str], fits: Sequence[bool | None]) -> None:
+    scale, unit = unit_of(max(each.peak_bytes for each in predictions))
+    words = {True: "yes", False: "no", None: "–"}
+    names = (*varied, "liger")
+    lines = [
+        [*(str(getattr(each.setup, name)) for name in names), f"{each.peak_bytes / scale:.2f}", each.doing, words[fit]]
+        for each, fit in zip(predictions, fits, strict=True)
+    ]
+    columns = [*map(Column, names), Column(f"peak {unit}", number=True), Column("in the"), Column("fits")]
+    print_table(output(), columns, lines)
 
 
 def _print_held(console: Console, found: Plan) -> None:

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import Any, get_type_hints
 
 from liger_bench.memory import bytes_of
 from liger_core.errors import OptionError, nearest
@@ -16,9 +16,9 @@ from liger_train.setup import Setup
 STRATEGIES = ("none", "all-but-loss", "all")
 # Option → type, of all options that can vary.
 SWEPT = {
-    field.name: str(field.type)
-    for field in fields(Setup)
-    if field.name not in ("liger", "device", "set") and field.type != "bool"
+    name: kind
+    for name, kind in get_type_hints(Setup).items()
+    if name not in ("liger", "device", "set") and kind is not bool
 }
 
 
@@ -88,10 +88,10 @@ def _value(name: str, word: str) -> Any:
     if name == "memory_limit":
         return bytes_of("train: --sweep memory_limit", word)
     kind = SWEPT[name]
-    if not kind.startswith(("int", "float")):
+    if kind not in (int, float):
         return word
     try:
-        value = float(word) if kind.startswith("float") else int(word)
+        value = kind(word)
     except ValueError:
         value = -1
     if value < 0 or (value == 0 and name != "seed"):

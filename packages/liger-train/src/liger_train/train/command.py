@@ -6,8 +6,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import typer
@@ -15,16 +15,14 @@ from rich.console import Console
 
 from liger_bench import machine
 from liger_bench.measurements import Files
-from liger_bench.memory import bytes_of
 from liger_bench.printing import amount, size
 from liger_bench.progress import progress_bar
 from liger_core.errors import DeviceError, LigerError, OptionError
 from liger_core.tables import Column, output, print_table
-from liger_hf.presets import PRESETS, preset_name
 from liger_train import fields, techniques
+from liger_train.options import RunOptions, setup_of, takes_options
 from liger_train.row import COLUMNS, Row, where_of
-from liger_train.setup import AUTO, DEFAULTS, LIBRARY, Setup, batch_of
-from liger_train.techniques import values_of
+from liger_train.setup import AUTO, DEFAULTS, Setup
 from liger_train.train import ranks, saved
 from liger_train.train.data import check_source
 from liger_train.train.places import Extras, check, observers
@@ -39,248 +37,61 @@ LONG = 65_536
 INTERRUPTED = 130
 
 
-def train(
-    model: Annotated[
-        str,
-        typer.Option(
-            help=f"{', '.join(PRESETS)} (random weights), a folder, or a name on the Hugging Face Hub.",
-            show_default=False,
-        ),
-    ],
-    data: Annotated[
-        str,
-        typer.Option(
-            help="Text to train on: a file, a folder, or library, the sources of Python's standard library. "
-            "Rows of conversations, of prompts and "
-            "completions, or of texts: a .json, .jsonl, .parquet or .csv file, or a dataset saved by datasets."
-        ),
-    ] = LIBRARY,
-    validation: Annotated[
-        float, typer.Option(help="Share of the text to hold out for a validation loss, for instance 0.02.")
-    ] = 0.0,
-    packing: Annotated[
-        bool, typer.Option("--packing", help="Put several rows of --data into one sequence, as TRL packs them.")
-    ] = False,
-    batch: Annotated[
-        str, typer.Option(help="Sequences per micro-batch and rank, or group of --tp and --cp; auto: as many as fit.")
-    ] = "1",
-    sequence: Annotated[int, typer.Option(help="Tokens per sequence.")] = 1024,
-    accumulation: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 1,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            help="Optimizer steps. Default: 20; in a sweep 6, plus 10 with --checkpoint auto.", show_default=False
-        ),
-    ] = None,
-    learning_rate: Annotated[float, typer.Option(help="Constant learning rate.")] = 1e-5,
-    seed: Annotated[int, typer.Option(help="Seed of random weights and of the order of sequences.")] = 0,
-    liger: Annotated[
-        str | None, typer.Option(help=f"{values_of('liger')}, or ops separated by commas. Default: all.")
-    ] = None,
-    precision: Annotated[
-        str | None, typer.Option(help=f"{values_of('precision')}. Default: bf16 on a GPU, fp32 on the CPU.")
-    ] = None,
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(
-            help=(
-                f"Activation checkpointing: {values_of('checkpoint')} of layers. Default: full on a GPU, none on the "
-                "CPU."
-            )
-        ),
-    ] = None,
-    compile: Annotated[
-        str, typer.Option(help=f"{values_of('compile')}: torch.compile for each layer, and CUDA graphs of a step.")
-    ] = "none",
-    mlp: Annotated[str, typer.Option(help=f"{values_of('mlp')}.")] = Setup.mlp,
-    optimizer: Annotated[str, typer.Option(help=f"{values_of('optimizer')}.")] = "adamw",
-    shard: Annotated[
-        str, typer.Option(help=f"{values_of('shard')}; across the ranks of torchrun, or with --offload.")
-    ] = "none",
-    tp: Annotated[
-        int, typer.Option(help="Tensor parallelism: ranks that share each layer, by Transformers' tp_plan='auto'.")
-    ] = 1,
-    cp: Annotated[int, typer.Option(help="Context parallelism: ranks that share each sequence.")] = 1,
-    offload: Annotated[str, typer.Option(help=f"{values_of('offload')}; needs --shard.")] = "none",
-    nvme_folder: Annotated[str | None, typer.Option(help="Where --offload nvme writes.")] = None,
-    adapter: Annotated[str, typer.Option(help=f"{values_of('adapter')}.")] = "none",
-    adapter_rank: Annotated[int, typer.Option(help="Rank of adapters.")] = Setup.adapter_rank,
-    adapter_alpha: Annotated[int, typer.Option(help="Adapters are scaled by alpha / rank.")] = Setup.adapter_alpha,
-    adapter_targets: Annotated[
-        str,
-        typer.Option(
-            help="Linear layers that get adapters: all-linear, or names separated by commas, "
-            "for instance q_proj,v_proj."
-        ),
-    ] = Setup.adapter_targets,
-    random_weights: Annotated[
-        bool,
-        typer.Option(
-            "--random-weights", help="Use only the config of a folder or name, with random weights by --seed."
-        ),
-    ] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = AUTO,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Allow the model's own Python code to run. Read it first.")
-    ] = False,
-    memory_limit: Annotated[
-        str | None, typer.Option(help="Cap GPU memory, to simulate a smaller card, for instance 24GiB.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder for saved checkpoints; the last one is the trained model.")
-    ] = None,
-    export: Annotated[
-        Path | None, typer.Option(help="Empty folder for the trained model, with adapters merged.")
-    ] = None,
-    save_every: Annotated[
-        int, typer.Option(min=0, help="Steps between saved checkpoints; 0: only one at the end.")
-    ] = 0,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Resume from the latest intact checkpoint in --output; a sweep: skip the runs in --out."
-        ),
-    ] = False,
-    deterministic: Annotated[
-        bool,
-        typer.Option(
-            "--deterministic", help="Use deterministic algorithms: two runs have bit-identical losses. Slower on a GPU."
-        ),
-    ] = False,
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="Set a field of transformers.TrainingArguments, for instance weight_decay=0.1; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder with train.csv and train.json, to which the row is appended.")
-    ] = None,
-    csv: Annotated[Path | None, typer.Option(help="CSV file to which the row is appended.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
-    sweeps: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--sweep", metavar="OPTION=VALUE,…", help="Train with each value, for instance batch=1,4,8; repeatable."
-        ),
-    ] = None,
-    strategies: Annotated[
-        str | None,
-        typer.Option(
-            help="Values of --liger to sweep, with ops joined by +. Default with --sweep: none,all-but-loss,all.",
-            show_default=False,
-        ),
-    ] = None,
-    gpus: Annotated[
-        str | None, typer.Option(help="GPUs for a sweep, with one run at a time on each, for instance 0,1.")
-    ] = None,
-    skip_larger: Annotated[
-        bool, typer.Option("--skip-larger", help="In a sweep, skip runs larger than one that ran out of memory.")
-    ] = False,
-    snapshot: Annotated[
-        bool,
-        typer.Option(
-            "--snapshot", help="Record memory by category over the first steps, as data and a picture in --out."
-        ),
-    ] = False,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Trace a few steps for TensorBoard and Perfetto, in --out.")
-    ] = False,
-) -> None:
+@takes_options()
+def train(words: dict[str, Any], options: RunOptions) -> None:
     """Train a Hugging Face causal language model on text; report its losses, throughput and peak memory.
 
     For several GPUs, run it under torchrun (-m liger_core train …). Exit code 1 if the run fails or runs out of memory,
     130 after Ctrl-C.
     """
-    place = machine.measurable_device("train", device)
-    sweeping = bool(sweeps) or strategies is not None
-    if resume and output is None and not sweeping:
-        raise OptionError("train: --resume needs --output, the folder of the checkpoints to resume from")
-    if save_every and output is None:
-        raise OptionError("train: --save-every needs --output, the folder of the checkpoints")
-    given = {"liger": Setup.liger if sweeping else liger, "precision": precision, "checkpoint": checkpoint}
-    chosen, notes = _defaults(given, device, place)
-    setup = Setup(
-        model=preset_name(model),
-        batch=batch_of(batch, LARGEST_BATCH),
-        sequence=sequence,
-        data=data,
-        validation=validation,
-        packing=packing,
-        **chosen,
-        compile=compile,
-        mlp=mlp,
-        optimizer=optimizer,
-        shard=shard,
-        offload=offload,
-        adapter=adapter,
-        adapter_rank=adapter_rank,
-        adapter_alpha=adapter_alpha,
-        adapter_targets=adapter_targets,
-        accumulation=accumulation,
-        ranks=ranks.count(),
-        tp=tp,
-        cp=cp,
-        device=place.type,
-        memory_limit=None if memory_limit is None else bytes_of("train: --memory-limit", memory_limit),
-        steps=(SWEEP_STEPS if sweeping else Setup.steps) if steps is None else steps,
-        learning_rate=learning_rate,
-        seed=seed,
-        nvme_folder=nvme_folder,
-        trust_remote_code=trust_remote_code,
-        random_weights=random_weights,
-        set=fields.joined(sets or []),
-    )
-    if fields.EPOCHS in fields.given(setup.set) and (steps is not None or sweeping):
-        raise OptionError(f"train: --set {fields.EPOCHS} cannot be combined with --steps or --sweep; give one of them")
-    if batch == AUTO:
-        _check_search(setup, resume)
-        if sweeping or snapshot or profile:
-            raise OptionError(
-                "train: --sweep, --snapshot and --profile need a number as --batch, got auto, which trains several "
-                "times"
-            )
-        if export is not None:
-            raise OptionError("train: --export needs a number as --batch, got auto, which trains several times")
-    extras = Extras(out, snapshot, profile)
-    if sweeping:
-        _check_sweep(liger, output, deterministic)
-        if export is not None:
-            raise OptionError("train: --export cannot be combined with --sweep; train once with the values to export")
+    device, search = machine.measurable_device("train", words["device"]), words["batch"] == AUTO
+    _check(words, options, device)
+    chosen, notes = _defaults(words, options, device)
+    setup = setup_of(words, LARGEST_BATCH, **chosen)
+    extras = Extras(options.out, options.snapshot, options.profile)
+    if options.sweeping:
         _print_sentences(notes)
-        results: dict[str, Any] = {"extras": extras, "csv": csv, "resume": resume, "as_json": as_json}
-        sweep(setup, sweeps or [], strategies, gpus=gpus, skip=skip_larger, settle=steps is None, **results)
+        sweep(
+            *(setup, options.sweeps or [], options.strategies),
+            gpus=options.gpus,
+            skip=options.skip_larger,
+            extras=extras,
+            csv=options.csv,
+            resume=options.resume,
+            settle=words["steps"] is None,
+            as_json=options.as_json,
+        )
         return
-    if gpus or skip_larger:
-        raise OptionError("train: --gpus and --skip-larger are for --sweep; without it give CUDA_VISIBLE_DEVICES")
     check(setup, extras)
     techniques.check(setup)
-    files = Files("train", COLUMNS, out, csv)
+    files = Files("train", COLUMNS, options.out, options.csv)
     files.check()
     check_source(setup.data)
     if ranks.first():
-        if output is not None:
-            saved.check_output(output, resume)
-        if batch != AUTO:
-            notes.extend(_cost(setup, place))
+        if options.output is not None:
+            saved.check_output(options.output, options.resume)
+        if not search:
+            notes.extend(_cost(setup, device))
         _print_sentences(notes)
-    options = {
-        "folder": output,
-        "resume": resume,
-        "save_every": save_every,
-        "deterministic": deterministic,
+    run_options = {
+        "folder": options.output,
+        "resume": options.resume,
+        "save_every": options.save_every,
+        "deterministic": options.deterministic,
         "notes": notes,
-        "export": export,
+        "export": options.export,
     }
     try:
-        row = _trained(setup, batch == AUTO, options, extras)
+        row = _trained(setup, search, run_options, extras)
     except LigerError:
         if ranks.speaks(failed=True):
             raise
         raise typer.Exit(2) from None
+    _end(row, files, options.as_json, notes)
+
+
+def _end(row: Row, files: Files, as_json: bool, notes: list[str]) -> None:
+    """Print and write the row, leave the other ranks, and exit with the code of the row."""
     ended_badly = row.failed or row.out_of_memory
     if ranks.speaks(failed=ended_badly):
         # Print first, and write even if that fails: either disk may be full.
@@ -294,24 +105,23 @@ def train(
         raise typer.Exit(code)
 
 
-def _defaults(given: dict[str, str | None], device: str, found: torch.device) -> tuple[dict[str, str], list[str]]:
-    """All options with their defaults for this machine, and a sentence that names the defaults."""
-    chosen = (
-        {"liger": Setup.liger}
-        | DEFAULTS[found.type]
-        | {name: value for name, value in given.items() if value is not None}
-    )
-    if (
-        found.type == "cuda"
-        and given["precision"] is None
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
-        chosen["precision"] = "fp16"
-    options = [f"--device {found.type}"] if device == AUTO else []
-    options += [f"--{name} {chosen[name]}" for name, value in given.items() if value is None]
-    on_cpu = "the CPU (PyTorch found no GPU)" if device == AUTO else "the CPU"
-    where = torch.cuda.get_device_name(found) if found.type == "cuda" else on_cpu
-    return chosen, [f"Defaults for {where}: {', '.join(options)}."] if options else []
+def _defaults(words: Mapping[str, Any], options: RunOptions, device: torch.device) -> tuple[dict[str, Any], list[str]]:
+    """Return the defaults for this machine, and a sentence that names those that the user may not expect."""
+    names = {"liger": Setup.liger} | DEFAULTS[device.type]
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        names["precision"] = "fp16"
+    shown = [f"--device {device.type}"] if words["device"] == AUTO else []
+    # A sweep varies the strategy.
+    shown += [
+        f"--{name} {value}"
+        for name, value in names.items()
+        if words[name] is None and not (name == "liger" and options.sweeping)
+    ]
+    on_cpu = "the CPU (PyTorch found no GPU)" if words["device"] == AUTO else "the CPU"
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else on_cpu
+    steps = SWEEP_STEPS if options.sweeping else Setup.steps
+    chosen = {**names, "device": device.type, "ranks": ranks.count(), "steps": steps}
+    return chosen, [f"Defaults for {where}: {', '.join(shown)}."] if shown else []
 
 
 def _cost(setup: Setup, place: torch.device) -> list[str]:
@@ -324,34 +134,62 @@ def _cost(setup: Setup, place: torch.device) -> list[str]:
     return [] if found is None else [found]
 
 
-def _check_search(setup: Setup, resume: bool) -> None:
-    if setup.device == "cpu":
+def _check(words: Mapping[str, Any], options: RunOptions, device: torch.device) -> None:
+    """Raise OptionError or DeviceError for options that exclude each other."""
+    if options.resume and options.output is None and not options.sweeping:
+        raise OptionError("train: --resume needs --output, the folder of the checkpoints to resume from")
+    if options.save_every and options.output is None:
+        raise OptionError("train: --save-every needs --output, the folder of the checkpoints")
+    if words["ranks"] not in (None, ranks.count()) and not options.sweeping:
+        raise OptionError(
+            f"train: --ranks must be the number of processes, {ranks.count()}, got {words['ranks']}; run it under "
+            f"torchrun --nproc-per-node {words['ranks']} -m liger_core train"
+        )
+    epochs = fields.epochs(fields.joined(words["set"] or []))
+    if epochs is not None and (words["steps"] is not None or options.sweeping):
+        raise OptionError(f"train: --set {fields.EPOCHS} cannot be combined with --steps or --sweep; give one of them")
+    if words["batch"] == AUTO:
+        _check_search(options, device)
+    if options.sweeping:
+        _check_sweep(words["liger"], options)
+    elif options.gpus or options.skip_larger:
+        raise OptionError("train: --gpus and --skip-larger are for --sweep; without it give CUDA_VISIBLE_DEVICES")
+
+
+def _check_search(options: RunOptions, device: torch.device) -> None:
+    if device.type == "cpu":
         raise DeviceError(
             "train: --batch auto needs a GPU, since host memory has no limit to stay within; give a number"
         )
-    if setup.ranks > 1:
+    if ranks.count() > 1:
         raise OptionError(
-            f"train: --batch auto needs one process, got {setup.ranks} ranks, which do not run out of memory at the "
-            "same time; "
-            "search on one GPU and give the number"
+            f"train: --batch auto needs one process, got {ranks.count()} ranks, which do not run out of memory at the "
+            "same time; search on one GPU and give the number"
         )
-    if resume:
+    if options.resume:
         raise OptionError("train: --resume needs the --batch of the run to resume, got auto")
+    if options.sweeping or options.snapshot or options.profile or options.export is not None:
+        raise OptionError(
+            "train: --sweep, --snapshot, --profile and --export need a number as --batch, got auto, which trains "
+            "several times"
+        )
 
 
-def _check_sweep(liger: str | None, output: Path | None, deterministic: bool) -> None:
+def _check_sweep(liger: str | None, options: RunOptions) -> None:
     if liger is not None:
         raise OptionError(
             f"train: --liger cannot be combined with --sweep; give --strategies {liger.replace(',', '+')}"
         )
-    if output is not None:
+    if options.output is not None:
         raise OptionError(
             "train: --output cannot be combined with --sweep, whose runs save no checkpoints; --out takes the rows"
         )
-    if deterministic:
+    if options.deterministic:
         raise OptionError(
             "train: --deterministic cannot be combined with --sweep, which compares speed; train once with each value"
         )
+    if options.export is not None:
+        raise OptionError("train: --export cannot be combined with --sweep; train once with the values to export")
 
 
 def _trained(setup: Setup, search: bool, options: dict[str, Any], extras: Extras) -> Row:
