@@ -8,17 +8,12 @@ from typing import Any
 
 from liger_core.errors import DeviceError, OptionError, nearest
 from liger_train import combinations, fields
+from liger_train.optimizers import OPTIMIZERS
 from liger_train.setup import MLP_ROWS, Setup, check_values
 from liger_train.technique import Technique
 
 # Placeholders for values of the user: a number of layers, and a list of ops.
 NUMBER, LIST = "NUMBER", "OPS"
-LOW_RANK = "rank=128,update_proj_gap=200"
-
-
-def _optim(name: str, **more: Any) -> Any:
-    return lambda setup: {"optim": name, **more}
-
 
 # Value, what it is apart from float8, its scales, and what these cost.
 FLOAT8 = (
@@ -29,14 +24,7 @@ FLOAT8 = (
 )
 
 ALL = (
-    Technique(
-        "liger",
-        "none",
-        "The model as Transformers has it.",
-        "nothing",
-        "nothing",
-        "Transformers",
-    ),
+    Technique("liger", "none", "The model as Transformers has it.", "nothing", "nothing", "Transformers"),
     Technique(
         "liger",
         "all-but-loss",
@@ -54,13 +42,7 @@ ALL = (
         "liger-hf",
     ),
     Technique(
-        "liger",
-        LIST,
-        "Only these ops of Liger.",
-        "depends on the ops",
-        "nothing",
-        "liger-hf",
-        problem=combinations.ops,
+        "liger", LIST, "Only these ops of Liger.", "depends on the ops", "nothing", "liger-hf", problem=combinations.ops
     ),
     Technique("precision", "fp32", "Everything in float32.", "nothing", "nothing", "torch"),
     Technique(
@@ -186,160 +168,7 @@ ALL = (
         "liger-hf",
         problem=combinations.tiled,
     ),
-    Technique(
-        "optimizer",
-        "adamw",
-        "AdamW with two moments, in the precision of the weights.",
-        "nothing",
-        "nothing",
-        "torch",
-        arguments=_optim("adamw_torch_fused"),
-    ),
-    Technique(
-        "optimizer",
-        "adamw-8bit",
-        "AdamW with blockwise 8-bit moments; those of embeddings stay in 32 bits.",
-        "6 of 8 bytes of optimizer state per weight",
-        "lower-precision optimizer state",
-        "bitsandbytes",
-        ("bitsandbytes",),
-        "bitsandbytes",
-        arguments=_optim("adamw_bnb_8bit"),
-        problem=combinations.unsharded_or_zero,
-    ),
-    Technique(
-        "optimizer",
-        "paged-adamw",
-        "AdamW whose moments are paged to the host when GPU memory is short.",
-        "all optimizer state, if necessary",
-        "transfers when memory is short",
-        "bitsandbytes",
-        ("bitsandbytes",),
-        "bitsandbytes",
-        arguments=_optim("paged_adamw_32bit"),
-        problem=combinations.unsharded,
-    ),
-    Technique(
-        "optimizer",
-        "paged-adamw-8bit",
-        "AdamW with 8-bit moments that are paged to the host when GPU memory is short.",
-        "6 of 8 bytes of optimizer state per weight, all if necessary",
-        "lower-precision optimizer state, transfers when memory is short",
-        "bitsandbytes",
-        ("bitsandbytes",),
-        "bitsandbytes",
-        arguments=_optim("paged_adamw_8bit"),
-        problem=combinations.unsharded,
-    ),
-    Technique(
-        "optimizer",
-        "adamw-torchao-8bit",
-        "AdamW with blockwise 8-bit moments, compiled.",
-        "6 of 8 bytes of optimizer state per weight",
-        "lower-precision optimizer state; compiles in the first step",
-        "torchao",
-        ("torchao",),
-        "torchao",
-        arguments=_optim("adamw_torch_8bit"),
-        problem=combinations.unsharded_or_fsdp2,
-    ),
-    Technique(
-        "optimizer",
-        "adamw-torchao-4bit",
-        "AdamW with blockwise 4-bit moments, compiled.",
-        "7 of 8 bytes of optimizer state per weight",
-        "even lower-precision optimizer state; compiles in the first step",
-        "torchao",
-        ("torchao",),
-        "torchao",
-        arguments=_optim("adamw_torch_4bit"),
-        problem=combinations.unsharded_or_fsdp2,
-    ),
-    Technique(
-        "optimizer",
-        "adafactor",
-        "Factored second moments (a row and a column per weight), no first moments.",
-        "nearly all optimizer state",
-        "converges more slowly on some models",
-        "Transformers",
-        arguments=_optim("adafactor"),
-        problem=combinations.unsharded,
-    ),
-    Technique(
-        "optimizer",
-        "galore",
-        "AdamW on gradients of linear layers projected to rank 128; the projection is updated every 200 steps.",
-        "moments of linear layers, by up to hidden size / 128",
-        "low-rank updates; a singular value decomposition every 200 steps",
-        "galore-torch",
-        ("galore-torch",),
-        "galore",
-        arguments=_optim("galore_adamw", optim_target_modules="all-linear", optim_args=LOW_RANK + ",scale=0.25"),
-        problem=combinations.unsharded,
-    ),
-    Technique(
-        "optimizer",
-        "galore-8bit",
-        "GaLore with blockwise 8-bit moments.",
-        "as `galore`, and three quarters of the rest",
-        "as `galore`, and lower-precision optimizer state",
-        "galore-torch, bitsandbytes",
-        ("galore-torch", "bitsandbytes"),
-        "galore",
-        devices=("cuda",),
-        reason="bitsandbytes implements its update as a GPU kernel",
-        arguments=_optim("galore_adamw_8bit", optim_target_modules="all-linear", optim_args=LOW_RANK + ",scale=0.25"),
-        problem=combinations.unsharded,
-    ),
-    Technique(
-        "optimizer",
-        "galore-layerwise",
-        "GaLore that updates each weight as soon as its gradient is computed, then frees the gradient.",
-        "as `galore`, and nearly all gradients",
-        "as `galore`; no gradient clipping",
-        "galore-torch",
-        ("galore-torch",),
-        "galore",
-        arguments=_optim(
-            "galore_adamw_layerwise",
-            optim_target_modules="all-linear",
-            optim_args=LOW_RANK + ",scale=0.25",
-            max_grad_norm=0.0,
-        ),
-        problem=combinations.layerwise,
-    ),
-    Technique(
-        "optimizer",
-        "apollo",
-        "Updates scaled per channel by AdamW on a random projection of the gradient to rank 128.",
-        "moments of linear layers, by up to hidden size / 128",
-        "approximate step sizes",
-        "apollo-torch",
-        ("apollo-torch",),
-        "apollo",
-        arguments=_optim(
-            "apollo_adamw",
-            optim_target_modules="all-linear",
-            optim_args=LOW_RANK + ",proj=random,scale=1.0,scale_type=channel",
-        ),
-        problem=combinations.unsharded,
-    ),
-    Technique(
-        "optimizer",
-        "apollo-mini",
-        "APOLLO with a projection to rank 1 and one scale per weight tensor.",
-        "nearly all moments of linear layers",
-        "approximate step sizes",
-        "apollo-torch",
-        ("apollo-torch",),
-        "apollo",
-        arguments=_optim(
-            "apollo_adamw",
-            optim_target_modules="all-linear",
-            optim_args="rank=1,update_proj_gap=200,proj=random,scale=128.0,scale_type=tensor",
-        ),
-        problem=combinations.unsharded,
-    ),
+    *OPTIMIZERS,
     Technique("shard", "none", "Every rank holds the whole model (data parallelism).", "nothing", "nothing", "torch"),
     Technique(
         "shard",
