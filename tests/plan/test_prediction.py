@@ -22,7 +22,9 @@ from liger_train.plan.step import _step, predict
 from liger_train.plan.tables import cells_of
 from liger_train.setup import Setup
 from liger_train.train.data import _trained
+from liger_train.train.run import run
 from plan.measuring import CPU, measured_bytes, tiny
+from train.conversations import FOUR, TAGS, USER, model_with, written
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan-accuracy.md"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -78,6 +80,23 @@ def test_an_untied_head_is_not_in_4_bits(precision: str, liger: str, tmp_path: P
     _trained([__doc__], config.vocab_size).save_pretrained(tmp_path / "model")
     setup = replace(tiny(adapter="qlora", precision=precision, liger=liger), model=str(tmp_path / "model"))
     assert predict(setup).peak_bytes == pytest.approx(measured_bytes(setup), rel=0.02)
+
+
+def test_packed_sequences_have_a_mask(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    pytest.importorskip("datasets")
+    rows = [{"messages": [USER, FOUR]}] * 400
+    packed = replace(
+        tiny(batch=1, sequence=512, packing=True, liger="none"),
+        model=str(model_with(TAGS, tmp_path / "model")),
+        data=written(tmp_path / "chats.jsonl", rows),
+    )
+    row = run(replace(packed, steps=2))
+    assert row.peak_bytes is not None, row.reason
+    assert predict(packed).peak_bytes == pytest.approx(row.peak_bytes, rel=0.02)
+    # Each of the two layers of the preset keeps a bias for the backward pass.
+    one = Setup("tiny", 1, 1024, checkpoint="none")
+    assert predict(replace(one, packing=True)).peak_bytes - predict(one).peak_bytes >= 2 * 2 * 1024**2
 
 
 def _rows(folder: str, file: str) -> list[dict[str, Any]]:

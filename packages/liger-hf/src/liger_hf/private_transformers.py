@@ -232,7 +232,7 @@ def recording_checkpoints(files: list[str], names: dict[str, str]) -> Iterator[N
 
 _PACKED = TRANSFORMERS.word(
     "transformers.masking_utils:find_packed_sequence_indices",
-    "`liger train` and `liger plan` never pack several texts into a row, so Transformers need not look for them.",
+    "Without `--packing`, `liger train` and `liger plan` put one text into a row: Transformers need not look for more.",
     "It looks, for which the host waits in each step, or makes masks.",
 )
 _TRACING = TRANSFORMERS.word(

@@ -41,11 +41,12 @@ NO_KERNELS = (
 
 
 @contextmanager
-def as_on(device: str, *, written_out: bool = False) -> Iterator[list[str]]:
+def as_on(device: str, *, written_out: bool = False, packed: bool = False) -> Iterator[list[str]]:
     """Within this context, fake CPU tensors take the code paths of a device; yields notes on those that are
     unavailable.
 
     written_out  no fused attention supports the tensors, so attention scores are materialized
+    packed       sequences hold several documents, so attention has a mask
     """
     notes: list[str] = []
     with ExitStack() as stack:
@@ -59,8 +60,9 @@ def as_on(device: str, *, written_out: bool = False) -> Iterator[list[str]]:
             CHUNK_ELEMENTS.clear()
             if not written_out:
                 stack.enter_context(replacing(functional, "scaled_dot_product_attention", _fused_attention))
-        # Transformers builds a mask if it cannot check whether a row packs several texts; `liger train` never packs.
-        stack.enter_context(without_packing())
+        if not packed:
+            # Transformers builds a mask if it cannot check whether a row packs several texts.
+            stack.enter_context(without_packing())
         yield notes
 
 
@@ -168,13 +170,17 @@ def scratch(device: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return 0
 
 
-def _fused_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+def _fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **options: Any
+) -> Tensor:
     """A replacement for scaled_dot_product_attention that allocates what FlashAttention allocates, not what the CPU
     kernel does."""
     if torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(low), key.to(low), value.to(low)
-    result: Tensor = _FlashAttention.apply(query, key, value)
+    # With a mask it is memory-efficient attention, which takes a boolean mask as a bias.
+    bias = None if attn_mask is None else attn_mask.to(query.dtype)
+    result: Tensor = _FlashAttention.apply(query, key, value, bias)
     return result
 
 
@@ -182,14 +188,15 @@ class _FlashAttention(torch.autograd.Function):
     """Keeps its inputs, its output and a number for each row of scores."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         batch, heads, tokens, _ = query.shape
         result = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
-        ctx.save_for_backward(query, key, value, result, query.new_empty(batch, heads, tokens, dtype=torch.float32))
+        rows = query.new_empty(batch, heads, tokens, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, result, rows, bias)
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """The queries' gradient is accumulated in float32, and keys and values are expanded to the query heads."""
         query, key, value, *_ = ctx.saved_tensors
         batch, heads, tokens, width = query.shape
@@ -199,7 +206,7 @@ class _FlashAttention(torch.autograd.Function):
             scratch += [t.new_empty(batch, heads, *t.shape[2:]) for t in (key, value)]
         query, key, value = (torch.empty_like(t) for t in (query, key, value))
         del scratch
-        return query, key, value
+        return query, key, value, None
 
 
 def _embedding_backward(grad_output: Tensor, indices: Tensor, num_weights: int, *rest: Any) -> int:

@@ -51,6 +51,8 @@ NEUTRAL: dict[str, Any] = {
     "data": LIBRARY,
     "nvme_folder": None,
     "compile": "none",
+    "validation": 0.0,
+    "random_weights": False,
 }
 COMPILED = (
     "This is the memory of the eager model. Compiled layers take as much with Liger, and less without; --compile "
@@ -200,7 +202,7 @@ def ledger_of_a_step(
     )
     with (
         mode,
-        devices.as_on(setup.device, written_out=written_out) as notes,
+        devices.as_on(setup.device, written_out=written_out, packed=setup.packing) as notes,
         parallel.attention_of_ranks(setup),
         ledger,
     ):
@@ -290,7 +292,9 @@ def _loss(setup: Setup, model: Any, tokens: Tensor) -> Tensor:
     """Compute the loss as Trainer.compute_loss does with accelerate's forward; other outputs are freed on return."""
     inputs = {"input_ids": tokens, "labels": tokens, "num_items_in_batch": torch.zeros((), dtype=torch.long)}
     if setup.cp > 1:
-        inputs |= {"shift_labels": torch.zeros_like(tokens), "position_ids": torch.zeros_like(tokens)}
+        inputs |= {"shift_labels": torch.zeros_like(tokens)}
+    if setup.cp > 1 or setup.packing:
+        inputs |= {"position_ids": torch.zeros_like(tokens)}
     factor = factor_of(setup)
     smoother = LabelSmoother(factor) if factor and not is_smoothed(model) else None
     labels = inputs.pop("labels") if smoother else tokens
