@@ -17,7 +17,8 @@ from liger_train import fields, techniques
 from liger_train.setup import Setup
 from liger_train.train.arguments import training_arguments
 from liger_train.train.data import read
-from liger_train.train.run import _same, run
+from liger_train.train.run import run
+from liger_train.train.saved import same
 
 
 @pytest.mark.parametrize(
@@ -170,4 +171,4 @@ def test_a_run_cannot_be_resumed_with_other_fields(small: Setup, tmp_path: Path)
     run(replace(small, steps=1, set="weight_decay=0.1"), folder=tmp_path)
     with pytest.raises(OptionError, match=r"which had --set weight_decay=0\.1"):
         run(replace(small, steps=2, set="weight_decay=0.2"), folder=tmp_path, resume=True)
-    assert _same(small)["set"] == ""
+    assert same(small)["set"] == ""

@@ -10,8 +10,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,13 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import find_executable_batch_size
 from rich.progress import Progress
-from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import PrinterCallback
+from torch import nn
+from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from liger_bench import machine
 from liger_bench.checkpointing import checkpointed_layers
 from liger_bench.process import failure
-from liger_bench.text import Sequences
 from liger_core.errors import DeviceError, LigerError, OptionError
 from liger_hf.presets import PRESETS
 from liger_hf.private_transformers import set_device
@@ -37,21 +34,16 @@ from liger_train.configs import config_of
 from liger_train.model import build
 from liger_train.row import Row, row_of
 from liger_train.setup import Setup
-from liger_train.smoothing import is_smoothed
 from liger_train.train import export as exporting
 from liger_train.train import ranks, saved, spending
 from liger_train.train.arguments import training_arguments
 from liger_train.train.compiled import Compiled
 from liger_train.train.cpu_memory import CpuMemory
 from liger_train.train.data import Data, read, with_steps
-from liger_train.train.labels import MASKED
-from liger_train.train.packing import check_documents_are_apart
 from liger_train.train.profile import Profile
 from liger_train.train.record import Interruption, Recorder
 from liger_train.train.snapshot import Snapshot
-
-# The options that may differ when a run is resumed.
-MAY_CHANGE = ("steps", "memory_limit", "device", "nvme_folder", "trust_remote_code")
+from liger_train.train.trainer import RunTrainer, Sealer
 
 PROJECTORS = {
     "galore": ("galore_torch.galore_projector", "GaLoreProjector"),
@@ -87,7 +79,7 @@ def run(
     if export is not None and ranks.first():
         exporting.check(setup, export)
     if resume:
-        _check_resumable(setup)
+        saved.check_resumable(setup)
     device = _device(setup)
     current = _Run(setup, device, [] if notes is None else notes, bar, deterministic)
     memory = current.recorder.memory = _memory(setup, current.notes, observers)
@@ -123,28 +115,6 @@ def _memory(setup: Setup, notes: list[str], observers: Sequence[TrainerCallback]
     return CpuMemory()
 
 
-def _check_resumable(setup: Setup) -> None:
-    if setup.optimizer == "galore-layerwise":
-        # It has one optimizer per weight, and the Trainer saves the state of none of them.
-        raise OptionError(
-            "train: --resume cannot restore --optimizer galore-layerwise, whose state is not saved; use galore"
-        )
-    if setup.tp > 1:
-        # The Trainer saves the optimizer state of the first rank alone.
-        raise OptionError(
-            f"train: --resume cannot restore --tp {setup.tp}, since the saved optimizer state is that of one rank; "
-            "give the checkpoint as --model, which starts with new optimizer state"
-        )
-    if setup.offload == "nvme":
-        # DeepSpeed 0.19 restores the float32 weights of the optimizer, but takes the first step with the weights from
-        # before that.
-        raise OptionError(
-            "train: --resume cannot restore --offload nvme exactly, since the first step would use the initial "
-            "weights; "
-            "give the checkpoint as --model, which starts with new optimizer state, or train with --offload parameters"
-        )
-
-
 def largest_batch(setup: Setup, attempt: Callable[[Setup], Row]) -> Row:
     """The row of the first batch size that fits, from setup.batch down by a quarter each time."""
     tried: list[int] = []
@@ -160,12 +130,12 @@ def largest_batch(setup: Setup, attempt: Callable[[Setup], Row]) -> Row:
             raise torch.OutOfMemoryError(f"CUDA out of memory. {row.reason}")
         return row
 
-    found: Row = search()
+    row: Row = search()
     failed = ", ".join(map(str, tried[:-1]))
     note = f"--batch auto: {tried[-1]}" + (
         f"; ran out of memory with {failed}." if failed else ", the first one tried."
     )
-    return replace(found, notes=[*(found.notes or []), note])
+    return replace(row, notes=[*(row.notes or []), note])
 
 
 def release(device: torch.device) -> None:
@@ -222,7 +192,7 @@ class _Run:
         observers: Sequence[TrainerCallback],
         export: Path | None = None,
     ) -> None:
-        with _place(folder) as place, _quiet(), _with_private_disk_folder(self.setup) as private:
+        with _written_to(folder) as written_to, _quiet(), _with_private_disk_folder(self.setup) as private:
             self._show(None, "reading the text")
             vocabulary = config_of(self.setup).get_text_config().vocab_size
             data = read(self.setup, vocabulary, own_tokenizer=self.setup.model not in PRESETS)
@@ -230,7 +200,7 @@ class _Run:
             self.setup = with_steps(self.setup, data)
             self._show(None, "preparing")
             # Before the model: while these arguments exist, DeepSpeed shards weights as they are created.
-            arguments = self._arguments(replace(self.setup, nvme_folder=private), place, folder, save_every)
+            arguments = self._arguments(replace(self.setup, nvme_folder=private), written_to, folder, save_every)
             before = self._before(folder, resume, data)
             if before is not None:
                 self.recorder.restore(before.progress)
@@ -248,13 +218,13 @@ class _Run:
             _name_tokens(built.model, data.tokenizer)
             self.notes.extend(built.notes)
             self.known = _counts(built.model) | {"replaced": built.replaced}
-            sealer = _Sealer(lambda: self._progress(built.model, data), data.tokenizer)
+            sealer = Sealer(lambda: self._progress(built.model, data), data.tokenizer)
             spenders = spending.observers(self.setup, self._decided)
             self.compiled.settled = lambda: all(
                 each.spending is not None and each.spending.settled for each in spenders
             )
             callbacks = [self.recorder, sealer, *spenders, self.compiled, *observers]
-            trainer = _Trainer(
+            trainer = RunTrainer(
                 built.model, arguments, data, self.compiled, callbacks, lambda: spenders[0].parts if spenders else 1
             )
             with (
@@ -276,12 +246,12 @@ class _Run:
         own = {"steps": self.setup.steps, "compile_seconds": self.compiled.seconds}
         return own | self.known | self.recorder.results() | peaks | {"notes": self.notes}
 
-    def _arguments(self, setup: Setup, place: Path, folder: Path | None, save_every: int) -> TrainingArguments:
+    def _arguments(self, setup: Setup, written_to: Path, folder: Path | None, save_every: int) -> TrainingArguments:
         more: dict[str, Any] = {"logging_nan_inf_filter": False, "full_determinism": self.deterministic}
         if folder is not None:
             every = save_every or self.setup.steps
             more |= {"save_strategy": "steps", "save_steps": every, "save_total_limit": saved.KEPT}
-        arguments = training_arguments(setup, place, **more)
+        arguments = training_arguments(setup, written_to, **more)
         if self.device.type == "cpu":
             # accelerate 1.15 numbers the CPU by rank, but torch.load does not know "cpu:0" when the Trainer restores an
             # optimizer.
@@ -292,24 +262,24 @@ class _Run:
         """The checkpoint to resume from; all ranks use the one that the first rank finds."""
         if folder is None:
             return None
-        found: list[Any] = [None, []]
+        shared: list[Any] = [None, []]
         if ranks.first():
             saved.check_new(folder, resume)
-            found[0] = saved.newest(folder, found[1]) if resume else None
-            if resume and found[0] is None:
-                found[1].append(f"There is no checkpoint in {folder} to resume from; starting from scratch.")
+            shared[0] = saved.newest(folder, shared[1]) if resume else None
+            if resume and shared[0] is None:
+                shared[1].append(f"There is no checkpoint in {folder} to resume from; starting from scratch.")
         if dist.is_initialized() and self.setup.ranks > 1:
-            dist.broadcast_object_list(found)
-        before: saved.Saved | None = found[0]
-        self.notes.extend(found[1])
+            dist.broadcast_object_list(shared)
+        before: saved.Saved | None = shared[0]
+        self.notes.extend(shared[1])
         if before is not None:
-            saved.check_same(before, _same(self.setup), data.digest)
+            saved.check_same(before, saved.same(self.setup), data.digest)
             self.notes.append(f"Resumed from step {before.step}, {before.folder}.")
         return before
 
     def _progress(self, model: nn.Module, data: Data) -> dict[str, Any]:
         known = self.known | {"checkpointed_layers": checkpointed_layers(model)}
-        return self.recorder.progress() | {"known": known, "setup": _same(self.setup), "text": data.digest}
+        return self.recorder.progress() | {"known": known, "setup": saved.same(self.setup), "text": data.digest}
 
     def _end(self, folder: Path | None) -> None:
         """Gather the results of all ranks, and note an interruption."""
@@ -317,8 +287,10 @@ class _Run:
             self.recorder.join()
         if self.recorder.interrupted:
             step = len(self.recorder.losses)
-            kept = f"a checkpoint was saved in {folder}" if folder else "nothing was saved, since there is no --output"
-            self.notes.append(f"Interrupted after step {step} of {self.setup.steps}; {kept}.")
+            ending = (
+                f"a checkpoint was saved in {folder}" if folder else "nothing was saved, since there is no --output"
+            )
+            self.notes.append(f"Interrupted after step {step} of {self.setup.steps}; {ending}.")
 
     def _export(self, model: Any, tokenizer: Any, folder: Path) -> None:
         if self.recorder.interrupted:
@@ -349,114 +321,12 @@ class _Run:
             self.bar.update(self.task, completed=step, total=self.setup.steps, description=doing)
 
 
-class _Trainer(Trainer):
-    """A Trainer that keeps the unrounded loss of every micro-batch on the device, and can split micro-batches into
-    parts."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        arguments: TrainingArguments,
-        data: Data,
-        compiled: Compiled,
-        callbacks: list[TrainerCallback],
-        parts: Callable[[], int],
-    ) -> None:
-        whole = (
-            None if data.held is None else _whole_batches(data.held, arguments.eval_batch_size * arguments.world_size)
-        )
-        held = None if whole is None else Sequences(whole)
-        if whole is not None:
-            self.predicted = int((whole[:, 1, 1:] != MASKED).sum()) / (len(whole) // arguments.eval_batch_size)
-        super().__init__(
-            model=model, args=arguments, train_dataset=Sequences(data.sequences), eval_dataset=held, callbacks=callbacks
-        )
-        if is_smoothed(model):
-            self.label_smoother = None
-        if self.accelerator.ddp_handler is not None:
-            # Otherwise a gradient is held twice, in its bucket and beside it.
-            self.accelerator.ddp_handler.gradient_as_bucket_view = True
-        # It prints a summary to standard output, which may have to be a single JSON object.
-        self.remove_callback(PrinterCallback)
-        self.compiled, self.micro, self.parts = compiled, compiled.recorder.micro, parts
-        # The model, if it is not known yet whether it keeps packed documents apart.
-        self.unchecked = compiled.setup.model if compiled.setup.packing else None
-
-    def training_step(
-        self, model: nn.Module, inputs: dict[str, Tensor | Any], num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        if self.unchecked is not None:
-            model.eval()
-            # Without compilation, since no other step runs without gradients.
-            with torch.no_grad(), self.compute_loss_context_manager(), torch.compiler.set_stance("force_eager"):
-                check_documents_are_apart(model, partial(self.compute_loss, model), inputs, self.unchecked)
-            model.train()
-            self.unchecked = None
-        # Only a loss normalized by the tokens of the whole batch is the sum of the losses of its parts.
-        parts = 1 if num_items_in_batch is None else self.parts()
-        pieces = zip(*(value.tensor_split(min(parts, len(value))) for value in inputs.values()), strict=True)
-        step = partial(super().training_step, model)
-        losses = [
-            self.compiled.step(step, model, dict(zip(inputs, piece, strict=True)), num_items_in_batch)
-            for piece in pieces
-        ]
-        loss = losses[0] if parts == 1 else torch.stack(losses).sum()
-        self.micro.append(loss.detach().clone())
-        return loss
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Tensor | Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor, None, None]:
-        count = (inputs["labels"][:, 1:] != MASKED).sum()
-        with torch.no_grad(), self.compute_loss_context_manager():
-            loss: Any = self.compute_loss(model, inputs)
-        # The Trainer averages over batches, whatever the number of their tokens.
-        return torch.where(count > 0, loss.detach() * count / self.predicted, 0.0), None, None
-
-
-def _whole_batches(held: Tensor, size: int) -> Tensor:
-    """Held-out sequences with labels, and more without any, so that the last batch is whole."""
-    labeled = held if held.dim() == 3 else torch.stack([held, held], 1)
-    more = labeled[:1].repeat(-len(held) % size, 1, 1)
-    more[:, 1] = MASKED
-    return torch.cat([labeled, more])
-
-
-class _Sealer(TrainerCallback):
-    """Marks a checkpoint as unfinished, adds the tokenizer, and seals it once all ranks have written their files."""
-
-    def __init__(self, progress: Callable[[], dict[str, Any]], tokenizer: Any) -> None:
-        self.progress, self.tokenizer = progress, tokenizer
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # The Trainer's own callback and the recorder, which run before this one, decide whether to save.
-        if control.should_save and ranks.first():
-            saved.begin(_checkpoint(args, state))
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        progress = self.progress()
-        if dist.is_initialized():
-            dist.barrier()
-        if ranks.first():
-            folder = _checkpoint(args, state)
-            self.tokenizer.save_pretrained(folder)
-            saved.seal(folder, progress)
-
-
 def _name_tokens(model: Any, tokenizer: Any) -> None:
     """Give a model that lacks end-of-text and padding tokens its tokenizer's: the saved model can generate."""
     for config in (model.config, model.generation_config):
         for name in ("eos_token_id", "pad_token_id"):
             if config is not None and getattr(config, name, None) is None:
                 setattr(config, name, getattr(tokenizer, name))
-
-
-def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    return Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
 
 
 @contextlib.contextmanager
@@ -491,7 +361,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _place(folder: Path | None) -> Iterator[Path]:
+def _written_to(folder: Path | None) -> Iterator[Path]:
     """The folder that the Trainer writes to."""
     if folder is not None:
         with saved.held(folder) if ranks.first() else contextlib.nullcontext():
@@ -503,10 +373,7 @@ def _place(folder: Path | None) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _with_private_disk_folder(setup: Setup) -> Iterator[str | None]:
-    """A private folder in the `nvme_folder` of a setup:
-
-    DeepSpeed names its files only by rank, and does not remove them.
-    """
+    """Yield a private folder in nvme_folder: DeepSpeed names its files only by rank, and does not remove them."""
     if setup.offload != "nvme":
         yield setup.nvme_folder
         return
@@ -514,19 +381,12 @@ def _with_private_disk_folder(setup: Setup) -> Iterator[str | None]:
         yield own
 
 
-def _same(setup: Setup) -> dict[str, Any]:
-    """The options that must not change when a run is resumed."""
-    return {name: value for name, value in asdict(setup).items() if name not in MAY_CHANGE}
-
-
 def _counts(model: Any) -> dict[str, int]:
     """The number of weights and of trained weights; ZeRO stage 3 leaves only the number in place of each weight."""
     if any(hasattr(weight, "ds_numel") for weight in model.parameters()):
-        every = {weight: weight.ds_numel for weight in model.parameters()}
-        return {
-            "parameters": sum(every.values()),
-            "trainable_parameters": sum(n for w, n in every.items() if w.requires_grad),
-        }
+        sizes = {weight: weight.ds_numel for weight in model.parameters()}
+        trained = sum(size for weight, size in sizes.items() if weight.requires_grad)
+        return {"parameters": sum(sizes.values()), "trainable_parameters": trained}
     return {"parameters": model.num_parameters(), "trainable_parameters": model.num_parameters(only_trainable=True)}
 
 

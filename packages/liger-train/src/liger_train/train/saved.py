@@ -17,7 +17,7 @@ import platform
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,17 @@ from filelock import FileLock, Timeout
 
 from liger_bench.writable import check_folder
 from liger_core.errors import OptionError
+from liger_train.setup import Setup
 
+# The options that may differ when a run is resumed.
+MAY_CHANGE = ("steps", "memory_limit", "device", "nvme_folder", "trust_remote_code")
 SEAL = "liger.json"
 # Locked while a run writes to a folder, and names that run. Never removed, as in results.py.
 LOCK = ".liger.run.lock"
 UNFINISHED = SEAL + ".part"
 NUMBER = (int, float)
 SIZE = (int, type(None))
-# The fields of a seal besides the files, and their types; _Sealer and Recorder.progress provide them.
+# The fields of a seal besides the files, and their types; Sealer and Recorder.progress provide them.
 FIELDS = {"setup": dict, "known": dict, "text": str, "losses": list, "timed": list} | dict.fromkeys(
     ("peak_bytes", "peak_reserved_bytes", "static_bytes"), SIZE
 )
@@ -202,3 +205,31 @@ def _free(path: Path) -> Path:
         number += 1
         path = path.with_name(f"{path.name.partition('.')[0]}.{number}")
     return path
+
+
+def check_resumable(setup: Setup) -> None:
+    """Raise OptionError for a run whose state a checkpoint does not hold."""
+    if setup.optimizer == "galore-layerwise":
+        # It has one optimizer per weight, and the Trainer saves the state of none of them.
+        raise OptionError(
+            "train: --resume cannot restore --optimizer galore-layerwise, whose state is not saved; use galore"
+        )
+    if setup.tp > 1:
+        # The Trainer saves the optimizer state of the first rank alone.
+        raise OptionError(
+            f"train: --resume cannot restore --tp {setup.tp}, since the saved optimizer state is that of one rank; "
+            "give the checkpoint as --model, which starts with new optimizer state"
+        )
+    if setup.offload == "nvme":
+        # DeepSpeed 0.19 restores the float32 weights of the optimizer, but takes the first step with the weights from
+        # before that.
+        raise OptionError(
+            "train: --resume cannot restore --offload nvme exactly, since the first step would use the initial "
+            "weights; "
+            "give the checkpoint as --model, which starts with new optimizer state, or train with --offload parameters"
+        )
+
+
+def same(setup: Setup) -> dict[str, Any]:
+    """The options that must not change when a run is resumed."""
+    return {name: value for name, value in asdict(setup).items() if name not in MAY_CHANGE}
