@@ -208,9 +208,9 @@ def float8(setup: Setup) -> str:
     if not torch.cuda.is_available():
         # That is the error of the device.
         return ""
-    found = torch.cuda.get_device_capability()
-    if found < FLOAT8_CAPABILITY:
-        has, wanted = (".".join(map(str, one)) for one in (found, FLOAT8_CAPABILITY))
+    capability = torch.cuda.get_device_capability()
+    if capability < FLOAT8_CAPABILITY:
+        has, wanted = (".".join(map(str, one)) for one in (capability, FLOAT8_CAPABILITY))
         name = torch.cuda.get_device_name()
         return (
             f"needs a GPU with compute capability {wanted} or higher, such as Ada, Hopper or Blackwell, got {name} "

@@ -66,16 +66,16 @@ def joined(words: Iterable[str]) -> str:
 
     Raises OptionError for a word without a name, and for a name given twice.
     """
-    found: dict[str, str] = {}
+    values_by_name: dict[str, str] = {}
     for word in words:
         name, equals, value = (part.strip() for part in word.partition("="))
         name = name.removeprefix("--").replace("-", "_")
         if not (name and equals and value):
             raise OptionError(f"train: --set must be a name and a value, for instance weight_decay=0.1, got {word!r}")
-        if name in found:
+        if name in values_by_name:
             raise OptionError(f"train: --set must name each field once, got {name} twice")
-        found[name] = value
-    return shlex.join(f"{name}={value}" for name, value in sorted(found.items()))
+        values_by_name[name] = value
+    return shlex.join(f"{name}={value}" for name, value in sorted(values_by_name.items()))
 
 
 def given(text: str) -> dict[str, str]:
@@ -127,11 +127,11 @@ def values(text: str, taken: Mapping[str, Any] | None = None) -> dict[str, Any]:
         parsed = vars(parser.parse_args(arguments))
     except ArgumentError as error:
         parser.error(str(error))
-    found = {name: parsed[name] for name in renamed}
-    if "report_to" in found:
-        found["report_to"] = _places(found["report_to"])
-    _check(found)
-    return found
+    values_by_name = {name: parsed[name] for name in renamed}
+    if "report_to" in values_by_name:
+        values_by_name["report_to"] = _places(values_by_name["report_to"])
+    _check(values_by_name)
+    return values_by_name
 
 
 def _places(word: str) -> list[str]:
@@ -150,6 +150,6 @@ def _places(word: str) -> list[str]:
     return names
 
 
-def _check(found: Mapping[str, Any]) -> None:
-    if EPOCHS in found and not 0 < found[EPOCHS] < float("inf"):
-        raise OptionError(f"train: --set {EPOCHS} must be a positive number, got {found[EPOCHS]}")
+def _check(values_by_name: Mapping[str, Any]) -> None:
+    if EPOCHS in values_by_name and not 0 < values_by_name[EPOCHS] < float("inf"):
+        raise OptionError(f"train: --set {EPOCHS} must be a positive number, got {values_by_name[EPOCHS]}")

@@ -326,19 +326,19 @@ def check(setup: Setup, here: bool = True) -> None:
     if setup.memory_limit is not None and setup.device == "cpu":
         raise DeviceError("train: --memory-limit needs a GPU, got --device cpu")
     for technique in chosen(setup):
-        given = f"--{technique.option} {getattr(setup, technique.option)}"
+        option = f"--{technique.option} {getattr(setup, technique.option)}"
         if setup.device not in technique.devices:
             places = " or ".join(technique.devices)
-            raise DeviceError(f"train: {given} needs --device {places}, got {setup.device}: {technique.reason}")
+            raise DeviceError(f"train: {option} needs --device {places}, got {setup.device}: {technique.reason}")
         missing = [name for name in technique.packages if importlib.util.find_spec(name.replace("-", "_")) is None]
         if missing and here:
             raise OptionError(
-                f"train: {given} needs {' and '.join(missing)}, not installed here; pip install {' '.join(missing)}"
+                f"train: {option} needs {' and '.join(missing)}, not installed here; pip install {' '.join(missing)}"
             )
         problem = technique.problem(setup)
         # The folder on the disk is that of the machine of the run.
         if problem and (here or technique.value != "nvme"):
-            raise OptionError(f"train: {given} {problem}")
+            raise OptionError(f"train: {option} {problem}")
     fields.values(setup.set, arguments(setup))
     evaluating = [name for name in fields.EVALUATION if name in fields.given(setup.set)]
     if evaluating and not setup.validation:

@@ -86,13 +86,13 @@ def _plan(setup: Setup, limit: int | None, fill: bool, techniques: bool, out: Pa
         from liger_train.plan.planning import planned
         from liger_train.plan.tables import print_plan
 
-        found = planned(setup, limit, techniques, fill, lambda doing: bar.update(task, description=doing))
+        plan = planned(setup, limit, techniques, fill, lambda doing: bar.update(task, description=doing))
     if out is not None:
-        (out / "plan.json").write_text(json.dumps(found.columns(), indent=1) + "\n")
-        setup = found.prediction.setup
-        picture(found.bars, limit, out / "plan.png", f"{setup.model}, {setup.batch} × {setup.sequence} tokens")
-    print(json.dumps(found.columns())) if as_json else print_plan(found)
-    if limit is not None and not found.prediction.fits(limit):
+        (out / "plan.json").write_text(json.dumps(plan.columns(), indent=1) + "\n")
+        setup = plan.prediction.setup
+        picture(plan.bars, limit, out / "plan.png", f"{setup.model}, {setup.batch} × {setup.sequence} tokens")
+    print(json.dumps(plan.columns())) if as_json else print_plan(plan)
+    if limit is not None and not plan.prediction.fits(limit):
         raise typer.Exit(1)
 
 
@@ -143,26 +143,20 @@ def _compare(results: list[Path], out: Path | None, as_json: bool, trust_remote_
         check_folder("plan: --out", out)
     with progress_bar() as bar:
         task = bar.add_task("predicting", total=len(rows))
-        found = []
+        comparisons = []
         for one in compared(rows, trust_remote_code=trust_remote_code):
-            found.append(one)
+            comparisons.append(one)
             bar.advance(task)
     if out is not None:
         command = shlex.join(
             ["liger", "plan", *(word for path in results for word in ("--compare", str(path))), "--out", str(out)]
         )
-        (out / "plan-accuracy.md").write_text(compared_page(found, command))
+        (out / "plan-accuracy.md").write_text(compared_page(comparisons, command))
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "rows": [one.columns() for one in found],
-                    "worst": worst(found),
-                    "right": sum(one.right for one in found),
-                }
-            )
-        )
+        right = sum(one.right for one in comparisons)
+        columns = [one.columns() for one in comparisons]
+        print(json.dumps({"rows": columns, "worst": worst(comparisons), "right": right}))
     else:
-        print_compared(found)
-    if not all(one.good for one in found):
+        print_compared(comparisons)
+    if not all(one.good for one in comparisons):
         raise typer.Exit(1)

@@ -16,8 +16,8 @@ from liger_train.plan.planning import Plan
 from liger_train.plan.step import Prediction
 
 
-def print_plan(found: Plan) -> None:
-    console, prediction = output(), found.prediction
+def print_plan(plan: Plan) -> None:
+    console, prediction = output(), plan.prediction
     setup = prediction.setup
     trained = (
         f", {amount(prediction.trainable_parameters)} of them trained"
@@ -25,33 +25,33 @@ def print_plan(found: Plan) -> None:
         else ""
     )
     console.print(f"{setup.model}: {amount(prediction.parameters)} parameters{trained}", markup=False)
-    print_bars(console, found.bars, found.limit)
+    print_bars(console, plan.bars, plan.limit)
     console.print(
         f"The peak is in the {prediction.doing}; {size(prediction.static_bytes)} stay allocated between steps.\n"
     )
-    _print_held(console, found)
-    if found.alternatives:
-        _print_alternatives(console, found)
-    for item in found.checklist:
+    _print_held(console, plan)
+    if plan.alternatives:
+        _print_alternatives(console, plan)
+    for item in plan.checklist:
         if item.problem:
             console.print(f"{item.title}: skipped because {item.problem}", markup=False)
     for note in prediction.notes:
         console.print(note, markup=False)
-    if found.limit is None:
+    if plan.limit is None:
         console.print("To see whether it fits, give a limit, for instance --memory-limit 24GiB.")
         return
-    limit, batch = size(found.limit), f"{setup.batch} × {setup.sequence} tokens"
-    if found.largest_batch:
+    limit, batch = size(plan.limit), f"{setup.batch} × {setup.sequence} tokens"
+    if plan.largest_batch:
         console.print(
-            f"{found.largest_batch} × {setup.sequence} tokens is the largest batch of this setup that fits in {limit}."
+            f"{plan.largest_batch} × {setup.sequence} tokens is the largest batch of this setup that fits in {limit}."
         )
     else:
         console.print(f"No batch of this setup fits in {limit}.")
-    if prediction.fits(found.limit):
-        console.print(f"{batch} fit:\n  {found.command}", soft_wrap=True, markup=False)
-    elif found.command:
+    if prediction.fits(plan.limit):
+        console.print(f"{batch} fit:\n  {plan.command}", soft_wrap=True, markup=False)
+    elif plan.command:
         console.print(
-            f"{batch} do not fit. The first setup that does, adding one technique at a time:\n  {found.command}",
+            f"{batch} do not fit. The first setup that does, adding one technique at a time:\n  {plan.command}",
             soft_wrap=True,
             markup=False,
         )
@@ -71,8 +71,8 @@ def print_sweep(predictions: Sequence[Prediction], varied: Sequence[str], fits: 
     print_table(output(), columns, lines)
 
 
-def _print_held(console: Console, found: Plan) -> None:
-    held = {name: count for name, count in found.prediction.held.items() if count}
+def _print_held(console: Console, plan: Plan) -> None:
+    held = {name: count for name, count in plan.prediction.held.items() if count}
     scale, unit = unit_of(max(held.values()))
     print_table(
         console,
@@ -81,16 +81,16 @@ def _print_held(console: Console, found: Plan) -> None:
     )
 
 
-def _print_alternatives(console: Console, found: Plan) -> None:
+def _print_alternatives(console: Console, plan: Plan) -> None:
     shown = sorted(
-        (other for other in found.alternatives if other.prediction), key=lambda other: -other.saves(found.prediction)
+        (other for other in plan.alternatives if other.prediction), key=lambda other: -other.saves(plan.prediction)
     )
-    scale, unit = unit_of(found.prediction.peak_bytes)
+    scale, unit = unit_of(plan.prediction.peak_bytes)
     lines = [
         [
             f"--{other.technique.option} {other.technique.value}",
             f"{other.prediction.peak_bytes / scale:.2f}" if other.prediction else "",
-            f"{other.saves(found.prediction) / scale:+.2f}",
+            f"{other.saves(plan.prediction) / scale:+.2f}",
             other.technique.costs,
         ]
         for other in shown
@@ -108,27 +108,27 @@ GiB = 1 << 30
 HEAD = ("setup", "predicted GiB", "measured GiB", "error", "reserved GiB", "fits: predicted", "measured", "")
 
 
-def compared_page(found: Sequence[Compared], command: str) -> str:
+def compared_page(comparisons: Sequence[Compared], command: str) -> str:
     """The comparison in Markdown: a summary and a table."""
     parts = [
         "# Predicted and measured peak memory",
         markdown.generated(command),
-        _summary(found),
-        markdown.table(HEAD, [cells_of(one) for one in found]),
+        _summary(comparisons),
+        markdown.table(HEAD, [cells_of(one) for one in comparisons]),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def print_compared(found: Sequence[Compared]) -> None:
+def print_compared(comparisons: Sequence[Compared]) -> None:
     console = output()
     columns = [
         Column("setup", prose=True),
         *(Column(name, number=True) for name in ("predicted GiB", "measured GiB", "error")),
         Column(""),
     ]
-    lines = [[cells[0], *cells[1:4], cells[-1]] for cells in map(cells_of, found)]
+    lines = [[cells[0], *cells[1:4], cells[-1]] for cells in map(cells_of, comparisons)]
     print_table(console, columns, lines)
-    console.print(_summary(found))
+    console.print(_summary(comparisons))
 
 
 def cells_of(one: Compared) -> list[str]:
@@ -145,19 +145,19 @@ def cells_of(one: Compared) -> list[str]:
     ]
 
 
-def worst(found: Sequence[Compared]) -> float:
-    return max((abs(one.error) for one in found if one.error is not None), default=0.0)
+def worst(comparisons: Sequence[Compared]) -> float:
+    return max((abs(one.error) for one in comparisons if one.error is not None), default=0.0)
 
 
-def _summary(found: Sequence[Compared]) -> str:
-    measured = sum(one.error is not None for one in found)
-    limited = [one for one in found if one.predicted_to_fit is not None]
+def _summary(comparisons: Sequence[Compared]) -> str:
+    measured = sum(one.error is not None for one in comparisons)
+    limited = [one for one in comparisons if one.predicted_to_fit is not None]
     fits = (
         f" Whether it fits: correct for {sum(one.right for one in limited)} of {len(limited)} setups."
         if limited
         else ""
     )
     return (
-        f"{measured} peak{'' if measured == 1 else 's'}, with a largest error of {worst(found):.1%} ({ALLOWED:.0%} is "
-        f"allowed).{fits}"
+        f"{measured} peak{'' if measured == 1 else 's'}, with a largest error of {worst(comparisons):.1%} "
+        f"({ALLOWED:.0%} is allowed).{fits}"
     )

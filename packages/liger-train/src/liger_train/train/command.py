@@ -124,14 +124,14 @@ def _defaults(words: Mapping[str, Any], options: RunOptions, device: torch.devic
     return chosen, [f"Defaults for {where}: {', '.join(shown)}."] if shown else []
 
 
-def _cost(setup: Setup, place: torch.device) -> list[str]:
+def _cost(setup: Setup, device: torch.device) -> list[str]:
     """Return a sentence on the predicted cost of a run with long sequences on one GPU, or nothing for other runs."""
-    if place.type == "cpu" or setup.ranks > 1 or setup.batch * setup.sequence < LONG:
+    if device.type == "cpu" or setup.ranks > 1 or setup.batch * setup.sequence < LONG:
         return []
     from liger_train.plan.cost import sentence
 
-    found = sentence(setup, torch.cuda.get_device_name(place), torch.cuda.get_device_properties(place).total_memory)
-    return [] if found is None else [found]
+    cost = sentence(setup, torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory)
+    return [] if cost is None else [cost]
 
 
 def _check(words: Mapping[str, Any], options: RunOptions, device: torch.device) -> None:
@@ -229,29 +229,31 @@ def _print(row: Row, printed: list[str]) -> None:
 
 def _figures(row: Row) -> dict[str, str]:
     """The known results, in words."""
-    found: dict[str, str] = {}
+    figures: dict[str, str] = {}
     if row.losses:
-        found["steps"] = f"{len(row.losses)} of {row.steps}"
-        found["loss, first and last"] = f"{row.losses[0]:.5f}, {row.losses[-1]:.5f}"
+        figures["steps"] = f"{len(row.losses)} of {row.steps}"
+        figures["loss, first and last"] = f"{row.losses[0]:.5f}, {row.losses[-1]:.5f}"
     if row.validation_loss is not None:
-        found["validation loss"] = f"{row.validation_loss:.5f}"
+        figures["validation loss"] = f"{row.validation_loss:.5f}"
     if row.tokens_per_second:
-        found["tokens per second"] = (
+        figures["tokens per second"] = (
             f"{row.tokens_per_second:,.0f} ({row.low_tokens_per_second:,.0f} to {row.high_tokens_per_second:,.0f})"
         )
     if row.compile_seconds is not None:
-        found["compile time"] = f"{row.compile_seconds:.1f} s"
+        figures["compile time"] = f"{row.compile_seconds:.1f} s"
     if row.peak_bytes is not None:
         held = "" if row.static_bytes is None else f", {size(row.static_bytes)} of it between steps"
-        kept = "" if row.peak_reserved_bytes is None else f"; {size(row.peak_reserved_bytes)} reserved by the allocator"
-        found["peak memory"] = size(row.peak_bytes) + held + kept
+        reserved = (
+            "" if row.peak_reserved_bytes is None else f"; {size(row.peak_reserved_bytes)} reserved by the allocator"
+        )
+        figures["peak memory"] = size(row.peak_bytes) + held + reserved
     if row.parameters and row.trainable_parameters:
         trained = (
             f", {amount(row.trainable_parameters)} of them trained" if row.trainable_parameters < row.parameters else ""
         )
-        found["parameters"] = amount(row.parameters) + trained
+        figures["parameters"] = amount(row.parameters) + trained
     if row.checkpointed_layers:
-        found["layers recomputed"] = str(row.checkpointed_layers)
+        figures["layers recomputed"] = str(row.checkpointed_layers)
     if row.replaced:
-        found["replaced by Liger"] = row.replaced
-    return found
+        figures["replaced by Liger"] = row.replaced
+    return figures

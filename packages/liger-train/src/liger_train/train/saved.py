@@ -143,10 +143,10 @@ def newest(folder: Path, notes: list[str]) -> Saved | None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """All checkpoints, intact or not, in the order of their steps."""
-    found = [
+    paths = [
         path for path in folder.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name) and path.is_dir()
     ]
-    return sorted(found, key=_step)
+    return sorted(paths, key=_step)
 
 
 def check_same(saved: Saved, setup: dict[str, Any], text: str) -> None:
