@@ -23,7 +23,7 @@ class MeanOfMeans(Training):
     """The mean over each rank's own tokens, averaged over ranks, although they have unequal numbers (DeepSpeed #8587)."""
 
     def loss(self, model: Any, batch: Batch, mesh: Any, total: Tensor) -> Tensor:
-        width = self.length // mesh.size()
+        width = self.sequence // mesh.size()
         first = mesh.get_local_rank() * width
         valid = max(1, batch.take(slice(first, first + width)).valid())
         return super().loss(model, batch, mesh, torch.tensor(float(valid * self.accumulation * self.dp * self.cp)))

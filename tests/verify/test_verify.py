@@ -207,9 +207,9 @@ def test_a_random_loss_is_refused() -> None:
             {"shard": "ddp", "tp": 2, "ranks": 4},
             "verify: shard must be 'fsdp2' where Transformers shards layers (tp) over a part of the ranks, got 'ddp'",
         ),
-        ({"cp": 2, "length": 9}, "verify: length must be a multiple of cp = 2, got 9"),
+        ({"cp": 2, "sequence": 9}, "verify: sequence must be a multiple of cp = 2, got 9"),
     ],
-    ids=["ranks", "shard", "ddp", "length"],
+    ids=["ranks", "shard", "ddp", "sequence"],
 )
 def test_a_setup_that_cannot_be_is_refused_before_anything_starts(setup: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError) as raised:

@@ -97,13 +97,18 @@ def verify(
     setups: Annotated[
         str | None, typer.Option(help="FILE.toml with a table for each setup: a matrix of your own.")
     ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Ranks that share each layer, by Transformers' tp_plan='auto'.")] = 1,
-    cp: Annotated[int, typer.Option(min=1, help="Ranks that share each sequence.")] = 1,
+    tp: Annotated[
+        int,
+        typer.Option(min=1, help="Tensor parallelism: ranks that share each layer, by Transformers' tp_plan='auto'."),
+    ] = 1,
+    cp: Annotated[int, typer.Option(min=1, help="Context parallelism: ranks that share each sequence.")] = 1,
     shard: Annotated[
         str, typer.Option(help=f"How the remaining ranks share the model: {', '.join(SHARDS)}.")
     ] = "fsdp2",
-    accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches per step.")] = 1,
-    ranks: Annotated[int | None, typer.Option(min=2, help="Processes; tp × cp by default, at least 2.")] = None,
+    accumulation: Annotated[int, typer.Option(min=1, help="Micro-batches per optimizer step.")] = 1,
+    ranks: Annotated[
+        int | None, typer.Option(min=2, help="Number of processes. Default: as many as --tp × --cp needs, at least 2.")
+    ] = None,
     liger: Annotated[
         bool | None,
         typer.Option(
@@ -112,7 +117,7 @@ def verify(
         ),
     ] = None,
     step: Annotated[str | None, typer.Option(help="FILE.py:FUNCTION, a step of your own instead of a model.")] = None,
-    length: Annotated[int, typer.Option(min=8, help="Tokens per sequence.")] = 16,
+    sequence: Annotated[int, typer.Option(min=8, help="Tokens per sequence.")] = 16,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and tokens.")] = 0,
     tolerance: Annotated[float, typer.Option(help="Relative error that passes.")] = 1e-4,
     patience: Annotated[float, typer.Option(min=1, help="Seconds that a process waits for the others.")] = 600.0,
@@ -148,7 +153,7 @@ def verify(
     if several or (step is None and len(model or []) > 1):
         listed = setups_in(setups) if setups is not None else SETUPS if matrix else [setup]
         ways = [liger] if liger is not None else [False, True] if several else [True]
-        chosen = steps_of(model or (MODELS if matrix else MODELS[:1]), listed, ways, length=length, seed=seed)
+        chosen = steps_of(model or (MODELS if matrix else MODELS[:1]), listed, ways, sequence=sequence, seed=seed)
         right = _several(outcomes(chosen, limit=limit, **options), len(chosen), as_json, start)
     elif step is not None:
         of_a_model = {
@@ -164,7 +169,7 @@ def verify(
         run = partial(compare, Script(path, name), ranks=count, sizes=sizes, **options)
         right = _single(run, f"{step} on {count} ranks", as_json, all_rows, start)
     else:
-        training = Training((model or MODELS)[0], **setup, liger=liger is not False, length=length, seed=seed)
+        training = Training((model or MODELS)[0], **setup, liger=liger is not False, sequence=sequence, seed=seed)
         training.check()
         run = partial(compare, training, ranks=count, sizes=training.sizes, **options)
         try:

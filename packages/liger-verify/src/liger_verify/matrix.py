@@ -33,7 +33,7 @@ SETUPS: tuple[dict[str, Any], ...] = (
 )
 # The fields of a setup in a file, and their types.
 FIELDS: dict[str, type] = {name: kind for name, kind in get_type_hints(Training).items() if kind in (str, int, bool)}
-LEAST = {"length": 8, "seed": 0, "ranks": 2}
+LEAST = {"sequence": 8, "seed": 0, "ranks": 2}
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Training:
     ranks: int = 2
     liger: bool = True
     rows: int = 2
-    length: int = 16
+    sequence: int = 16
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -69,8 +69,8 @@ class Training:
                 "verify: shard must be 'fsdp2' where Transformers shards layers (tp) over a part of the ranks, got "
                 f"{self.shard!r}"
             )
-        if self.length % self.cp:
-            raise OptionError(f"verify: length must be a multiple of cp = {self.cp}, got {self.length}")
+        if self.sequence % self.cp:
+            raise OptionError(f"verify: sequence must be a multiple of cp = {self.cp}, got {self.sequence}")
         # Raises OptionError for an unknown model.
         config = self.config()
         try:
@@ -184,12 +184,12 @@ class Training:
         """Return the micro-batches of all data-parallel ranks; number i belongs to rank i % dp."""
         config = getattr(model, "module", model).config
         vocabulary = config.get_text_config().vocab_size
-        return batches(self.dp * self.accumulation, self.rows, self.length, vocabulary, self.seed)
+        return batches(self.dp * self.accumulation, self.rows, self.sequence, vocabulary, self.seed)
 
     def loss(self, model: Any, batch: Batch, mesh: Any, total: Tensor) -> Tensor:
         """Return this rank's part of the loss: the sum over its tokens, divided by the number of all counted tokens."""
         group = None if mesh is None or mesh.size() == 1 else mesh.get_group()
-        width = self.length // (1 if group is None else group.size())
+        width = self.sequence // (1 if group is None else group.size())
         first = 0 if group is None else group.rank() * width
         columns = slice(first, first + width)
         tokens = self.labeled(batch, columns)
