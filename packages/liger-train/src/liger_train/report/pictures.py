@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ INK = "#000000"
 # The height of the band for runs that ran out of memory, as a fraction of the axes.
 BAND = 0.95
 CROSS: dict[str, Any] = {"markersize": 6.5, "markeredgewidth": 2}
+THROUGHPUT = ("tokens_per_second", "low_tokens_per_second", "high_tokens_per_second")
 AXIS_LABELS = {"batch": "batch size per rank", "sequence": "sequence length, tokens", "ranks": "ranks"}
 
 
@@ -54,45 +55,13 @@ def sweep_picture(sweep: Sweep, strategies: Sequence[Strategy], path: Path) -> N
         style = _style(strategy, sweep.strategies)
         # Slightly apart, so that crosses at the same size do not hide each other.
         apart = 0.24 * (failing.index(strategy) - (len(failing) - 1) / 2) if strategy in failing else 0.0
-        known = [
-            (place, row) for place, value in enumerate(sweep.values) if (row := sweep.row(strategy, value)) is not None
-        ]
-        for axes, columns, one, cross in (
-            (left, ("tokens_per_second", "low_tokens_per_second", "high_tokens_per_second"), 1, None),
-            (right, ("peak_bytes",) * 3, scale, ceiling),
-        )[: 1 + has_memory]:
-            points = [
-                (place, *(_value(row, column, columns[0]) / one for column in columns))
-                for place, row in known
-                if _fits(row, columns[0])
-            ]
-            if points:
-                places, middle, low, high = zip(*points, strict=True)
-                axes.fill_between(places, low, high, color=style["color"], alpha=0.2, linewidth=0)
-                axes.plot(places, middle, label=strategy.label, linewidth=1.8, markersize=5, **style)
-            failed = [place + apart for place, row in known if row["out_of_memory"]]
-            # An empty artist without clipping would break the constrained layout.
-            if failed:
-                height = {"transform": axes.get_xaxis_transform()} if cross is None else {}
-                axes.plot(
-                    failed,
-                    [cross or BAND] * len(failed),
-                    "x",
-                    color=style["color"],
-                    clip_on=False,
-                    zorder=5,
-                    **CROSS,
-                    **height,
-                )
-    for axes, label in (
-        (left, "tokens per second"),
-        (right, f"peak memory, {unit}" if sweep.axis != "ranks" else f"peak memory per rank, {unit}"),
-    )[: 1 + has_memory]:
-        axes.set_xticks(range(len(sweep.values)), [str(value) for value in sweep.values])
-        axes.set_xlim(-0.3, len(sweep.values) - 0.7)
-        axes.set_ylim(0, None)
-        axes.set_xlabel(AXIS_LABELS[sweep.axis])
-        axes.set_ylabel(label)
+        rows = {x: row for x, value in enumerate(sweep.values) if (row := sweep.row(strategy, value)) is not None}
+        _draw(left, strategy.label, rows, THROUGHPUT, style, apart)
+        if has_memory:
+            _draw(right, strategy.label, rows, ("peak_bytes",) * 3, style, apart, scale, ceiling)
+    _name_axes(left, sweep, "tokens per second")
+    if has_memory:
+        _name_axes(right, sweep, f"peak memory per rank, {unit}" if sweep.axis == "ranks" else f"peak memory, {unit}")
     left.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     if failing:
         left.add_patch(
@@ -102,7 +71,48 @@ def sweep_picture(sweep: Sweep, strategies: Sequence[Strategy], path: Path) -> N
         left.set_ylim(0, left.get_ylim()[1] * 1.12)
     if has_memory:
         right.set_ylim(0, max(ceiling, *(peak / scale for peak in peaks), 0) * 1.07)
-    handles, labels = right.get_legend_handles_labels()
+    _add_legend(figure, right, sweep, strategies, bool(failing))
+    _finish(figure, panels[0], path)
+
+
+def _draw(
+    axes: Any,
+    label: str,
+    rows: Mapping[int, Record],
+    columns: tuple[str, str, str],
+    style: Mapping[str, Any],
+    apart: float,
+    scale: float = 1,
+    ceiling: float | None = None,
+) -> None:
+    """Draw a column of rows by x, and its quantiles; a run out of memory is a cross at the ceiling, or in the band."""
+    points = [
+        (x, *(_value(row, column, columns[0]) / scale for column in columns))
+        for x, row in rows.items()
+        if _fits(row, columns[0])
+    ]
+    if points:
+        xs, middle, low, high = zip(*points, strict=True)
+        axes.fill_between(xs, low, high, color=style["color"], alpha=0.2, linewidth=0)
+        axes.plot(xs, middle, label=label, linewidth=1.8, markersize=5, **style)
+    failed = [x + apart for x, row in rows.items() if row["out_of_memory"]]
+    # An empty artist without clipping would break the constrained layout.
+    if failed:
+        height = {"transform": axes.get_xaxis_transform()} if ceiling is None else {}
+        heights = [ceiling or BAND] * len(failed)
+        axes.plot(failed, heights, "x", color=style["color"], clip_on=False, zorder=5, **CROSS, **height)
+
+
+def _name_axes(axes: Any, sweep: Sweep, label: str) -> None:
+    axes.set_xticks(range(len(sweep.values)), [str(value) for value in sweep.values])
+    axes.set_xlim(-0.3, len(sweep.values) - 0.7)
+    axes.set_ylim(0, None)
+    axes.set_xlabel(AXIS_LABELS[sweep.axis])
+    axes.set_ylabel(label)
+
+
+def _add_legend(figure: Any, axes: Any, sweep: Sweep, strategies: Sequence[Strategy], failing: bool) -> None:
+    handles, labels = axes.get_legend_handles_labels()
     named = list(labels)
     # A strategy that always ran out of memory has crosses only.
     for strategy in strategies:
@@ -113,7 +123,6 @@ def sweep_picture(sweep: Sweep, strategies: Sequence[Strategy], path: Path) -> N
         handles.append(plt.Line2D([], [], color=INK, marker="x", linestyle="", **CROSS))
         labels.append("out of memory")
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    _finish(figure, panels[0], path)
 
 
 def _style(strategy: Strategy, all_of_them: Sequence[Strategy]) -> dict[str, Any]:
