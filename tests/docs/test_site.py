@@ -78,14 +78,15 @@ def test_every_link_of_a_page_leads_somewhere_in_the_repository(page: Path) -> N
     ] == []
 
 
-def test_the_tables_of_versions_are_those_of_the_metadata() -> None:
+@pytest.mark.parametrize("generator", ["compatibility", "techniques"])
+def test_the_tables_of_a_page_are_those_that_are_generated(generator: str) -> None:
     made = subprocess.run(
-        [sys.executable, "-c", "import compatibility as c; print(c.filled(c.PAGE.read_text()) == c.PAGE.read_text())"],
+        [sys.executable, "-c", f"import {generator} as g; print(g.filled(g.PAGE.read_text()) == g.PAGE.read_text())"],
         cwd=ROOT / "docs" / "generate",
         capture_output=True,
         text=True,
     )
-    assert made.stdout.strip() == "True", f"run python docs/generate/compatibility.py\n{made.stderr}"
+    assert made.stdout.strip() == "True", f"run python docs/generate/{generator}.py\n{made.stderr}"
 
 
 def parse(command: Any, name: str, arguments: list[str], parent: Any = None) -> None:

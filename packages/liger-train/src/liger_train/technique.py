@@ -9,19 +9,6 @@ from typing import Any
 
 from liger_train.setup import Setup
 
-Arguments = Callable[[Setup], Mapping[str, Any]]
-
-
-Problem = Callable[[Setup], str]
-
-
-def _nothing(setup: Setup) -> Mapping[str, Any]:
-    return {}
-
-
-def _none(setup: Setup) -> str:
-    return ""
-
 
 @dataclass(frozen=True)
 class Technique:
@@ -30,8 +17,7 @@ class Technique:
     option, value  field of Setup and what it is set to, as on the command line
     summary        what it does, in one sentence
     saves, costs   one phrase each, for `liger plan` and the documentation
-    implemented_by  the libraries that do it; those in `packages` must be installed
-    extra          liger-train[extra] installs them
+    implemented_by  the libraries that do it; those in `packages` must be installed, and are in an extra of liger-train
     devices        where it is supported; `reason` says why not elsewhere
     arguments      what it adds to transformers.TrainingArguments
     problem        why it cannot be combined with the rest of a setup, as the rest of an error; empty if it can
@@ -44,8 +30,7 @@ class Technique:
     costs: str
     implemented_by: str
     packages: tuple[str, ...] = ()
-    extra: str | None = None
     devices: tuple[str, ...] = ("cpu", "cuda")
     reason: str = ""
-    arguments: Arguments = _nothing
-    problem: Problem = _none
+    arguments: Callable[[Setup], Mapping[str, Any]] = lambda setup: {}
+    problem: Callable[[Setup], str] = lambda setup: ""

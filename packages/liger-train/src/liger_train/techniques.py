@@ -86,7 +86,6 @@ ALL = (
             f"as `{as_}`, {costs}; compiles in the first step; faster",
             "torchao",
             ("torchao",),
-            "torchao",
             devices=("cuda",),
             reason="no CPU multiplies in float8 faster than in bfloat16",
             arguments=lambda setup: {"bf16": setup.mixed},
@@ -178,7 +177,6 @@ ALL = (
         "gathers the updated weights",
         "DeepSpeed",
         ("deepspeed",),
-        "deepspeed",
     ),
     Technique(
         "shard",
@@ -188,7 +186,6 @@ ALL = (
         "as `zero1`",
         "DeepSpeed",
         ("deepspeed",),
-        "deepspeed",
     ),
     Technique(
         "shard",
@@ -198,7 +195,6 @@ ALL = (
         "gathers weights in both passes",
         "DeepSpeed",
         ("deepspeed",),
-        "deepspeed",
     ),
     Technique(
         "shard",
@@ -276,7 +272,6 @@ ALL = (
         "limited to what low-rank adapters can express",
         "peft",
         ("peft",),
-        "peft",
         problem=combinations.adapted,
     ),
     Technique(
@@ -287,20 +282,16 @@ ALL = (
         "lower-precision frozen weights, dequantized at each use",
         "peft, bitsandbytes",
         ("peft", "bitsandbytes"),
-        "qlora",
         problem=combinations.quantized,
     ),
 )
 
 
-def _by_option() -> dict[str, dict[str, Technique]]:
-    table: dict[str, dict[str, Technique]] = {}
-    for technique in ALL:
-        table.setdefault(technique.option, {})[technique.value] = technique
-    return table
-
-
-TECHNIQUES = _by_option()
+# Option → value → technique.
+TECHNIQUES = {
+    option: {technique.value: technique for technique in ALL if technique.option == option}
+    for option in dict.fromkeys(technique.option for technique in ALL)
+}
 
 
 def chosen(setup: Setup) -> list[Technique]:
@@ -317,14 +308,24 @@ def values_of(option: str) -> str:
 
 
 def check(setup: Setup, here: bool = True) -> None:
-    """Check that every technique of a setup is known, supported on its device, compatible with the others, and
-    installed, unless the run is not to be `here`.
+    """Raise OptionError or DeviceError with what to do for a setup that cannot train, before anything large is loaded.
 
-    Raises OptionError or DeviceError with what to do, before anything large is loaded.
+    Libraries and disks are those of this machine, unless the run is not to be `here`.
     """
     check_values(setup)
     if setup.memory_limit is not None and setup.device == "cpu":
         raise DeviceError("train: --memory-limit needs a GPU, got --device cpu")
+    check_techniques(setup, here)
+    fields.values(setup.set, arguments(setup))
+    evaluating = [name for name in fields.EVALUATION if name in fields.given(setup.set)]
+    if evaluating and not setup.validation:
+        raise OptionError(
+            f"train: --set {evaluating[0]} needs --validation, the share of the text to hold out, for instance 0.02"
+        )
+
+
+def check_techniques(setup: Setup, here: bool) -> None:
+    """Check that every technique is known, supported on the device, installed, and compatible with the others."""
     for technique in chosen(setup):
         option = f"--{technique.option} {getattr(setup, technique.option)}"
         if setup.device not in technique.devices:
@@ -339,12 +340,6 @@ def check(setup: Setup, here: bool = True) -> None:
         # The folder on the disk is that of the machine of the run.
         if problem and (here or technique.value != "nvme"):
             raise OptionError(f"train: {option} {problem}")
-    fields.values(setup.set, arguments(setup))
-    evaluating = [name for name in fields.EVALUATION if name in fields.given(setup.set)]
-    if evaluating and not setup.validation:
-        raise OptionError(
-            f"train: --set {evaluating[0]} needs --validation, the share of the text to hold out, for instance 0.02"
-        )
 
 
 def arguments(setup: Setup) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from liger_core.errors import OptionError
+from liger_core.errors import LigerError
 from liger_train.combinations import ZERO
 from liger_train.plan.step import Prediction, predict
 from liger_train.setup import Setup
 from liger_train.technique import Technique
-from liger_train.techniques import LIST, NUMBER, TECHNIQUES
+from liger_train.techniques import LIST, NUMBER, TECHNIQUES, check_techniques
 
 Predict = Callable[[Setup], Prediction]
 # These depend on free memory, on the user or on the machine.
@@ -91,13 +91,10 @@ def alternatives(setup: Setup, foresee: Predict = predict) -> Iterator[Alternati
 
 
 def _alternative(technique: Technique, changed: Setup, foresee: Predict) -> Alternative:
-    problem = problem_of(changed)
-    if problem:
-        return Alternative(technique, None, problem)
     try:
+        check_techniques(changed, here=False)
         return Alternative(technique, foresee(changed))
-    except OptionError as error:
-        # Whether a library is missing may depend on the model.
+    except LigerError as error:
         return Alternative(technique, None, str(error).removeprefix("plan: ").removeprefix("train: "))
 
 
@@ -126,14 +123,15 @@ def checklist(setup: Setup, limit: int, foresee: Predict = predict) -> Iterator[
         if changes.get("shard") == "zero3":
             more["mlp"] = "whole"
         changed = replace(now, **(changes | more))
-        problem = problem_of(changed)
-        if problem:
-            yield Item(title, changes, None, f"with the items before it, {problem}")
+        try:
+            check_techniques(changed, here=False)
+        except LigerError as error:
+            yield Item(title, changes, None, f"with the items before it, {str(error).removeprefix('train: ')}")
             continue
-        found = foresee(changed)
-        if title != "Liger" and found.peak_bytes >= prediction.peak_bytes:
+        predicted = foresee(changed)
+        if title != "Liger" and predicted.peak_bytes >= prediction.peak_bytes:
             continue
-        now, prediction = changed, found
+        now, prediction = changed, predicted
         yield Item(title, changes | more, prediction)
 
 
@@ -171,18 +169,3 @@ def largest_batch(setup: Setup, limit: int, foresee: Predict = predict) -> int:
 
 
 LARGEST_BATCH = 1 << 20
-
-
-def problem_of(setup: Setup) -> str:
-    """Return why the setup's techniques cannot be combined, or an empty string, without checking for libraries."""
-    for option, values in TECHNIQUES.items():
-        value = str(getattr(setup, option))
-        technique = values.get(value) or (values.get(NUMBER) if value.isdecimal() else None)
-        if technique is None or value == "nvme":
-            continue
-        if setup.device not in technique.devices:
-            return f"needs --device {' or '.join(technique.devices)}: {technique.reason}"
-        found = technique.problem(setup)
-        if found:
-            return f"--{option} {value} {found}"
-    return ""

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of techniques in docs/training.md; `python -m liger_train.documentation docs/training.md` regenerates
-them."""
+"""The tables of techniques in docs/training.md: `python docs/generate/techniques.py` writes them.
+
+They are in the repository, where its reader finds them; tests/docs/test_site.py says when they are stale.
+"""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from liger_train.setup import Setup
 from liger_train.technique import Technique
 from liger_train.techniques import LIST, NUMBER, TECHNIQUES
 
+PAGE = Path(__file__).parents[1] / "training.md"
 BEGIN, END = "<!-- techniques: begin -->", "<!-- techniques: end -->"
 SHOWN = {NUMBER: "a number", LIST: "ops, separated by commas"}
 HEAD = ("value", "what it does", "saves", "costs", "implemented by")
@@ -21,8 +23,8 @@ def table() -> str:
     return "\n\n".join(_of_option(option, values) for option, values in TECHNIQUES.items())
 
 
-def put_into(text: str) -> str:
-    """The page with the part between the markers regenerated."""
+def filled(text: str) -> str:
+    """A page with the tables between the markers."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
@@ -45,5 +47,4 @@ def _row(technique: Technique) -> str:
 
 
 if __name__ == "__main__":
-    page = Path(sys.argv[1])
-    page.write_text(put_into(page.read_text()))
+    PAGE.write_text(filled(PAGE.read_text()))
