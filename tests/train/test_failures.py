@@ -508,7 +508,7 @@ def test_a_name_on_a_hub_that_cannot_be_reached_raises_a_clear_error(
 def test_the_first_rank_that_fails_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed import TCPStore
 
-    from liger_train.train import ranks
+    from liger_train import ranks
 
     store = TCPStore("127.0.0.1", 0, is_master=True)
     for name, value in {

@@ -16,13 +16,13 @@ import pytest
 
 from bench.commands import InProcess
 from liger_core.errors import OptionError
+from liger_train.cells import cells, strategies_of, swept
 from liger_train.report.page import Pictures, page, sweep_command
 from liger_train.report.pictures import COLORS, sweep_picture
 from liger_train.report.statements import statements
 from liger_train.report.sweeps import Sweep, others, read, sweeps
 from liger_train.row import NOT_RUN, SETUP, Row, row_of
 from liger_train.setup import Setup
-from liger_train.train.cells import cells, strategies_of, swept
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "training-results.md"

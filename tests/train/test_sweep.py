@@ -20,10 +20,10 @@ from bench.commands import InProcess
 from liger_bench.process import DONE, READY, Process
 from liger_bench.row import Measured
 from liger_core.errors import OptionError
+from liger_train.cells import cells, hopeless, strategies_of, swept
 from liger_train.row import NOT_RUN, Row, row_of
 from liger_train.setup import Setup
 from liger_train.train import places, sweep
-from liger_train.train.cells import cells, hopeless, strategies_of, swept
 from liger_train.train.places import Extras, variables
 from train.answers import BROKEN, KILLED, LATE, OUT_OF_MEMORY, WHERE, answer
 

@@ -22,12 +22,12 @@ import forks
 from bench.commands import InProcess
 from liger_bench import machine
 from liger_core.errors import OptionError
-from liger_train import techniques
+from liger_train import ranks, techniques
 from liger_train.options import RunOptions
 from liger_train.plan.step import predict
 from liger_train.row import Row, row_of
 from liger_train.setup import Setup
-from liger_train.train import command, ranks, spending
+from liger_train.train import command, spending
 from liger_train.train import data as text_of_runs
 from liger_train.train.data import Data, read
 from liger_train.train.run import largest_batch, run

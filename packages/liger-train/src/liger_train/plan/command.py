@@ -16,11 +16,11 @@ from typer import Option
 from liger_bench.progress import progress_bar
 from liger_bench.writable import check_folder
 from liger_core.errors import OptionError
+from liger_train import ranks
+from liger_train.cells import STRATEGIES, cells, strategies_of, swept
 from liger_train.options import RunOptions, setup_of, takes_options
 from liger_train.setup import AUTO, DEFAULTS, Setup
 from liger_train.techniques import check
-from liger_train.train import ranks
-from liger_train.train.cells import STRATEGIES, cells, strategies_of, swept
 
 PANEL = "Plan"
 

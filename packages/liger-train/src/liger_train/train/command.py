@@ -19,11 +19,11 @@ from liger_bench.printing import amount, size
 from liger_bench.progress import progress_bar
 from liger_core.errors import DeviceError, LigerError, OptionError
 from liger_core.tables import Column, output, print_table
-from liger_train import fields, techniques
+from liger_train import fields, ranks, techniques
 from liger_train.options import RunOptions, setup_of, takes_options
 from liger_train.row import COLUMNS, Row, where_of
 from liger_train.setup import AUTO, DEFAULTS, Setup
-from liger_train.train import ranks, saved
+from liger_train.train import saved
 from liger_train.train.data import check_source
 from liger_train.train.places import Extras, check, observers
 from liger_train.train.sweep import STEPS as SWEEP_STEPS

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from liger_bench.printing import size
+from liger_train import ranks
 from liger_train.row import WARM_UP
 from liger_train.setup import Setup
-from liger_train.train import ranks
 from liger_train.train.cpu_memory import CpuMemory
 
 Show = Callable[[int, str], object]

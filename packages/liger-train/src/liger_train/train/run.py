@@ -28,14 +28,14 @@ from liger_bench.process import failure
 from liger_core.errors import DeviceError, LigerError, OptionError
 from liger_hf.presets import PRESETS
 from liger_hf.private_transformers import set_device
-from liger_train import techniques
+from liger_train import ranks, techniques
 from liger_train.combinations import ZERO
 from liger_train.configs import config_of
 from liger_train.model import build
 from liger_train.row import Row, row_of
 from liger_train.setup import Setup
 from liger_train.train import export as exporting
-from liger_train.train import ranks, saved, spending
+from liger_train.train import saved, spending
 from liger_train.train.arguments import training_arguments
 from liger_train.train.compiled import Compiled
 from liger_train.train.cpu_memory import CpuMemory

@@ -25,9 +25,9 @@ from liger_bench.row import Measured
 from liger_core.errors import DeviceError, OptionError
 from liger_core.tables import Column, output, print_table
 from liger_train import techniques
+from liger_train.cells import STRATEGIES, cells, hopeless, strategies_of, swept
 from liger_train.row import COLUMNS, WITHIN_SPREAD, Row, overlapping, row_of, where_of
 from liger_train.setup import Setup
-from liger_train.train.cells import STRATEGIES, cells, hopeless, strategies_of, swept
 from liger_train.train.data import check_source
 from liger_train.train.places import Extras, Place, check, finished, launched, threads, train
 

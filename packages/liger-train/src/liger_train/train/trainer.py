@@ -15,8 +15,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import PrinterCallback
 
 from liger_bench.text import Sequences
+from liger_train import ranks
 from liger_train.smoothing import is_smoothed
-from liger_train.train import ranks, saved
+from liger_train.train import saved
 from liger_train.train.compiled import Compiled
 from liger_train.train.data import Data
 from liger_train.train.labels import MASKED
