@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,13 +15,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 import typer
 
 from bench.commands import InProcess
 from liger_bench.process import DONE, READY, Process
 from liger_bench.row import Measured
-from liger_core.errors import OptionError
+from liger_core.errors import DeviceError, OptionError
+from liger_train import techniques
 from liger_train.cells import cells, hopeless, strategies_of, swept
+from liger_train.implementations import IMPLEMENTATIONS
+from liger_train.model import build
+from liger_train.plan.step import predict
 from liger_train.row import NOT_RUN, Row, row_of
 from liger_train.setup import Setup
 from liger_train.train import places, sweep
@@ -134,6 +140,51 @@ def test_several_sweeps_give_every_combination_small_ones_first() -> None:
     ]
 
 
+def test_a_sweep_over_implementations_sets_what_replaces_the_ops_and_what_compiles() -> None:
+    found = cells(TINY, swept([f"implementation={','.join(IMPLEMENTATIONS)}", "batch=2,1"]), ["none", "all"])
+    assert [(each.batch, each.implementation) for each in found] == [(n, i) for n in (1, 2) for i in IMPLEMENTATIONS]
+    assert {(each.liger, each.compile) for each in found} == {
+        *((liger, compiled) for liger in ("none", "all") for compiled in ("none", "default")),
+        ("liger-kernel", "none"),
+    }
+    assert replace(TINY, liger="rms_norm", compile="graphs").implementation == "liger-compiled"
+
+
+def test_a_table_of_implementations_names_them_and_compares_with_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    setups = cells(TINY, {"implementation": ["hf", "liger", "liger-kernel"]}, ["all"])
+    results: list[dict[str, Any]] = [{"tokens_per_second": 100.0}, {"tokens_per_second": 150.0}, {"reason": "no GPU"}]
+    where = dict.fromkeys(("machine", "versions", "commit", "date"), "")
+    sweep.show([row_of(setup, where, one) for setup, one in zip(setups, results, strict=True)], ["implementation"])
+    printed = capsys.readouterr().out
+    assert [line.split("│")[1:4] for line in printed.splitlines() if " 1.50 " in line] == [
+        [" liger          ", "      150 ", " 1.50 "]
+    ]
+    assert "liger-kernel: no GPU" in printed
+
+
+def test_another_library_must_be_installed_and_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = Setup("tiny", liger="liger-kernel")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(OptionError, match="--liger liger-kernel needs liger-kernel, not installed here; pip install"):
+        techniques.check(peer)
+    with pytest.raises(DeviceError, match="--liger liger-kernel needs --device cuda"):
+        techniques.check(replace(TINY, liger="liger-kernel"))
+    with pytest.raises(OptionError, match="cannot run on fake tensors"):
+        predict(peer)
+
+
+def test_another_library_patches_the_model_below_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        patched: ClassVar[list[Any]] = []
+
+        def _apply_liger_kernel_to_instance(self, model: Any) -> None:
+            self.patched.append(model)
+
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", Library())
+    built = build(replace(TINY, liger="liger-kernel", adapter="lora"), torch.device("cpu"))
+    assert (Library.patched, built.replaced) == ([built.model.get_base_model()], "")
+
+
 def test_a_sweep_over_tensor_and_context_parallelism_starts_as_many_ranks_as_they_need() -> None:
     found = cells(TINY, swept(["tp=1,2", "cp=1,4"]), ["all"])
     assert [(each.tp, each.cp, each.ranks) for each in found] == [(1, 1, 1), (1, 4, 4), (2, 1, 2), (2, 4, 8)]
@@ -167,6 +218,7 @@ def test_values_have_the_type_of_their_option(option: str, value: list[Any]) -> 
         (["batch=0"], "--sweep batch must have positive numbers, got '0'"),
         (["batch=1", "batch=2"], "must name each option once, got batch twice"),
         (["liger=none,all"], "give --strategies"),
+        (["implementation=hf,lieger"], "must name hf, hf-compiled, liger, liger-compiled, liger-kernel, got 'lieger'"),
         ([""], "must be an option and its values"),
     ],
 )
@@ -259,6 +311,8 @@ def test_a_run_is_not_compared_with_one_that_ran_out_of_memory(capsys: pytest.Ca
         (("--sweep", "batch=1,2", "--gpus", "0"), "--gpus needs GPUs, got --device cpu"),
         (("--sweep", "batch=1,2", "--snapshot"), "--snapshot and --profile need --out"),
         (("--gpus", "0"), "--gpus and --skip-larger are for --sweep"),
+        (("--sweep", "implementation=hf", "--strategies", "all"), "both set --liger"),
+        (("--sweep", "implementation=hf,liger-kernel"), "--liger liger-kernel needs --device cuda"),
         (("--profile",), "--snapshot and --profile need --out"),
         (("--strategies", ""), "--strategies must name values of --liger, for instance none,all, got ''"),
         (("--sweep", "learning-rate=1e-4,nan"), "--learning-rate must be a positive number, got nan"),

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, get_type_hints
 
 from liger_bench.memory import bytes_of
 from liger_core.errors import OptionError, nearest
+from liger_train.implementations import IMPLEMENTATIONS
 from liger_train.row import NOT_RUN, Row
 from liger_train.setup import Setup
 
 STRATEGIES = ("none", "all-but-loss", "all")
+# Sets --liger and --compile together.
+IMPLEMENTATION = "implementation"
 # Option → type, of all options that can vary.
 SWEPT = {
     name: kind
@@ -33,10 +36,10 @@ def swept(options: Sequence[str]) -> dict[str, list[Any]]:
         name = name.strip().lstrip("-").replace("-", "_")
         if name == "liger":
             raise OptionError("train: --sweep cannot vary liger; give --strategies none,all-but-loss,all")
-        if name not in SWEPT or not values.strip():
+        if name not in (*SWEPT, IMPLEMENTATION) or not values.strip():
             raise OptionError(
                 "train: --sweep must be an option and its values, for instance batch=1,4,8, got "
-                f"{option!r}.{nearest(name, SWEPT)}"
+                f"{option!r}.{nearest(name, (*SWEPT, IMPLEMENTATION))}"
             )
         if name in found:
             raise OptionError(
@@ -46,12 +49,16 @@ def swept(options: Sequence[str]) -> dict[str, list[Any]]:
     return found
 
 
-def strategies_of(words: str) -> list[str]:
+def strategies_of(words: str | None, varied: Collection[str] = ()) -> list[str]:
     """The values of `liger` in words like "none,all-but-loss,all"; ops of one strategy are joined by a plus, since
     commas separate strategies.
 
-    Raises OptionError if there are none.
+    Raises OptionError if there are none, or if `varied` has implementations, which set `liger`, too.
     """
+    if words is None:
+        return list(STRATEGIES)
+    if IMPLEMENTATION in varied:
+        raise OptionError("train: --strategies cannot be combined with --sweep implementation; both set --liger")
     found = list(dict.fromkeys(word.strip().replace("+", ",") for word in words.split(",") if word.strip()))
     if not found:
         raise OptionError(f"train: --strategies must name values of --liger, for instance none,all, got {words!r}")
@@ -59,14 +66,18 @@ def strategies_of(words: str) -> list[str]:
 
 
 def cells(base: Setup, values: Mapping[str, Sequence[Any]], strategies: Sequence[str]) -> list[Setup]:
-    """Every combination, smallest first, each with all strategies in turn; unless ranks vary, there are at least as
-    many as tp × cp needs."""
+    """Every combination, smallest first, each with all implementations or strategies in turn; unless ranks vary, there
+    are at least as many as tp × cp needs."""
+    compared: list[dict[str, Any]] = [{"liger": liger} for liger in strategies]
+    if IMPLEMENTATION in values:
+        compared = [IMPLEMENTATIONS[name] for name in values[IMPLEMENTATION]]
+    values = {name: of_it for name, of_it in values.items() if name != IMPLEMENTATION}
     combined = [replace(base, **dict(zip(values, chosen, strict=True))) for chosen in product(*values.values())]
     if "ranks" not in values:
         combined = [replace(setup, ranks=max(setup.ranks, setup.tp * setup.cp)) for setup in combined]
     # A stable sort: combinations with equally many tokens stay in the given order.
     combined.sort(key=lambda setup: setup.batch * setup.sequence)
-    return [replace(setup, liger=liger) for setup in combined for liger in strategies]
+    return [replace(setup, **options) for setup in combined for options in compared]
 
 
 def hopeless(setup: Setup, known: Sequence[Row]) -> str:
@@ -87,6 +98,13 @@ def _value(name: str, word: str) -> Any:
     """Convert a word to the type of its field."""
     if name == "memory_limit":
         return bytes_of("train: --sweep memory_limit", word)
+    if name == IMPLEMENTATION:
+        if word not in IMPLEMENTATIONS:
+            known = ", ".join(IMPLEMENTATIONS)
+            raise OptionError(
+                f"train: --sweep implementation must name {known}, got {word!r}.{nearest(word, IMPLEMENTATIONS)}"
+            )
+        return word
     kind = SWEPT[name]
     if kind not in (int, float):
         return word

@@ -30,6 +30,10 @@ def ops(setup: Setup) -> str:
     return ""
 
 
+def peer(setup: Setup) -> str:
+    return "" if setup.mlp == "whole" else f"cannot be combined with --mlp {setup.mlp}, which is Liger's"
+
+
 def pure(setup: Setup) -> str:
     if setup.shard in ZERO:
         return (

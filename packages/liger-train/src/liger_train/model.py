@@ -19,6 +19,7 @@ from liger_train.adapters import add_adapters, note_of_adapters
 from liger_train.compiling import compile_layers
 from liger_train.configs import auto_class, config_of
 from liger_train.float8 import RECIPES, convert
+from liger_train.implementations import PEER, patch_by_peer
 from liger_train.parallelism import parallelism
 from liger_train.setup import MLP_ROWS, ZERO, Setup
 
@@ -176,6 +177,9 @@ def _patched(model: nn.Module, setup: Setup, notes: list[str]) -> str:
     tokens = setup.batch * setup.sequence // setup.cp
     rows = MLP_ROWS if setup.mlp == "tiled" and tokens > MLP_ROWS else None
     if setup.liger == "none" and rows is None:
+        return ""
+    if setup.liger == PEER:
+        patch_by_peer(model)
         return ""
     import liger_hf
     from liger_hf.causal_mask import NOTE

@@ -154,6 +154,12 @@ class Setup:
     mlp: Annotated[str, Option(help="{values}.")] = "whole"
 
     @property
+    def implementation(self) -> str:
+        """The name of what runs the model in `--sweep implementation=…`; it ends in "-compiled" with --compile."""
+        name = {"none": "hf", "liger-kernel": "liger-kernel"}.get(self.liger, "liger")
+        return name if self.compile == "none" else f"{name}-compiled"
+
+    @property
     def mixed(self) -> bool:
         """Whether weights are in float32, and matmuls in less."""
         return self.precision != "fp32" and not self.pure

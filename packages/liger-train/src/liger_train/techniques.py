@@ -8,6 +8,7 @@ from typing import Any
 
 from liger_core.errors import DeviceError, OptionError, nearest
 from liger_train import combinations, fields
+from liger_train.implementations import PEER
 from liger_train.optimizers import OPTIMIZERS
 from liger_train.setup import MLP_ROWS, Setup, check_values
 from liger_train.technique import Technique
@@ -43,6 +44,18 @@ ALL = (
     ),
     Technique(
         "liger", LIST, "Only these ops of Liger.", "depends on the ops", "nothing", "liger-hf", problem=combinations.ops
+    ),
+    Technique(
+        "liger",
+        PEER,
+        "The other library patches the model with its defaults, for comparison.",
+        "as much as the fused loss, for most model types",
+        "nothing; faster",
+        PEER,
+        packages=(PEER,),
+        devices=("cuda",),
+        reason="its Triton kernels have no interpreter for training",
+        problem=combinations.peer,
     ),
     Technique("precision", "fp32", "Everything in float32.", "nothing", "nothing", "torch"),
     Technique(

@@ -9,14 +9,15 @@ from typing import Any
 
 from liger_core.errors import LigerError
 from liger_train.combinations import ZERO
+from liger_train.implementations import PEER
 from liger_train.plan.step import Prediction, predict
 from liger_train.setup import Setup
 from liger_train.technique import Technique
 from liger_train.techniques import LIST, NUMBER, TECHNIQUES, check_techniques
 
 Predict = Callable[[Setup], Prediction]
-# These depend on free memory, on the user or on the machine.
-NO_ALTERNATIVE = ("auto", NUMBER, LIST, "nvme")
+# These depend on free memory, on the user, on the machine or on another library.
+NO_ALTERNATIVE = ("auto", NUMBER, LIST, "nvme", PEER)
 MESH = ("tp", "cp")
 # What has no prediction of its own.
 UNPREDICTED = ("compile",)

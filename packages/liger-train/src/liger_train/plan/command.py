@@ -17,7 +17,7 @@ from liger_bench.progress import progress_bar
 from liger_bench.writable import check_folder
 from liger_core.errors import OptionError
 from liger_train import ranks
-from liger_train.cells import STRATEGIES, cells, strategies_of, swept
+from liger_train.cells import cells, strategies_of, swept
 from liger_train.options import RunOptions, setup_of, takes_options
 from liger_train.setup import AUTO, DEFAULTS, Setup
 from liger_train.techniques import check
@@ -99,8 +99,7 @@ def _plan(setup: Setup, limit: int | None, fill: bool, techniques: bool, out: Pa
 def _plan_sweep(setup: Setup, limit: int | None, options: RunOptions) -> None:
     """Predict the peak of every run of a sweep."""
     varied = swept(options.sweeps or [])
-    strategies = list(STRATEGIES) if options.strategies is None else strategies_of(options.strategies)
-    setups = cells(setup, varied, strategies)
+    setups = cells(setup, varied, strategies_of(options.strategies, varied))
     for each in setups:
         check(each, here=False)
     if options.out is not None:

@@ -19,6 +19,7 @@ from liger_core.errors import LigerError, OptionError
 from liger_core.private_torch import DataDependentOutput, DynamicOutputShape, FakeTensorMode
 from liger_hf.private_transformers import CHECKPOINT
 from liger_train.configs import auto_class, config_of
+from liger_train.implementations import PEER
 from liger_train.model import LOSS, LOW, build, weights_dtype
 from liger_train.plan import devices, parallel
 from liger_train.plan.adapters import adapted
@@ -113,6 +114,8 @@ def predict(setup: Setup) -> Prediction:
     Raises OptionError for unknown values, and for a model that cannot take a step without the values of tensors.
     """
     chosen(setup)
+    if setup.liger == PEER:
+        raise OptionError(f"plan: --liger must be Liger's, got {PEER}, whose kernels cannot run on fake tensors")
     kind = OPTIMIZERS[setup.optimizer]
     # The optimizer's own memory is added below; the rest depends on the other options.
     taken = _step(replace(setup, optimizer="galore-layerwise" if kind.drops_gradients else "adamw", **NEUTRAL))

@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,7 +25,7 @@ from liger_bench.row import Measured
 from liger_core.errors import DeviceError, OptionError
 from liger_core.tables import Column, output, print_table
 from liger_train import techniques
-from liger_train.cells import STRATEGIES, cells, hopeless, strategies_of, swept
+from liger_train.cells import IMPLEMENTATION, cells, hopeless, strategies_of, swept
 from liger_train.row import COLUMNS, WITHIN_SPREAD, Row, overlapping, row_of, where_of
 from liger_train.setup import Setup
 from liger_train.train.data import check_source
@@ -123,7 +123,8 @@ def sweep(
     if resume and extras.folder is None:
         raise OptionError("train: --sweep with --resume needs --out, the folder of the sweep to resume")
     check(base, extras)
-    setups = cells(base, swept(options), strategies_of(strategies) if strategies is not None else list(STRATEGIES))
+    varied = swept(options)
+    setups = cells(base, varied, strategies_of(strategies, varied))
     if settle:
         setups = [replace(each, steps=each.steps + SETTLING) if each.checkpoint == "auto" else each for each in setups]
     for setup in setups:
@@ -149,13 +150,13 @@ def sweep(
             skip=skip,
             before=kept,
             extras=extras,
-            phase=lambda setup: show(f"{setup.model} {setup.batch} × {setup.sequence} {setup.liger}"),
+            phase=lambda setup: show(f"{setup.model} {setup.batch} × {setup.sequence} {_compared(setup, varied)}"),
         ),
     )
     if as_json:
         print(json.dumps({"rows": [row.columns() for row in rows]}))
     else:
-        show(rows, list(swept(options)))
+        show(rows, list(varied))
     print_failures(found)
     if any(row.failed for row in rows):
         raise typer.Exit(1)
@@ -163,25 +164,29 @@ def sweep(
 
 
 def show(rows: Sequence[Row], varied: Sequence[str]) -> None:
-    """A table of the rows, with ratios to the first strategy at the same place."""
+    """A table of the rows, with ratios to the first implementation or strategy at the same place."""
     console = output()
-    first = rows[0].liger if rows else ""
+    compared = {id(row): _compared(row, varied) for row in rows}
+    column = IMPLEMENTATION if IMPLEMENTATION in varied else "liger"
+    varied = [name for name in varied if name != IMPLEMENTATION]
+    first = compared[id(rows[0])] if rows else ""
     scale, unit = unit_of(max((row.peak_bytes or 0 for row in rows), default=0) or 1 << 30)
     lines: list[list[str]] = []
     base: Row | None = None
     for row in rows:
-        if row.liger == first:
+        name = compared[id(row)]
+        if name == first:
             # The memory of a run that ran out of it is not a baseline.
             base = None if row.tokens_per_second is None else row
-        place = [str(getattr(row, name)) for name in varied]
-        lines.append([*(place if row.liger == first else [""] * len(varied)), row.liger, *_figures(row, base, scale)])
+        place = [str(getattr(row, option)) for option in varied]
+        lines.append([*(place if name == first else [""] * len(varied)), name, *_figures(row, base, scale)])
     about = any(WITHIN_SPREAD in cell for line in lines for cell in line)
     spread = (
         f"{WITHIN_SPREAD.strip()} within the spread of the steps: their 20th to 80th percentiles overlap"
         if about
         else ""
     )
-    columns = [Column(name) for name in (*varied, "liger")]
+    columns = [Column(name) for name in (*varied, column)]
     columns += [Column("tokens/s", number=True), Column(f"÷ {first}", spread, number=True)]
     columns += [
         Column(f"peak {unit}", number=True),
@@ -191,12 +196,17 @@ def show(rows: Sequence[Row], varied: Sequence[str]) -> None:
     print_table(console, columns, lines)
     for row in rows:
         if row.reason:
-            words = ", ".join(f"{name} {getattr(row, name)}" for name in varied)
-            console.print(f"{words}, {row.liger}: {row.reason}", markup=False)
+            words = [*(f"{name} {getattr(row, name)}" for name in varied), compared[id(row)]]
+            console.print(f"{', '.join(words)}: {row.reason}", markup=False)
     for note in dict.fromkeys(note for row in rows for note in row.notes or []):
         console.print(note, markup=False)
     if rows:
         console.print(where_of(rows[-1]), markup=False)
+
+
+def _compared(setup: Setup, varied: Collection[str]) -> str:
+    """The name of what a sweep compares: the implementation, or the value of --liger."""
+    return setup.implementation if IMPLEMENTATION in varied else setup.liger
 
 
 def _figures(row: Row, base: Row | None, scale: int) -> list[str]:
