@@ -14,12 +14,12 @@ import pytest
 
 from liger_bench.bench.rows import Row as OpRow
 from liger_bench.bench.table import print_rows
-from liger_bench.demo import command as demo
 from liger_bench.distributed import command as distributed
 from liger_bench.distributed.job import Row as DistributedRow
 from liger_bench.measurements import rows_as
 from liger_bench.model import command as model
 from liger_bench.model.job import Row as ModelRow
+from liger_train.demo import command as demo
 from liger_train.row import Row as TrainRow
 from liger_train.train import command as train
 from liger_train.train import sweep

@@ -28,7 +28,7 @@ def stop(what: Callable[..., Any]) -> Callable[..., Any]:
 
 # The command line, and what it hands the model to: at that place its name.
 COMMANDS: dict[str, tuple[tuple[str, ...], str, Callable[..., Any]]] = {
-    "demo": (("demo", "--model"), "liger_bench.demo.run.run", lambda settings, *_: settings.size),
+    "demo": (("demo", "--model"), "liger_train.demo.run.compared", lambda setup, *_: setup.model),
     "bench model": (
         ("bench", "model", "--model"),
         "liger_bench.model.command.completed",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin of liger-bench: the commands `liger demo` and `liger bench …`."""
+"""The plugin of liger-bench: the commands `liger bench …`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 def liger_commands(app: typer.Typer) -> None:
     from liger_bench.bench.command import ops, scaling
     from liger_bench.bench.group import DEFAULT, bench_group
-    from liger_bench.demo.command import demo
     from liger_bench.distributed.command import distributed
     from liger_bench.model.command import model
     from liger_bench.options import checked
@@ -23,7 +22,6 @@ def liger_commands(app: typer.Typer) -> None:
     from liger_bench.sharded.command import sharded
     from liger_bench.step.command import step
 
-    app.command()(checked(demo))
     bench = bench_group()
     bench.command(DEFAULT)(checked(ops))
     bench.command("scaling")(checked(scaling))

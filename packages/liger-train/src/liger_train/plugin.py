@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugin of liger-train: the commands `liger train`, `liger plan` and `liger report`."""
+"""The plugin of liger-train: the commands `liger train`, `liger plan`, `liger report` and `liger demo`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 @hookimpl
 def liger_commands(app: typer.Typer) -> None:
     from liger_bench.options import checked
+    from liger_train.demo.command import demo
     from liger_train.plan.command import plan
     from liger_train.report.command import report
     from liger_train.train.command import train
@@ -21,3 +22,4 @@ def liger_commands(app: typer.Typer) -> None:
     app.command()(checked(train))
     app.command()(checked(plan))
     app.command()(checked(report))
+    app.command()(checked(demo))

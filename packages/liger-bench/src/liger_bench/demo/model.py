@@ -8,13 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from liger_bench.checkpointing import checkpoint_layers
-from liger_bench.demo.settings import Settings
 from liger_hf.presets import preset
-
-
-def build(settings: Settings, *, attention: str = "sdpa") -> PreTrainedModel:
-    """The model of these settings, the same weights for the same seed."""
-    return _build(settings, settings.device, attention)
 
 
 def random_model(
@@ -38,19 +32,5 @@ def random_model(
     return model
 
 
-def twin(model: PreTrainedModel, settings: Settings) -> PreTrainedModel:
-    """Another model of the same class that shares all parameters, so that two variants can alternate in one run."""
-    other = _build(settings, torch.device("meta"), "sdpa")
-    for mine, theirs in zip(model.modules(), other.modules(), strict=True):
-        theirs._parameters.update(mine._parameters)
-        theirs._buffers.update(mine._buffers)
-    return other
-
-
 def parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
-
-
-def _build(settings: Settings, device: torch.device, attention: str) -> PreTrainedModel:
-    shape = (settings.size, device, settings.dtype, settings.sequence)
-    return random_model(*shape, checkpointing=settings.checkpointing, attention=attention, seed=settings.seed)

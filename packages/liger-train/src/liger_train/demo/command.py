@@ -11,20 +11,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.text import Text
 
 from liger_bench import machine
-from liger_bench.demo.settings import settings_for
 from liger_bench.progress import progress_bar
 from liger_bench.writable import check_folder
 from liger_core.errors import DtypeError
 from liger_core.selection import use
 from liger_core.tables import Cell, Column, output, print_table
-from liger_hf.presets import NAMES
+from liger_hf.presets import LARGE, NAMES, checked_preset
+from liger_train.row import WARM_UP
+from liger_train.setup import Setup
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 20,
+    steps: Annotated[int, typer.Option(min=WARM_UP + 1, help=f"Training steps, all but {WARM_UP} of them timed.")] = 20,
     size: Annotated[
         str,
         typer.Option(
@@ -54,7 +56,18 @@ def demo(
             "demo: --dtype must be float32 or bfloat16, got 'float16', in which weights cannot be trained without loss "
             "scaling"
         )
-    settings = settings_for(size, place, precision, steps, batch, sequence)
+    large, on_cpu = checked_preset("demo", size) in LARGE, place.type == "cpu"
+    setup = Setup(
+        checked_preset("demo", size),
+        # On the CPU few tokens, but enough that their logits outweigh the rest.
+        batch=batch or (4 if on_cpu else 8),
+        sequence=sequence or (384 if on_cpu else 1024),
+        precision="fp32" if machine.dtype_name(precision) == "float32" else "bf16-pure",
+        checkpoint="full" if large else "none",
+        device=place.type,
+        steps=steps,
+        learning_rate=1e-4 if large else 1e-3,
+    )
     check_folder("demo: --out", out)
     with (
         use(backend) if backend else contextlib.nullcontext(),
@@ -63,11 +76,14 @@ def demo(
     ):
         loading = bar.add_task("loading Transformers", total=None)
         # The other commands do without it, and without matplotlib.
-        from liger_bench.demo import pictures
-        from liger_bench.demo.run import run
+        from liger_train.demo import pictures
+        from liger_train.demo.run import compared
 
         bar.remove_task(loading)
-        result = run(settings, bar)
+        result = compared(setup, bar)
+    if "reason" in result:
+        Console(stderr=True).print(result["reason"], markup=False, highlight=False)
+        raise typer.Exit(1)
     (out / "result.json").write_text(json.dumps(_without_infinities(result), indent=2) + "\n")
     pictures.draw(result, out)
     if as_json:
@@ -123,10 +139,9 @@ def _print(result: dict[str, Any], out: Path) -> None:
     rows.append(["largest loss difference", "", difference, bound])
     print_table(console, [*columns, Column("Liger ÷ Transformers", prose=True)], rows, title=title)
     if not result.get("speed_is_clear", True):
-        slowest, fastest = (limit(result["step_seconds_hf"] + result["step_seconds_liger"]) for limit in (max, min))
         console.print(
-            f"Steps took between {fastest:.2f} and {slowest:.2f} s: other processes used the machine, and the ratio of "
-            "the speeds says little."
+            "The steps of a run took unequally long: other processes used the machine, and the ratio of the speeds "
+            "says little."
         )
     if result["device"] == "cpu":
         console.print("On a CPU Liger saves memory, not time; the kernels that save both are for GPUs.")
