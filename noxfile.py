@@ -67,16 +67,10 @@ SAMPLE_OF_INDUCTOR = [
     "-k",
     "as_accurate and float32 and (one_block or rope and plain) and not (qk_norm_rope or attention_residual)",
 ]
-# One sequence or batch that does not fit a GPU of 24 GiB, and one that does with Liger.
-CAPPED = ["--shape", "16x1024", "--shape", "128x1024", "--shape", "4x8192", "--shape", "4x32768"]
 # `liger bench` with these, one after the other: what else runs on the machine shows in the small shapes.
 RELEASE = [
     ["--peers", "--backend", "triton", "--seconds", "0.1"],
     ["scaling", "--backend", "triton", "--seconds", "0.05"],
-    ["model", "--model", "llama-3.2-1b", "--together", "5"],
-    ["model", "--model", "llama-3-8b"],
-    ["model", "--model", "llama-3.2-1b", "--memory-limit", "24GiB", *CAPPED, "--steps", "2", "--seconds", "1"],
-    ["step"],
 ]
 # Two sweeps within 24 GiB (docs/ablation.md); then larger ones in the memory of the whole GPU.
 IN_24_GIB = [
@@ -101,11 +95,14 @@ EIGHT_BILLION = [
     "--sweep",
     "batch=8,16,32,64,96,128",
 ]
+IMPLEMENTATIONS = ["--sweep", "implementation=hf,hf-compiled,liger-kernel,liger,liger-compiled"]
 TRAINING_RUNS = [
     [*IN_24_GIB, "--sweep", "batch=1,4,8,16,32,64,96,112"],
     [*IN_24_GIB, "--batch", "4", "--sweep", "sequence=512,1024,2048,4096,8192,12288,16384,24576"],
     [*EIGHT_BILLION, "--strategies", "none,all"],
     [*EIGHT_BILLION, "--strategies", "all", "--checkpoint", "auto"],
+    ["--model", "llama-3.2-1b", "--precision", "bf16-pure", "--sweep", "batch=1,4,8", *IMPLEMENTATIONS],
+    ["--model", "llama-3-8b", "--adapter", "lora", "--sequence", "2048", "--sweep", "batch=16", *IMPLEMENTATIONS],
 ]
 # The numbers of ranks, up to the number of GPUs.
 SCALED = ["--model", "llama-3.2-1b", "--batch", "8", "--strategies", "none,all"]
@@ -300,14 +297,14 @@ def sanitize(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def benchmarks(session: nox.Session) -> None:
-    """Every figure of docs/benchmarks/models-and-ops.md, measured in half an hour on one otherwise idle CUDA GPU. A second start resumes the session.
+    """Every figure of docs/benchmarks/ops.md, measured in a quarter of an hour on one otherwise idle CUDA GPU. A second start resumes the session.
 
     The folder of the results is an optional argument: -- benchmarks/results/2026-11-21-four-h200s.
     """
     folder = next(iter(session.posargs), "results/release")
     for measured in RELEASE:
         session.run(here(session), "-m", "liger_core", "bench", *measured, "--out", folder, "--resume", external=True)
-    session.run(here(session), "-m", "liger_core", "bench", "report", folder, external=True)
+    session.run(here(session), "-m", "liger_core", "report", folder, external=True)
 
 
 @nox.session(name="training-results", venv_backend="none")
@@ -339,7 +336,8 @@ def training_results(session: nox.Session) -> None:
                 external=True,
             )
     # If a run is in both folders, its row in the last one counts.
-    pages = ["--html", f"{folder}/report.html", "--docs", "docs/training-results.md"]
+    pages = ["--heading", "Training results", "--docs", "docs/training-results.md"]
+    pages += ["--images", "docs/images/training-results"]
     session.run(here(session), "-m", "liger_core", "report", recorded, folder, *pages, external=True)
 
 

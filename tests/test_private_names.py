@@ -37,7 +37,7 @@ SOURCES = {path.as_posix().partition("/src/")[2]: path for path in sorted(ROOT.g
 HOMES = ("liger_core/private_names.py", "liger_core/private_torch.py", "liger_hf/private_transformers.py")
 # Triton's interpreter has a file of its own; peers are libraries that are measured, and a fault in one is reported
 # there.
-OTHERS = ("liger_triton/interpreter.py", "liger_bench/peers/", "liger_bench/model/implementations.py")
+OTHERS = ("liger_triton/interpreter.py", "liger_bench/peers/", "liger_train/implementations.py")
 LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl")
 ALLOWED = {name for names in generated.ANYWHERE.values() for name in names}
 # The public interface of named tuples, and names of the standard library.

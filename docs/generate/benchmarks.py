@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from older_runs import headlines, title
+from older_runs import rows as older_rows
 from peer_results import CARDS, DTYPE, EAGER, OURS, PEER, RESULTS, Row, measured, runs
 
 from liger_bench import markdown
-from liger_bench.model.table import title
-from liger_bench.records import Record, Records, read
-from liger_bench.report.page import headlines
+from liger_bench.records import Record
 from liger_core.builtin import CATALOGUE
 from liger_train.report.sweeps import FUSED, PLAIN, sweeps
 from liger_train.report.sweeps import read as read_training
@@ -35,9 +35,9 @@ NAMES = {
 }
 ANYTHING_ELSE = "peer"
 PAGES = {
-    "models-and-ops": "Llama models and the ops of a Llama in detail: every shape, memory, errors, scaling",
+    "models": "Llama models, forward and backward: Transformers, liger-kernel and Liger, eager and compiled",
+    "ops": "the ops of a Llama in detail: every shape, memory, errors, scaling",
     "peer-operators": "every operator of liger-kernel beside Liger's op",
-    "steps": "a training step beside the limit of its arithmetic",
     "losses": "log-probabilities, and heads whose vocabulary is sharded over GPUs",
     "divergences": "divergences of logits, and of heads",
 }
@@ -76,7 +76,7 @@ def place(row: Row | Record) -> str:
 def page(ops: Sequence[str] = tuple(op.name for op in CATALOGUE)) -> str:
     rows = [row for card in CARDS for row in measured(card)]
     ratios = list(newest(rows))
-    models = {path.parent.name: read(path.parent) for path in sorted(RESULTS.glob("*/model.json"))}
+    models = older_rows()
     folders = [
         path.parent for path in sorted(RESULTS.glob("*/train.json")) if not path.parent.name.endswith("-recorded")
     ]
@@ -89,7 +89,7 @@ def page(ops: Sequence[str] = tuple(op.name for op in CATALOGUE)) -> str:
     parts = [
         "# Benchmarks",
         markdown.generated("python docs/generate/benchmarks.py"),
-        "\n".join(f"* {line}" for records in models.values() for line in headlines(records.models)),
+        "\n".join(f"* {line}" for line in headlines(models)),
         FIGURES,
         "\n".join(f"* [{name}](benchmarks/{name}.md): {text}" for name, text in PAGES.items())
         + "\n* [training results](training-results.md): whole training runs",
@@ -148,16 +148,15 @@ def slower_ops(ratios: Sequence[Ratio]) -> Iterator[tuple[str, ...]]:
             yield f"{ratio.op} {ratio.workload}, {ratio.ours['pass']}", f"{ratio.speed:.2f} ×", name, ratio.place
 
 
-def slower_models(models: dict[str, Records]) -> Iterator[tuple[str, ...]]:
+def slower_models(models: Sequence[Record]) -> Iterator[tuple[str, ...]]:
     """Yield a row for each model that another implementation runs faster than Liger of the same kind, compiled or not."""
-    for folder, records in models.items():
-        known = {(title(row), row["implementation"]): row for row in records.models if row["tokens_per_second"]}
-        for (shape, name), row in known.items():
-            for other in ("hf", COMPILED, PEER) if name.startswith("liger") and name != PEER else ():
-                theirs = known.get((shape, other))
-                ratio = row["tokens_per_second"] / theirs["tokens_per_second"] if theirs else 1.0
-                if ratio < SLOWER:
-                    yield f"{shape}, {NAMES[name]}", f"{ratio:.2f} ×", NAMES[other], place(row | {"folder": folder})
+    known = {(title(row), row["implementation"]): row for row in models if row["tokens_per_second"]}
+    for (shape, name), row in known.items():
+        for other in ("hf", COMPILED, PEER) if name.startswith("liger") and name != PEER else ():
+            theirs = known.get((shape, other))
+            ratio = row["tokens_per_second"] / theirs["tokens_per_second"] if theirs else 1.0
+            if ratio < SLOWER:
+                yield f"{shape}, {NAMES[name]}", f"{ratio:.2f} ×", NAMES[other], place(row)
 
 
 def slower_training(rows: Sequence[Record]) -> Iterator[tuple[str, ...]]:

@@ -241,5 +241,5 @@ def _pictures(op: Op[..., Any]) -> Iterator[str]:
     if (DOCS / "images" / "bench" / f"{op.name}.png").exists():
         yield (
             f"## Benchmark\n\n![Time and memory of {op.name}](../../images/bench/{op.name}.png)\n\n"
-            f"All figures are in [Models and ops](../../benchmarks/models-and-ops.md#{op.name})."
+            f"All figures are in [The ops of a Llama](../../benchmarks/ops.md#{op.name})."
         )

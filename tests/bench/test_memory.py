@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from liger_bench.memory import held_bytes, peak_bytes
+from liger_bench.memory import bytes_of, held_bytes, peak_bytes
+from liger_core import OptionError
 
 MiB = 1 << 20
 
@@ -93,3 +94,25 @@ def test_a_temporary_of_the_backward_pass_counts(device: torch.device) -> None:
 def test_tensors_that_share_memory_are_held_once(device: torch.device) -> None:
     x = block(4, device)
     assert held_bytes([x, x[1:], x.view(2, -1)]) == 4 * MiB
+
+
+@pytest.mark.parametrize(
+    ("size", "count"), [("24GiB", 24 << 30), ("1.5 kb", 1500), ("1e9b", 10**9), ("7 B", 7), ("2g", 2 * 10**9)]
+)
+def test_a_size_is_read(size: str, count: int) -> None:
+    assert bytes_of("op: --size", size) == count
+
+
+def test_a_size_without_a_unit_is_an_error_that_suggests_one() -> None:
+    with pytest.raises(
+        OptionError, match=r"op: --size must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB\?"
+    ):
+        bytes_of("op: --size", "24")
+
+
+@pytest.mark.parametrize(
+    "size", ["", "0", "0 GiB", "GiB", "-1", "-1GiB", "1 PiB", "1..5GiB", "nan", "infGiB", "1e99GiB", "9e18B"]
+)
+def test_no_size_is_refused(size: str) -> None:
+    with pytest.raises(OptionError, match="op: --size must be a size like"):
+        bytes_of("op: --size", size)

@@ -18,7 +18,6 @@ import typer
 
 from bench.commands import InProcess
 from liger_bench import plugin as bench_plugin
-from liger_bench.model.job import COLUMNS
 from liger_train import plugin as train_plugin
 
 NUMBERS = ("nan", "inf", "-inf", "-1", "0", "1" + 30 * "0")
@@ -28,15 +27,12 @@ WORDS = {
     ("train", "--memory-limit"),
     ("train", "--gpus"),
     ("plan", "--memory-limit"),
-    ("bench model", "--memory-limit"),
 }
 # What a command cannot do without, and what an option needs to be looked at.
 NEEDED = {
     "train": ["--model", "tiny", "--device", "cpu"],
     "plan": ["--model", "tiny"],
     "report": ["results"],
-    "bench report": ["results"],
-    "bench step": ["--tiny"],
     "train --save-every": ["--output", "run"],
     "train --gpus": ["--sweep", "batch=1"],
 }
@@ -46,14 +42,12 @@ ZERO_IS_A_VALUE = {
     "train --validation",
     "bench ops --seconds",
     "bench scaling --seconds",
-    "bench model --seconds",
-    "bench step --seconds",
 }
-FOLDERS = {"train --output", "train --export", "train --out", "plan --out", "demo --out", "bench report --images"}
-FOLDERS |= {f"bench {name} --out" for name in ("ops", "scaling", "model", "distributed", "sharded", "step")}
-FILES = {"train --csv", "report --html", "report --docs", "bench report --docs"}
-FILES |= {f"bench {name} --csv" for name in ("ops", "scaling", "model", "step")}
-READ = {"plan --compare", "report FOLDER...", "bench report RESULTS"}
+FOLDERS = {"train --output", "train --export", "train --out", "plan --out", "demo --out", "report --images"}
+FOLDERS |= {f"bench {name} --out" for name in ("ops", "scaling", "sharded")}
+FILES = {"train --csv", "report --html", "report --docs"}
+FILES |= {f"bench {name} --csv" for name in ("ops", "scaling")}
+READ = {"plan --compare", "report FOLDER..."}
 # They are words to typer.
 NAMES = {"train --data", "train --model", "train --nvme-folder", "plan --model"}
 
@@ -124,14 +118,6 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         **dict.fromkeys(("machine", "versions", "commit", "date"), ""),
     }
     (tmp_path / "results" / "train.json").write_text(json.dumps([trained]))
-    empty = dict.fromkeys(COLUMNS, None) | {
-        "date": "2026-11-22",
-        "machine": "",
-        "device": "cpu",
-        "versions": "",
-        "commit": "",
-    }
-    (tmp_path / "results" / "model.json").write_text(json.dumps([empty]))
 
 
 def assert_refused(liger: InProcess, option: Option, value: str) -> None:

@@ -14,11 +14,7 @@ import pytest
 
 from liger_bench.bench.rows import Row as OpRow
 from liger_bench.bench.table import print_rows
-from liger_bench.distributed import command as distributed
-from liger_bench.distributed.job import Row as DistributedRow
 from liger_bench.measurements import rows_as
-from liger_bench.model import command as model
-from liger_bench.model.job import Row as ModelRow
 from liger_train.demo import command as demo
 from liger_train.row import Row as TrainRow
 from liger_train.train import command as train
@@ -69,19 +65,6 @@ def longest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         max(rows, key=lambda row, name=name: len(f"{row[name]}"))
         for name in ("op", "workload", "implementation", "pass", "median_ms")
     ]
-
-
-def test_liger_bench_model(printed: Read) -> None:
-    rows = rows_as(ModelRow, stored("2026-11-21-four-h200s/model.json"))
-    model._print(rows, [], all_columns=False)
-    # Of these a narrow table once made "liger…" both.
-    assert fits(printed(), {"liger-kernel", "liger-compiled", *(row.implementation for row in rows)})
-
-
-def test_liger_bench_distributed(printed: Read) -> None:
-    rows = rows_as(DistributedRow, stored("2026-11-21-four-h200s/distributed.json"))
-    distributed._print(rows, all_columns=False)
-    assert fits(printed(), {row.strategy for row in rows} | {row.implementation for row in rows})
 
 
 def test_liger_demo(printed: Read) -> None:

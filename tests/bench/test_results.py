@@ -15,13 +15,10 @@ import pytest
 from filelock import FileLock
 
 from liger_bench import results
-from liger_bench.distributed import job as distributed
 from liger_bench.measurements import Files, completed
-from liger_bench.model import job as model
 from liger_bench.results import LOCK, append_csv, append_json, check_csv, read_json
 from liger_bench.row import Measured, Recorded, row_from
 from liger_bench.sharded import job as sharded
-from liger_bench.step import job as step
 from liger_core.errors import OptionError
 from liger_train import row as train
 
@@ -54,45 +51,40 @@ def test_rows_are_appended_in_the_order_of_the_columns_in_the_file(table: Path) 
     assert lines(table) == LINES
 
 
-@pytest.mark.parametrize(
-    "kind", [distributed.Row, model.Row, sharded.Row, step.Row, train.Row], ids=lambda kind: kind.__module__
-)
+@pytest.mark.parametrize("kind", [sharded.Row, train.Row], ids=lambda kind: kind.__module__)
 def test_a_row_ends_with_where_and_when_it_was_measured(kind: type[Recorded]) -> None:
     assert kind.header()[-4:] == ["machine", "versions", "commit", "date"]
     assert sorted(kind.header()) == sorted(field.name for field in fields(kind))
 
 
+def jobs(*implementations: str) -> list[sharded.Job]:
+    return [sharded.Job("op", 8, 4, 50, name, 2, "cpu", "float32") for name in implementations]
+
+
 def test_a_row_without_figures_says_why_and_what_was_asked_for() -> None:
-    job = step.Job("lora", "liger", True, "cpu", "float32")
-    row = row_from(
-        step.Row, job, dict.fromkeys(("machine", "versions", "commit", "date"), "here"), {"reason": "no PEFT"}
-    )
-    assert (row.case, row.implementation, row.reason, row.failed, row.date) == (
-        "lora",
-        "liger",
-        "no PEFT",
-        False,
-        "here",
-    )
-    assert row.step_seconds is None
-    assert list(row.columns()) == step.COLUMNS
+    (job,) = jobs("liger")
+    where = dict.fromkeys(("machine", "versions", "commit", "date"), "here")
+    row = row_from(sharded.Row, job, where, {"reason": "no GPU"})
+    assert (row.op, row.implementation, row.reason, row.failed, row.date) == ("op", "liger", "no GPU", False, "here")
+    assert row.seconds is None
+    assert list(row.columns()) == sharded.COLUMNS
 
 
 @pytest.mark.parametrize("other", ["machine", "versions", "commit", "dtype", "implementation", None])
 def test_only_a_row_of_the_same_job_and_place_is_not_measured_again(other: str | None) -> None:
-    jobs = [step.Job("lora", name, True, "cpu", "float32") for name in ("hf", "liger")]
+    wanted = jobs("gathered", "liger")
     where = dict.fromkeys(("machine", "versions", "commit", "date"), "here")
-    before = [row_from(step.Row, jobs[1], where, {"loss": 1.0})]
+    before = [row_from(sharded.Row, wanted[1], where, {"loss": 1.0})]
     before = [replace(row, **{other: "another"}) for row in before] if other else before
-    asked: list[step.Job] = []
+    asked: list[sharded.Job] = []
 
-    def measure(todo: list[step.Job], kept: list[step.Row], show: object) -> Iterator[Measured[step.Row]]:
+    def measure(todo: list[sharded.Job], kept: list[sharded.Row], show: object) -> Iterator[Measured[sharded.Row]]:
         asked.extend(todo)
-        yield from (Measured(row_from(step.Row, job, where, {"loss": 2.0})) for job in todo[::-1])
+        yield from (Measured(row_from(sharded.Row, job, where, {"loss": 2.0})) for job in todo[::-1])
 
-    rows, found = completed(step.Job, jobs, where, before, Files("step", step.COLUMNS), measure)
-    assert asked == (jobs if other else jobs[:1])
-    assert [(row.implementation, row.loss) for row in rows] == [("hf", 2.0), ("liger", 2.0 if other else 1.0)]
+    rows, found = completed(sharded.Job, wanted, where, before, Files("sharded", sharded.COLUMNS), measure)
+    assert asked == (wanted if other else wanted[:1])
+    assert [(row.implementation, row.loss) for row in rows] == [("gathered", 2.0), ("liger", 2.0 if other else 1.0)]
     assert len(found) == len(asked)
 
 

@@ -43,6 +43,7 @@ def generators() -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(
             page=importlib.import_module("peer_operators"),
             benchmarks=importlib.import_module("benchmarks"),
+            older_runs=importlib.import_module("older_runs"),
             results=importlib.import_module("peer_results"),
         )
 
@@ -68,6 +69,13 @@ def theirs(date: str, **columns: Any) -> dict[str, Any]:
 def test_the_page_is_that_of_the_committed_results(generators: SimpleNamespace) -> None:
     page: ModuleType = generators.page
     assert page.PAGE.read_text() == page.page(), "run python docs/generate/peer_operators.py"
+
+
+def test_the_page_of_older_runs_is_that_of_the_committed_results(generators: SimpleNamespace, tmp_path: Path) -> None:
+    page: ModuleType = generators.older_runs
+    images = tmp_path / page.IMAGES.relative_to(ROOT)
+    assert page.PAGE.read_text() == page.page(images), "run python docs/generate/older_runs.py"
+    assert {path.name for path in images.iterdir()} == {path.name for path in page.IMAGES.iterdir()}
 
 
 def test_the_page_of_all_ops_is_that_of_the_committed_results(generators: SimpleNamespace) -> None:

@@ -29,16 +29,6 @@ def stop(what: Callable[..., Any]) -> Callable[..., Any]:
 # The command line, and what it hands the model to: at that place its name.
 COMMANDS: dict[str, tuple[tuple[str, ...], str, Callable[..., Any]]] = {
     "demo": (("demo", "--model"), "liger_train.demo.run.compared", lambda setup, *_: setup.model),
-    "bench model": (
-        ("bench", "model", "--model"),
-        "liger_bench.model.command.completed",
-        lambda case, jobs, *_: jobs[0].model,
-    ),
-    "bench distributed": (
-        ("bench", "distributed", "--model"),
-        "liger_bench.distributed.command.completed",
-        lambda case, jobs, *_: jobs[0].model,
-    ),
     "train": (("train", "--model"), "liger_train.train.command._trained", lambda setup, *_: setup.model),
     "plan": (("plan", "--device", "cpu", "--model"), "liger_train.plan.command._plan", lambda setup, *_: setup.model),
     "inspect": (("inspect",), "liger_hf.inspection.inspect", lambda config, **_: config.to_dict()),

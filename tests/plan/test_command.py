@@ -147,10 +147,7 @@ def test_without_a_limit_no_verdict_is_given(plan: Plan) -> None:
         ),
         (
             ("--compare", "nothing.json"),
-            (
-                "plan: --compare must name results of `liger train` or `liger bench model`, but nothing.json has no "
-                "such rows"
-            ),
+            ("plan: --compare must name results of `liger train`, but nothing.json has no rows that can be predicted"),
         ),
         (("--model", "tiny", "--offload", "parameters"), "plan: --offload parameters needs --shard zero3 or fsdp2"),
     ],

@@ -3,41 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from liger_bench.row import Recorded
-from liger_core.tables import Cell, Column, print_table
 
 AllColumns = Annotated[
     bool, typer.Option("--all-columns", help="Print every column, even if the table gets wider than 100 characters.")
 ]
-
-
-def print_implementations(
-    console: Console,
-    rows: Sequence[Any],
-    title: Callable[[Any], str],
-    cells: Callable[[Any], Sequence[str]],
-    figures: Sequence[Column],
-    all_columns: bool,
-) -> None:
-    """Print a table of implementations with a title wherever it changes, then the reasons for rows without figures."""
-    lines: list[list[Cell]] = []
-    before = ""
-    for row in rows:
-        if title(row) != before:
-            before = title(row)
-            lines.append([Text(before, "bold"), *[""] * len(figures)])
-        lines.append([f"  {row.implementation}", *cells(row)])
-    print_table(console, [Column("implementation"), *figures], lines, all_columns=all_columns)
-    for row in rows:
-        if row.reason:
-            console.print(f"{title(row)} {row.implementation}: {row.reason}", markup=False)
 
 
 def print_source(console: Console, what: str, row: Recorded) -> None:
@@ -55,21 +30,6 @@ def change(value: float, base: float) -> str:
 def ratio(value: float | None, base: float | None) -> str:
     """Return a cell with the ratio of a value to its base, if both are known."""
     return f"{value / base:.2f}" if value is not None and base else "–"
-
-
-def speed_ratio(
-    row: Mapping[str, Any], base: str, rows: Sequence[Mapping[str, Any]], title: Callable[[Mapping[str, Any]], str]
-) -> str:
-    """Return a cell with the ratio of a row's throughput to that of implementation `base` under the same title."""
-    same = (
-        other
-        for other in rows
-        if title(other) == title(row) and other["implementation"] == base != row["implementation"]
-    )
-    return ratio(
-        row["tokens_per_second"],
-        next((other["tokens_per_second"] for other in same if other["tokens_per_second"]), None),
-    )
 
 
 def unit_of(largest: float) -> tuple[int, str]:

@@ -11,54 +11,40 @@ from typing import Any
 
 from liger_bench.results import read_json
 from liger_core.errors import OptionError
-from liger_hf.presets import preset_name
 
 Record = dict[str, Any]
-OPS, MODELS, SHARDED, STEPS = "results.json", "model.json", "sharded.json", "step.json"
+OPS, SHARDED = "results.json", "sharded.json"
 # What makes two rows measurements of the same thing.
 OP_IDENTITY = ("op", "workload", "implementation", "pass", "dtype", "device", "machine")
 SHARDED_IDENTITY = ("op", "rows", "width", "classes", "implementation", "ranks", "dtype", "device", "machine")
-STEP_IDENTITY = ("case", "tiny", "implementation", "dtype", "device", "machine")
-MODEL_IDENTITY = ("model", "batch", "sequence", "implementation", "dtype", "device", "machine", "memory_limit_bytes")
 
 
 @dataclass(frozen=True)
 class Records:
-    """Rows of ops, of ops along one size, of models, of heads on several ranks, and of training steps, each in the
-    order of its first measurement."""
+    """Rows of ops, of ops along one size, and of heads on several ranks, each in the order of its first measurement."""
 
     ops: list[Record]
     scaling: list[Record]
-    models: list[Record]
     sharded: list[Record]
-    steps: list[Record]
 
     @property
     def all(self) -> list[Record]:
-        return [*self.ops, *self.scaling, *self.models, *self.sharded, *self.steps]
+        return [*self.ops, *self.scaling, *self.sharded]
 
 
-def read(folder: Path) -> Records:
-    """Raises OptionError if the folder has no results, or some that cannot stand side by side."""
+def read(folder: Path) -> Records | None:
+    """Return the rows of a folder, None without any; raises OptionError for some that cannot stand side by side."""
     rows = _latest(read_json(folder / OPS), OP_IDENTITY)
-    models = _latest([row | {"model": preset_name(row["model"])} for row in read_json(folder / MODELS)], MODEL_IDENTITY)
     sharded = _latest(read_json(folder / SHARDED), SHARDED_IDENTITY)
-    steps = _latest(read_json(folder / STEPS), STEP_IDENTITY)
-    if not any((rows, models, sharded, steps)):
-        files = f"{OPS}, {MODELS}, {SHARDED} or {STEPS}"
-        raise OptionError(
-            f"bench report: {folder} must hold {files}, it has none of them; write them with liger bench --out {folder}"
-        )
-    places = dict.fromkeys((row["machine"], row["dtype"]) for row in [*rows, *models, *sharded, *steps])
+    places = dict.fromkeys((row["machine"], row["dtype"]) for row in [*rows, *sharded])
     if len(places) > 1:
         found = "; ".join(f"{dtype} on {machine}" for machine, dtype in places)
         raise OptionError(
-            f"bench report: {folder} must hold results of one machine and dtype, got {found}; give each a folder of "
-            "its own"
+            f"report: {folder} must hold results of one machine and dtype, got {found}; give each a folder of its own"
         )
     ops = [row for row in rows if row.get("axis") is None]
     scaling = [row for row in rows if row.get("axis") is not None]
-    return Records(ops, scaling, models, sharded, steps)
+    return Records(ops, scaling, sharded) if places else None
 
 
 def distinct(rows: Iterable[Record], column: str) -> list[Any]:

@@ -50,7 +50,11 @@ class RunOptions:
     profile: Annotated[bool, Option(help="Trace a few steps for TensorBoard and Perfetto, in --out.")] = False
     sweeps: Annotated[
         list[str] | None,
-        Option("--sweep", metavar="OPTION=VALUE,…", help="Use each value, for instance batch=1,4,8; repeatable."),
+        Option(
+            "--sweep",
+            metavar="OPTION=VALUE,…",
+            help="Use each value, for instance batch=1,4,8 or implementation=hf,liger,liger-kernel; repeatable.",
+        ),
     ] = None
     strategies: Annotated[
         str | None,

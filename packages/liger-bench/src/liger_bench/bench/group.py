@@ -26,7 +26,7 @@ class _OpsByDefault(TyperGroup):
 def bench_group() -> typer.Typer:
     """The group without commands; `liger_bench/plugin.py` registers them."""
     help = (
-        f"Measure ops, models and training steps. Without a command, `{DEFAULT}`: every op, for instance `liger bench "
+        f"Measure ops, and heads on several ranks. Without a command, `{DEFAULT}`: every op, for instance `liger bench "
         "rms_norm --quick`, "
         f"`liger bench --peers --out results`. `liger bench {DEFAULT} --help` lists its options."
     )

@@ -37,8 +37,8 @@ def plan(
         list[Path] | None,
         Option(
             help=(
-                "Compare predictions with the rows of a train.json (or its folder) or of a model.json of `liger bench "
-                "model`; repeatable."
+                "Compare predictions with the rows of a train.json (or its folder), or of a model.json of an earlier "
+                "version; repeatable."
             ),
             rich_help_panel=PANEL,
         ),

@@ -11,6 +11,7 @@ from typing import Any
 from liger_bench.results import read_json
 from liger_core.errors import OptionError
 from liger_hf.presets import preset_name
+from liger_train.implementations import PEER
 from liger_train.plan.advice import Predict
 from liger_train.plan.step import forward_and_backward, predict
 from liger_train.setup import Setup
@@ -59,16 +60,18 @@ class Compared:
 
 
 def rows_in(results: Path) -> list[dict[str, Any]]:
-    """The rows of a file, or of train.json in a folder, whose peak can be predicted: not those of --checkpoint auto.
+    """The rows of a file, or of train.json in a folder, whose peak can be predicted: not those of --checkpoint auto or
+    of another library.
 
     Raises OptionError if there are none.
     """
     path = results / RESULTS if results.is_dir() else results
     rows = [row for row in read_json(path) if row.get("peak_bytes") or row.get("out_of_memory")]
-    rows = [row for row in rows if row.get("checkpoint") != "auto" and row.get("implementation", "hf") in LIGER]
+    rows = [row for row in rows if row.get("checkpoint") != "auto" and row.get("liger") != PEER]
+    rows = [row for row in rows if row.get("implementation", "hf") in LIGER]
     if not rows:
         raise OptionError(
-            f"plan: --compare must name results of `liger train` or `liger bench model`, but {path} has no such rows"
+            f"plan: --compare must name results of `liger train`, but {path} has no rows that can be predicted"
         )
     return rows
 
@@ -93,8 +96,8 @@ def _trained(row: dict[str, Any]) -> Setup:
 
 
 def _benchmarked(row: dict[str, Any]) -> Setup:
-    """The setup of a row of `liger bench model`, which checkpoints every layer and keeps weights in the dtype of the
-    matmuls."""
+    """The setup of a row of model.json, by an earlier version, which checkpointed every layer and kept weights in the
+    dtype of the matmuls."""
     precision = "fp32" if row["dtype"] == "float32" else "bf16-pure"
     return Setup(
         preset_name(row["model"]),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`liger report`: charts and tables drawn from the results of `liger train`, and from nothing else."""
+"""`liger report`: charts and tables of the results of `liger train` and `liger bench`, and of nothing else."""

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,39 +15,55 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from liger_bench import markdown
+from liger_bench import records as ops
 from liger_bench.progress import progress_bar
-from liger_bench.records import Record
-from liger_bench.writable import check_file
+from liger_bench.records import Record, Records
+from liger_bench.writable import check_file, check_folder
+from liger_core.errors import OptionError
 from liger_train.report.sweeps import FUSED, PLAIN, Sweep, others, read, sweeps
 
-IMAGES = Path("images", "training-results")
+HEADING = "Results"
 
 Draw = Callable[[Path], None]
 
 
 def report(
-    results: Annotated[list[Path], typer.Argument(metavar="FOLDER...", help="Folders written by liger train --out.")],
+    results: Annotated[
+        list[Path],
+        typer.Argument(metavar="FOLDER...", help="Folders written by liger train --out or liger bench --out."),
+    ],
     html: Annotated[
         Path | None,
         typer.Option(
             help=(
                 "Where to write the report as one HTML file with inline images. Default: report.html in the first "
-                "folder."
+                "folder, unless there is --docs."
             )
         ),
     ] = None,
-    docs: Annotated[
-        Path | None,
-        typer.Option(help="Also write the report as Markdown, with its images in images/training-results beside it."),
+    docs: Annotated[Path | None, typer.Option(help="Where to write the report as Markdown, with its images.")] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="Folder of the images of --docs. Default: images beside the page.")
     ] = None,
+    heading: Annotated[str, typer.Option(help="Title of the page.")] = HEADING,
 ) -> None:
-    """Report the throughput and peak memory of training runs: charts and tables on one page, from the results of liger
-    train."""
-    rows, html = read(results), html or results[0] / "report.html"
+    """Report results: charts and tables of training runs and of ops on one page, with nothing that is not in the
+    results."""
+    rows, measured = read(results), [found for folder in results if (found := ops.read(folder)) is not None]
+    if not rows and not measured:
+        raise OptionError(
+            "report: a folder must hold train.json, results.json or sharded.json, which liger train --out FOLDER and "
+            f"liger bench --out FOLDER write; found none in {', '.join(map(str, results))}"
+        )
+    if html is None and docs is None:
+        html = results[0] / "report.html"
     for option, path in (("--html", html), ("--docs", docs)):
         if path is not None:
             check_file(f"report: {option}", path)
-    command = " ".join(["liger report", *(folder.as_posix() for folder in results)])
+    if images is not None:
+        check_folder("report: --images", images)
+    command = _command(results, heading, docs, images)
     with progress_bar() as bar, tempfile.TemporaryDirectory(prefix="liger-report-") as folder:
         task = bar.add_task("loading matplotlib", total=None)
         # The other commands do without it.
@@ -55,36 +73,65 @@ def report(
         timelines = read_timelines(results)
         # The HTML file embeds the pictures that the Markdown page links to.
         base = Path(folder) if docs is None else docs.parent
-        place = _Place(base, lambda name: bar.update(task, description=f"drawing {name}"))
-        text, count = _written(rows, timelines, place, command)
-        html.write_text(as_html(text, base), encoding="utf-8")
+        place = Place(base, images or base / "images", lambda name: bar.update(task, description=f"drawing {name}"))
+        parts = [f"# {heading}", markdown.generated(command)]
+        if rows:
+            parts += runs_part(rows, timelines, place, command)
+        for each in measured:
+            parts += ops_part(each, place, command)
+        text = "\n\n".join(parts) + "\n"
+        if html is not None:
+            html.write_text(as_html(text, base), encoding="utf-8")
     if docs is not None:
         docs.write_text(text, encoding="utf-8")
     written = " and ".join(str(path) for path in (html, docs) if path)
-    found = ", ".join(
-        f"{number} {word}{'s' * (number != 1)}" for number, word in ((len(rows), "training run"), (count, "picture"))
+    counts = (
+        (len(rows), "training run"),
+        (sum(len(each.all) for each in measured), "row"),
+        (text.count("\n!["), "picture"),
     )
-    Console(highlight=False).print(f"{written}: {found}", soft_wrap=True)
+    words = ", ".join(f"{count} {word}{'s' * (count != 1)}" for count, word in counts if count)
+    Console(highlight=False).print(f"{written}: {words}", soft_wrap=True)
+
+
+def _command(results: Sequence[Path], heading: str, docs: Path | None, images: Path | None) -> str:
+    """Return the command that writes this page again."""
+    words = ["liger", "report", *(folder.as_posix() for folder in results)]
+    words += ["--heading", heading] if heading != HEADING else []
+    for option, path in (("--docs", docs), ("--images", images)):
+        words += [option, path.as_posix()] if path else []
+    return shlex.join(words)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """The folder of a page, with its pictures in IMAGES below it; `show` gets the name of each picture before it is
-    drawn."""
+class Place:
+    """The folder of a page and that of its pictures; `show` gets the name of each picture before it is drawn."""
 
     folder: Path
+    images: Path
     show: Callable[[str], object]
 
     def draw(self, name: str, drawing: Draw) -> Path:
-        """The path of a picture, as the page links to it."""
+        """Draw a picture; return its path as the page links to it."""
         self.show(name)
-        path = IMAGES / f"{name}.png"
-        drawing(self.folder / path)
-        return path
+        drawing(self.images / f"{name}.png")
+        return self.link(self.images / f"{name}.png")
+
+    def link(self, picture: Path) -> Path:
+        return Path(os.path.relpath(picture, self.folder))
 
 
-def _written(rows: list[Record], timelines: list[Record], place: _Place, command: str) -> tuple[str, int]:
-    """The page in Markdown, and its number of pictures."""
+def ops_part(records: Records, place: Place, command: str) -> list[str]:
+    """Return the parts of the page on ops."""
+    from liger_bench.op_page import page
+    from liger_bench.op_pictures import draw
+
+    place.show("ops")
+    return page(records, {key: place.link(path) for key, path in draw(records, place.images).items()}, command)
+
+
+def runs_part(rows: list[Record], timelines: list[Record], place: Place, command: str) -> list[str]:
+    """Return the parts of the page on training runs."""
     from liger_train.report.page import Pictures, page
     from liger_train.report.timelines import pairs, timeline_picture
 
@@ -100,8 +147,7 @@ def _written(rows: list[Record], timelines: list[Record], place: _Place, command
         pictures.timelines.append(
             (f"Memory over time: {name}", place.draw(f"timeline-{name}", partial(timeline_picture, group)))
         )
-    count = sum(len(drawn) for drawn in pictures.sweeps) + len(pictures.timelines)
-    return page(rows, found, others(rows, found), timelines, pictures, command), count
+    return page(rows, found, others(rows, found), timelines, pictures, command)
 
 
 def _pictures_of(sweep: Sweep) -> list[tuple[str, str, Draw]]:

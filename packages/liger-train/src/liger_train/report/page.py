@@ -16,7 +16,7 @@ from liger_bench import markdown
 from liger_bench.printing import unit_of
 from liger_bench.records import Record, distinct
 from liger_train.report.statements import statements
-from liger_train.report.sweeps import PLAIN, STRATEGY, Sweep, where
+from liger_train.report.sweeps import PLAIN, Sweep, where
 from liger_train.report.timelines import title
 from liger_train.row import AUTO_NOTE, NOT_RUN, SETUP, WITHIN_SPREAD, overlapping
 from liger_train.setup import Setup
@@ -74,15 +74,15 @@ def page(
     timelines: Sequence[Record],
     pictures: Pictures,
     command: str,
-) -> str:
-    """The page in Markdown; it links to the pictures by their paths."""
-    parts = ["# Training results", markdown.generated(command), _where(rows), ABOUT]
+) -> list[str]:
+    """The parts of the page in Markdown; they link to the pictures by their paths."""
+    parts = [_where(rows), ABOUT]
     for sweep, drawn in zip(found, pictures.sweeps, strict=True):
         parts += [f"## {sweep.title}", f"{sweep.setting}.", *_images(drawn), _statements(sweep), _figures(sweep)]
     parts += _timelines(timelines, pictures)
     parts += _others(rest, heading=bool(found))
     parts.append(_repeat(found, rest, command))
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return [part for part in parts if part]
 
 
 def as_html(text: str, folder: Path) -> str:
@@ -93,7 +93,7 @@ def as_html(text: str, folder: Path) -> str:
     body = re.sub(
         r'(<img src=")([^"]+)"', lambda found: f'{found[1]}{_inlined(folder / html.unescape(found[2]))}"', body
     )
-    title = next(iter(re.findall(r"<h1>(.*?)</h1>", body)), "Training results")
+    title = next(iter(re.findall(r"<h1>(.*?)</h1>", body)), "Results")
     head = (
         '<meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width"><title>{title}</title><style>\n{STYLE}\n</style>'
@@ -293,16 +293,16 @@ def _repeat(found: Sequence[Sweep], rest: Sequence[Record], command: str) -> str
 def sweep_command(sweep: Sweep) -> str:
     """Return the command that repeats a sweep."""
     parts, more = [], ""
-    # One command per value of --checkpoint, since --strategies varies --liger only.
-    for checkpoint in distinct(sweep.rows, STRATEGY[1]):
-        rows = [row for row in sweep.rows if row[STRATEGY[1]] == checkpoint]
+    # One command per value of --compile and --checkpoint, since --strategies varies --liger only.
+    for options in dict.fromkeys((strategy.compile, strategy.checkpoint) for strategy in sweep.strategies):
+        alike = [each for each in sweep.strategies if (each.compile, each.checkpoint) == options]
+        rows = [row for row in sweep.rows if any(strategy.has(row) for strategy in alike)]
         setup = _setup(rows[0] | {"liger": "all", sweep.axis: getattr(Setup, sweep.axis, 1)})
         if setup.ranks > 1:
             # A sweep starts its own ranks.
             setup, more = replace(setup, ranks=1), f" --sweep ranks={setup.ranks}"
-        chosen = [strategy.liger for strategy in sweep.strategies if strategy.checkpoint == checkpoint]
         values = ",".join(map(str, distinct(rows, sweep.axis)))
-        strategies = ",".join(name.replace(",", "+") for name in chosen)
+        strategies = ",".join(strategy.liger.replace(",", "+") for strategy in alike)
         parts.append(f"{setup.command()} --sweep {sweep.axis}={values}{more} --strategies {strategies} --out RESULTS")
     return "\n    ".join(parts)
 

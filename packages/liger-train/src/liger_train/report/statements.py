@@ -68,7 +68,8 @@ def _checkpoints(sweep: Sweep) -> list[Statement]:
     """Return the speedup of each other value of --checkpoint over recomputing every layer."""
     found: list[Statement] = []
     for full in (strategy for strategy in sweep.strategies if strategy.checkpoint == "full"):
-        for other in (s for s in sweep.strategies if s.liger == full.liger and s.checkpoint != "full"):
+        alike = (s for s in sweep.strategies if (s.liger, s.compile) == (full.liger, full.compile))
+        for other in (s for s in alike if s.checkpoint != "full"):
             pairs = [(sweep.row(other, value), sweep.row(full, value)) for value in sweep.values]
             ratios = [
                 one[SPEED] / base[SPEED]

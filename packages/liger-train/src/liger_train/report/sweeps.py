@@ -12,6 +12,7 @@ from typing import Any
 from liger_bench.records import Record, distinct
 from liger_bench.results import read_json
 from liger_core.errors import OptionError
+from liger_train.implementations import PEER
 from liger_train.row import SETUP
 from liger_train.setup import Setup
 
@@ -19,14 +20,14 @@ ROWS = "train.json"
 SIZES = ("batch", "sequence")
 AXES = (*SIZES, "ranks")
 # The columns that differ between the lines of one picture; all others are the same.
-STRATEGY = ("liger", "checkpoint")
+STRATEGY = ("liger", "compile", "checkpoint")
 # These change neither the time nor the memory of a step.
 FREE = ("steps", "learning_rate", "seed", "nvme_folder", "trust_remote_code", "random_weights")
 # Rows of earlier versions may be without other columns.
 REQUIRED = ("model", "machine", "versions", "commit", "date")
 DEFAULTS = {field.name: field.default for field in fields(Setup)}
 PLAIN, FUSED, PARTLY = "none", "all", "all-but-loss"
-WORDS = {PLAIN: "Transformers", PARTLY: "Liger without fused loss", FUSED: "Liger"}
+WORDS = {PLAIN: "Transformers", PARTLY: "Liger without fused loss", FUSED: "Liger", PEER: PEER}
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,12 @@ class Strategy:
     """One line of a picture."""
 
     liger: str
+    compile: str
     checkpoint: str
     label: str
 
     def has(self, row: Record) -> bool:
-        return bool(row["liger"] == self.liger and row["checkpoint"] == self.checkpoint)
+        return _line(row) == (self.liger, self.compile, self.checkpoint)
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,19 @@ class Sweep:
     def strategies(self) -> list[Strategy]:
         """The strategies: the baseline first, Liger last, other selections of ops in between."""
         order = [PLAIN, *sorted(set(distinct(self.rows, "liger")) - {PLAIN, PARTLY, FUSED}), PARTLY, FUSED]
-        found = dict.fromkeys((row["liger"], row["checkpoint"]) for row in self.rows)
-        several = len({checkpoint for _, checkpoint in found}) > 1
+        found = dict.fromkeys(map(_line, self.rows))
+        several = len({checkpoint for *_, checkpoint in found}) > 1
+        compiled = {"none": "", "default": ", compiled"}
         return [
             Strategy(
                 liger,
+                compile,
                 checkpoint,
-                WORDS.get(liger, f"Liger: {liger}") + (f", checkpoint {checkpoint}" if several else ""),
+                WORDS.get(liger, f"Liger: {liger}")
+                + compiled.get(compile, f", compile {compile}")
+                + (f", checkpoint {checkpoint}" if several else ""),
             )
-            for liger, checkpoint in sorted(found, key=lambda pair: order.index(pair[0]))
+            for liger, compile, checkpoint in sorted(found, key=lambda line: (order.index(line[0]), line[1] != "none"))
         ]
 
     def strategy(self, liger: str) -> Strategy | None:
@@ -132,7 +138,7 @@ def read(folders: Sequence[Path]) -> list[Record]:
 
     The last of repeated runs counts, unless it was interrupted and an earlier one was not.
 
-    Raises OptionError if there are no rows, or rows of another kind.
+    Raises OptionError for rows of another kind.
     """
     kept: dict[tuple[Any, ...], Record] = {}
     for folder in folders:
@@ -145,11 +151,6 @@ def read(folders: Sequence[Path]) -> list[Record]:
             run = (*(complete[name] for name in SETUP if name not in FREE), _card(complete))
             if run not in kept or kept[run]["interrupted"] or not complete["interrupted"]:
                 kept[run] = complete
-    if not kept:
-        looked = ", ".join(str(folder) for folder in folders)
-        raise OptionError(
-            f"report: a folder must hold {ROWS}, which liger train --out FOLDER writes; found none in {looked}"
-        )
     return list(kept.values())
 
 
@@ -177,8 +178,8 @@ def others(rows: Sequence[Record], found: Sequence[Sweep]) -> list[Record]:
     return [row for row in rows if id(row) not in known]
 
 
-def _line(row: Record) -> tuple[str, str]:
-    return row["liger"], row["checkpoint"]
+def _line(row: Record) -> tuple[str, str, str]:
+    return row["liger"], row["compile"], row["checkpoint"]
 
 
 def _cards(row: Record) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of a report: fraction of the roofline, time against size, and whole models."""
+"""The pictures of ops: fraction of the roofline, and time against size."""
 
 from __future__ import annotations
 
@@ -17,20 +17,15 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import LogLocator
 
-from liger_bench.model.table import title
-from liger_bench.printing import change
-from liger_bench.records import Record, distinct, find, sizes_of
-from liger_bench.report.page import NAMES, PASSES
-from liger_bench.step.table import title as step_title
+from liger_bench.op_page import NAMES, PASSES
+from liger_bench.records import Record, Records, distinct, find, sizes_of
 
 # Distinguishable with any kind of color vision (Okabe and Ito 2008); variants of one implementation differ in dashes
 # and markers.
 COLORS = {
     "triton": "#d55e00",
-    "liger": "#d55e00",
     "reference": "#9ca3af",
     "eager": "#4b5563",
-    "hf": "#4b5563",
     "separate": "#f0e442",
     "torch": "#56b4e9",
     "compile": "#0072b2",
@@ -41,7 +36,6 @@ COLORS = {
 INK = "#000000"
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D")
-FAMILIES = {"hf-compiled": "compile", "liger-compiled": "liger"}
 # A part of the axes' height: two labels that are closer overlap.
 LABEL_GAP = 0.065
 SIZES = {
@@ -75,6 +69,20 @@ class Style:
 
 
 Styles = dict[str, Style]
+
+
+def draw(records: Records, folder: Path) -> dict[str, Path]:
+    """Draw every picture that there are figures for; return its path by the key that the page knows it by."""
+    look = styles(distinct([*records.ops, *records.scaling], "implementation"))
+    drawn: dict[str, Path] = {}
+    for op in distinct([*records.ops, *records.scaling], "op"):
+        for key, file, picture, rows in (
+            (op, f"{op}.png", share_picture, records.ops),
+            (f"{op} scaling", f"{op}-scaling.png", scaling_picture, records.scaling),
+        ):
+            if picture(op, [row for row in rows if row["op"] == op], folder / file, look):
+                drawn[key] = folder / file
+    return drawn
 
 
 def share_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -> bool:
@@ -144,84 +152,6 @@ def scaling_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -
     return True
 
 
-def model_picture(rows: Sequence[Record], path: Path, look: Styles) -> bool:
-    """Speed and peak memory of whole models as bars, compared with Transformers; False if there is nothing to compare
-    with."""
-    places = [place for place in dict.fromkeys(map(title, rows)) if _baseline(rows, place)]
-    names = [name for name in distinct(rows, "implementation") if name != "hf"]
-    if not places or not names:
-        return False
-    heading = f"Forward and backward, compared with Transformers\n{_place(rows)}"
-    figure, panels = _figure(2, 4.6, heading, 1.6 + 0.21 * len(places) * (len(names) + 1))
-    width = 0.84 / len(names)
-    for axes, column, label in zip(panels, ("tokens_per_second", "peak_bytes"), ("speed", "peak memory"), strict=True):
-        axes.axvline(1.0, color=INK, linewidth=0.8, linestyle="--", zorder=3)
-        for number, name in enumerate(names):
-            bars = [
-                (place + width * (number - (len(names) - 1) / 2), row[column] / _baseline(rows, title(row))[column])
-                for place, shape in enumerate(places)
-                for row in rows
-                if row["implementation"] == name and title(row) == shape and row[column]
-            ]
-            if not bars:
-                continue
-            style = look[name]
-            heights, values = zip(*bars, strict=True)
-            face = (
-                {"color": style.color}
-                if style.filled
-                else {"facecolor": "white", "edgecolor": style.color, "hatch": "////", "linewidth": 1}
-            )
-            drawn = axes.barh(heights, values, height=0.9 * width, label=NAMES.get(name, name), **face)
-            words = [f"{value:.2f} ×" if column == "tokens_per_second" else change(value, 1.0) for value in values]
-            axes.bar_label(drawn, words, padding=3, fontsize=8, zorder=4, bbox={"color": "white", "pad": 0.4})
-        axes.set_yticks(range(len(places)), places)
-        axes.set_ylim(len(places) - 0.5, -0.5)
-        axes.set_xlim(0, 1.16 * axes.dataLim.x1)
-        axes.set_xlabel(
-            f"{label}, Transformers = 1 ({'higher' if column == 'tokens_per_second' else 'lower'} is better)"
-        )
-    panels[1].set_yticklabels([])
-    figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False, fontsize=9
-    )
-    _finish(figure, panels, path, grid="x")
-    return True
-
-
-def step_picture(rows: Sequence[Record], path: Path, look: Styles) -> bool:
-    """Training steps as bars, as shares of the arithmetic limit; False if there is nothing to draw."""
-    rows = [row for row in rows if row["share"]]
-    places, names = list(dict.fromkeys(map(step_title, rows))), distinct(rows, "implementation")
-    if not places:
-        return False
-    figure, panels = _figure(
-        1,
-        7.5,
-        f"Training steps: share of the arithmetic limit (higher is better)\n{_place(rows)}",
-        1.4 + 0.7 * len(places),
-    )
-    axes, width = panels[0], 0.84 / len(names)
-    axes.axvline(1.0, color=INK, linewidth=0.8, linestyle="--", zorder=3)
-    for number, name in enumerate(names):
-        bars = [(places.index(step_title(row)), row) for row in rows if row["implementation"] == name]
-        heights = [place + width * (number - (len(names) - 1) / 2) for place, _ in bars]
-        color = look[name].color
-        drawn = axes.barh(
-            heights, [row["share"] for _, row in bars], height=0.9 * width, label=NAMES.get(name, name), color=color
-        )
-        words = [f"{row['share']:.2f} · {row['tokens_per_second']:,.0f} tokens/s" for _, row in bars]
-        axes.bar_label(drawn, words, padding=3, fontsize=8, zorder=4, bbox={"color": "white", "pad": 0.4})
-    axes.set_yticks(range(len(places)), [place.replace(", ", ",\n", 1) for place in places])
-    axes.set_ylim(len(places) - 0.5, -0.5)
-    axes.set_xlim(0, 1.3 * max(1.0, axes.dataLim.x1))
-    figure.legend(
-        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(names), frameon=False, fontsize=9
-    )
-    _finish(figure, panels, path, grid="x")
-    return True
-
-
 def _place(rows: Sequence[Record]) -> str:
     """The device and dtype of the rows, for a heading."""
     machine, _, _ = rows[0]["machine"].partition("; ")
@@ -251,16 +181,11 @@ def _fixed(rows: Sequence[Record]) -> str:
     return " × ".join(values[0] if len(set(values)) == 1 else "·" for values in zip(*parts, strict=True))
 
 
-def _baseline(rows: Sequence[Record], place: str) -> Record:
-    """The row of Transformers without compilation, or nothing."""
-    return next((r for r in rows if r["implementation"] == "hf" and title(r) == place and r["tokens_per_second"]), {})
-
-
 def _draw(axes: Any, found: list[Series], later: set[str], look: Styles) -> None:
     """The lines with their bands; those that no later panel has get their names at the right."""
     ends = []
     # Liger's own lines last, so that they lie on top.
-    for series in sorted(found, key=lambda series: _family(series.name) in ("triton", "liger")):
+    for series in sorted(found, key=lambda series: _family(series.name) == "triton"):
         style = look[series.name]
         line = {
             "color": style.color,
@@ -305,8 +230,7 @@ def _spread(heights: list[float], gap: float) -> list[float]:
 
 
 def _family(implementation: str) -> str:
-    first = implementation.partition(" ")[0]
-    return FAMILIES.get(first, first)
+    return implementation.partition(" ")[0]
 
 
 def styles(implementations: Sequence[str]) -> Styles:
@@ -322,15 +246,15 @@ def styles(implementations: Sequence[str]) -> Styles:
     return found
 
 
-def _figure(panels: int, width: float, heading: str, height: float = 3.6) -> tuple[Any, list[Any]]:
-    figure, axes = plt.subplots(1, panels, figsize=(panels * width + 1.8, height), layout="constrained", squeeze=False)
+def _figure(panels: int, width: float, heading: str) -> tuple[Any, list[Any]]:
+    figure, axes = plt.subplots(1, panels, figsize=(panels * width + 1.8, 3.6), layout="constrained", squeeze=False)
     figure.suptitle(heading, fontsize=11, x=0.01, ha="left")
     return figure, list(axes[0])
 
 
-def _finish(figure: Any, panels: list[Any], path: Path, grid: str = "y") -> None:
+def _finish(figure: Any, panels: list[Any], path: Path) -> None:
     for axes in panels:
-        axes.grid(axis=grid, alpha=0.25, linewidth=0.6)
+        axes.grid(axis="y", alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)

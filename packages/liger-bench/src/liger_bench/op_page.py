@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a report as Markdown: what a user asks first, then every figure."""
+"""The part of a report on ops, as Markdown: what a user asks first, then every figure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from liger_bench import markdown
-from liger_bench.model.table import HEAD, cells, title
-from liger_bench.printing import change
 from liger_bench.records import Record, Records, distinct, find, sizes_of
-from liger_bench.report.steps import steps_section
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
 PASSES = ("forward", "full", "evaluation")
-OURS = ("triton", "liger", "liger-compiled")
+OURS = ("triton",)
 ABOUT = """
 `triton` is Liger's backend, and `eager` what Transformers computes. `roofline` is the fraction of the roofline that is
 reached: the least time that the work can take on this machine, divided by the median time. The roofline is measured in
@@ -30,96 +27,21 @@ largest ratio of a gradient's error to that of eager PyTorch in the same dtype. 
 meaning there.
 """.strip()
 # Implementations, as readers know them.
-NAMES = {
-    "hf": "Transformers",
-    "hf-compiled": "Transformers, compiled",
-    "liger": "Liger",
-    "liger-compiled": "Liger, compiled",
-    "triton": "Liger (Triton)",
-    "reference": "Liger (reference)",
-}
+NAMES = {"triton": "Liger (Triton)", "reference": "Liger (reference)"}
 
 
-def page(records: Records, pictures: dict[str, Path], command: str, heading: str = "Benchmarks") -> str:
-    """`pictures`: key → path as the page links to it; keys are ops, `<op> scaling`, `models` and `steps`."""
+def page(records: Records, pictures: dict[str, Path], command: str) -> list[str]:
+    """Return the parts of the page; `pictures`: key → path as the page links to it; keys are ops and `<op> scaling`."""
     parts = [
-        f"# {heading}",
-        markdown.generated(command),
         markdown.where(records.all)[0] + " [Versions and commits](#how-it-was-measured) are below.",
-        _models_compared(records.models, pictures),
         _ops_compared(records.ops),
-        steps_section(records.steps, pictures),
         _sharded(records.sharded),
-        _models(records.models),
         "## Ops in detail\n\n" + ABOUT if records.ops or records.scaling else "",
         *(_op(name, records, pictures) for name in distinct([*records.ops, *records.scaling], "op")),
         _where(records),
         _repeat(records, command),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _models_compared(rows: Sequence[Record], pictures: dict[str, Path]) -> str:
-    """The section on speed and memory: a picture, a sentence for each model's largest step, and a table."""
-    if not rows:
-        return ""
-    places = list(dict.fromkeys(map(title, rows)))
-    base = {title(row): row for row in rows if row["implementation"] == "hf"}
-    names = [name for name in NAMES if any(row["implementation"] == name for row in rows)]
-    names += [name for name in distinct(rows, "implementation") if name not in NAMES]
-    table = [[place, *(_compared(rows, place, name, base.get(place)) for name in names)] for place in places]
-    parts = [
-        "## How much faster and smaller",
-        "\n".join(f"* {headline}" for headline in headlines(rows)),
-        _picture("models", "Speed and peak memory of whole models, compared with Transformers", pictures),
-        (
-            "Forward and backward of Llama models with activation checkpointing: tokens/s and peak memory, and in "
-            "brackets the change from Transformers."
-        ),
-        markdown.table(
-            ("model, batch × sequence", *(NAMES.get(name, name) for name in names)),
-            table,
-            right=range(1, 1 + len(names)),
-        ),
-    ]
-    return "\n\n".join(part for part in parts if part)
-
-
-def headlines(rows: Sequence[Record]) -> list[str]:
-    """Return a sentence for each model: Liger beside Transformers at the last shape that both ran."""
-    base = {title(row): row for row in rows if row["implementation"] == "hf"}
-    return list(
-        {
-            row["model"]: _headline(row, base[title(row)])
-            for row in rows
-            if row["implementation"] == "liger" and _both(row, base)
-        }.values()
-    )
-
-
-def _both(row: Record, base: dict[str, Record]) -> bool:
-    return bool(row["tokens_per_second"] and title(row) in base and base[title(row)]["tokens_per_second"])
-
-
-def _headline(row: Record, base: Record) -> str:
-    speed = row["tokens_per_second"] / base["tokens_per_second"]
-    return (
-        f"**{title(row)}: {speed:.2f} × the speed of Transformers, {change(row['peak_bytes'], base['peak_bytes'])} "
-        "peak memory** "
-        f"({row['peak_bytes'] / GIB:.1f} GiB instead of {base['peak_bytes'] / GIB:.1f} GiB)"
-    )
-
-
-def _compared(rows: Sequence[Record], place: str, name: str, base: Record | None) -> str:
-    row = next((row for row in rows if row["implementation"] == name and title(row) == place), None)
-    if row is None or row["tokens_per_second"] is None:
-        return "out of memory" if row is not None and row["out_of_memory"] else "–"
-    speed, peak = f"{row['tokens_per_second']:,.0f}", f"{row['peak_bytes'] / GIB:.1f} GiB"
-    if base is not None and base is not row and base["tokens_per_second"]:
-        speed += f" ({row['tokens_per_second'] / base['tokens_per_second']:.2f} ×)"
-        peak += f" ({change(row['peak_bytes'], base['peak_bytes'])})"
-    text = f"{speed}<br>{peak}"
-    return f"**{text}**" if name in OURS else text
+    return [part for part in parts if part]
 
 
 def _ops_compared(rows: Sequence[Record]) -> str:
@@ -224,27 +146,6 @@ def _sharded(rows: Sequence[Record]) -> str:
     return "\n\n".join(("## Sharded vocabulary", SHARDED_ABOUT, markdown.table(head, table, right=(2, 4, 5, 6))))
 
 
-def _models(rows: Sequence[Record]) -> str:
-    if not rows:
-        return ""
-    about = (
-        "## Whole models in detail\n\nLlama models with random weights, activation checkpointing and sdpa attention, "
-        "forward and backward without an optimizer. "
-        "Each implementation runs in its own process; `hf` is Transformers. Peak memory is that of the allocator. Loss "
-        "and gradient norm are those of the first "
-        "step, from the same weights and tokens; `compile` is the time of the first step minus that of a median one."
-    )
-    table = [(title(row), _ours(row["implementation"]), *cells(row, rows)) for row in rows]
-    parts = [about]
-    parts.append(
-        markdown.table(
-            ("model, batch × sequence", "implementation", *HEAD), markdown.sparse(table), right=range(2, 2 + len(HEAD))
-        )
-    )
-    parts.append(markdown.reasons((f"{title(row)} {row['implementation']}", row["reason"]) for row in rows))
-    return "\n\n".join(part for part in parts if part)
-
-
 def _op(name: str, records: Records, pictures: dict[str, Path]) -> str:
     rows = [row for row in records.ops if row["op"] == name]
     parts = [f"### {name}", _picture(name, f"{name}: fraction of the roofline", pictures)]
@@ -325,15 +226,8 @@ def _costs(rows: Sequence[Record]) -> str:
 def _repeat(records: Records, command: str) -> str:
     lines = ["liger bench --peers --out RESULTS"] if records.ops else []
     lines += ["liger bench scaling --peers --out RESULTS"] if records.scaling else []
-    if records.models:
-        lines.append("liger bench model --out RESULTS")
-        limits = sorted({row["memory_limit_bytes"] for row in records.models if row["memory_limit_bytes"]})
-        lines += [
-            f"liger bench model --model llama-3.2-1b --memory-limit {limit / 2**30:g}GiB --out RESULTS"
-            for limit in limits
-        ]
-    lines += ["liger bench step --out RESULTS"] if records.steps else []
-    lines.append("liger bench report RESULTS")
+    lines += ["liger bench sharded --out RESULTS"] if records.sharded else []
+    lines.append("liger report RESULTS")
     commands = "\n".join(f"    {line}" for line in lines)
     return (
         f"### Repeat it\n\n{commands}\n\nRatios within a run can be compared, times of different runs cannot. This "
