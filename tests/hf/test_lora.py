@@ -17,12 +17,12 @@ import liger_hf
 from hf import sweep, tiny_models
 from hf.test_sweep import SAMPLE
 from hf.tiny_models import checkpoint_layers, exact_step, make, patched_twin, step, step_disagreements, tokens, twin
-from liger_bench import checkpointing
 from liger_core.accuracy import error
 from liger_core.kernels import KERNELS
 from liger_hf.rules.lora import rule
 from liger_hf.rules.lora import together as joint
 from liger_hf.rules.lora.source import with_shared_inputs
+from liger_train import checkpointing
 
 peft = pytest.importorskip("peft", reason="needs peft")
 hotswap = pytest.importorskip("peft.utils.hotswap", reason="needs the hot swapping of peft")

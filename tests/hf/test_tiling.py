@@ -18,10 +18,10 @@ import liger_hf
 from hf import tiny_models
 from hf.tiny_models import LAYERS, LargestResult, checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
 from hf.two_ranks import WAYS, batch, on_two_ranks, two_processes
-from liger_bench import checkpointing
 from liger_core import GradientError, OptionError
 from liger_core.accuracy import judge
 from liger_hf.tiling import _Run
+from liger_train import checkpointing
 
 # 22 rows: tiles of 8, 8 and 6.
 ROWS, TILES = 8, 3

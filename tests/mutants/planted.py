@@ -477,17 +477,17 @@ MODELS = (
 TRAINING = (
     Mutant(
         "offloading: nothing is fetched ahead",
-        "liger_bench.offloading:_Input.take",
+        "liger_train.offloading:_Input.take",
         "before.fetch()",
         "pass",
-        "tests/bench/test_offloading.py::test_the_input_before_comes_back_while_a_layer_is_recomputed",
+        "tests/train/test_offloading.py::test_the_input_before_comes_back_while_a_layer_is_recomputed",
     ),
     Mutant(
         "checkpointing: an input that is no longer offloaded is not counted",
-        "liger_train.train.spending:Spending._more",
+        "liger_train.train.auto_checkpoint:Spending._more",
         "each += self._held[0]",
         "pass",
-        "tests/train/test_spending.py::test_offloaded_inputs_leave_room_for_more_layers_that_keep_their_matmul_outputs",
+        "tests/train/test_auto_checkpoint.py::test_offloaded_inputs_leave_room_for_more_layers_that_keep_their_matmul_outputs",
     ),
     Mutant(
         "merging: weights that were replaced are not noticed",

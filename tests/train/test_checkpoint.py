@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText, LlamaForCausalLM, Qwen3_5ForConditionalGeneration
 
-from liger_bench.checkpointing import checkpointed_layers
+from liger_train.checkpointing import checkpointed_layers
 from liger_train.model import build
 from liger_train.plan.step import predict
 from liger_train.setup import Setup

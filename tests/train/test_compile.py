@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from liger_bench import checkpointing
 from liger_core.errors import DeviceError, OptionError
-from liger_train import combinations, compiling, techniques
+from liger_train import checkpointing, combinations, compiling, techniques
 from liger_train.model import build
 from liger_train.plan.step import COMPILED, predict
 from liger_train.setup import Setup

@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM
 import liger_hf
 from hf import tiny_models
 from hf.tiny_models import LAYERS, disagreements, exact_step, make, step, tokens, twin
-from liger_bench.checkpointing import Keeps, Matmuls, checkpoint_layers, keep, layers
 from liger_hf.rules.lora.source import sharing
 from liger_train import merging, tied
 from liger_train import model as building
+from liger_train.checkpointing import Keeps, Matmuls, checkpoint_layers, keep, layers
 from liger_train.model import build
 from liger_train.setup import Setup
 from liger_train.train.run import run

@@ -17,11 +17,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_bench.progress import progress_bar
-from liger_bench.text import Sequences
 from liger_core.errors import OptionError
 from liger_train import compiling
 from liger_train.model import build
 from liger_train.setup import Setup
+from liger_train.text import Sequences
 from liger_train.train import rows as rows_of_files
 from liger_train.train.data import Data, read
 from liger_train.train.labels import MASKED

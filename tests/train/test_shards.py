@@ -15,8 +15,7 @@ import torch
 
 import forks
 from hf.two_ranks import on_two_ranks
-from liger_bench import checkpointing
-from liger_train import combinations, compiling, model, zero
+from liger_train import checkpointing, combinations, compiling, model, zero
 from train.training import STEPS, Trained, saved_model, setup_of, trained
 
 pytestmark = [

@@ -16,10 +16,9 @@ from typing import TextIO
 import pytest
 import torch
 
-from liger_bench import checkpointing
 from liger_core.errors import DeviceError, LigerError, OptionError
 from liger_hf.presets import PRESETS, preset
-from liger_train import combinations, techniques, zero
+from liger_train import checkpointing, combinations, techniques, zero
 from liger_train.configs import config_of
 from liger_train.float8 import RECIPES
 from liger_train.model import build

@@ -27,7 +27,7 @@ from liger_train.options import RunOptions
 from liger_train.plan.step import predict
 from liger_train.row import Row, row_of
 from liger_train.setup import Setup
-from liger_train.train import command, spending
+from liger_train.train import auto_checkpoint, command
 from liger_train.train import data as text_of_runs
 from liger_train.train.data import Data, read
 from liger_train.train.run import largest_batch, run
@@ -97,7 +97,7 @@ def test_a_batch_in_parts_has_the_losses_of_the_whole(
         pass
 
     Spender.parts = parts
-    monkeypatch.setattr(spending, "observers", lambda setup, note: [Spender()])
+    monkeypatch.setattr(auto_checkpoint, "observers", lambda setup, note: [Spender()])
     assert run(small).losses == pytest.approx(row.losses, rel=1e-5)
 
 
@@ -121,7 +121,7 @@ def test_once_fewer_layers_are_recomputed_the_timing_restarts(
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.note("The end.")
 
-    monkeypatch.setattr(spending, "observers", lambda setup, note: [Spender(note)])
+    monkeypatch.setattr(auto_checkpoint, "observers", lambda setup, note: [Spender(note)])
     row = run(small, folder=tmp_path)
     assert row.notes[-2:] == ["From here on it is faster.", "The end."]
     # Of six steps the fourth is the first of the new kind, and not timed.

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 from transformers.trainer_callback import PrinterCallback
 
-from liger_bench.text import Sequences
 from liger_train import techniques
 from liger_train.model import Built, build
 from liger_train.setup import Setup
-from liger_train.train import spending
+from liger_train.text import Sequences
+from liger_train.train import auto_checkpoint
 from liger_train.train.arguments import training_arguments
 
 # Wide enough that weights are split, and that 8-bit optimizers, which leave the smallest alone, have something to do.
@@ -81,7 +81,7 @@ def trained(setup: Setup) -> Trained:
         arguments = training_arguments(setup, Path(place))
         built = build(setup, arguments.device)
         data = Sequences(torch.arange(16).mul(7).remainder(128).expand(64, 16))
-        callbacks = list(spending.observers(setup, notes.append))
+        callbacks = list(auto_checkpoint.observers(setup, notes.append))
         trainer = Recording(model=built.model, args=arguments, train_dataset=data, callbacks=callbacks)
         trainer.remove_callback(PrinterCallback)
         trainer.train()

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_bench.checkpointing import language_model
 from liger_core.errors import listed
 from liger_hf.private_transformers import recording_checkpoints
+from liger_train.checkpointing import language_model
 from liger_train.configs import auto_class, loading_options, not_found
 from liger_train.setup import Setup
 

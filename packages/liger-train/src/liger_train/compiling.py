@@ -16,9 +16,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from liger_bench.checkpointing import layers
 from liger_core.errors import OptionError
 from liger_core.private_torch import CompilerError, compiler_counters, compiler_times
+from liger_train.checkpointing import layers
 
 COMPILER = "inductor"
 # The most graphs of a layer's forward: one per kind of layer and shape, in training and in evaluation. More run in

@@ -38,8 +38,8 @@ def auto_class(config: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from liger_bench.checkpointing import has_other_parts
     from liger_hf.private_transformers import makes
+    from liger_train.checkpointing import has_other_parts
 
     whole = has_other_parts(config) and makes(AutoModelForImageTextToText, config)
     return AutoModelForImageTextToText if whole else AutoModelForCausalLM

@@ -12,9 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from liger_bench import checkpointing
 from liger_hf.presets import PRESETS
-from liger_train import checkpoint, merging, tied
+from liger_train import checkpoint, checkpointing, merging, tied
 from liger_train.adapters import add_adapters, note_of_adapters
 from liger_train.compiling import compile_layers
 from liger_train.configs import auto_class, config_of

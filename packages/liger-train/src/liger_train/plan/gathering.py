@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from liger_bench.checkpointing import layers
+from liger_train.checkpointing import layers
 from liger_train.plan.ledger import OTHER, WEIGHTS, Ledger, rounded
 
 

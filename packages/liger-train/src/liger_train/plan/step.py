@@ -14,10 +14,10 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor
 from transformers.trainer_pt_utils import LabelSmoother
 
-from liger_bench.checkpointing import layers
 from liger_core.errors import LigerError, OptionError
 from liger_core.private_torch import DataDependentOutput, DynamicOutputShape, FakeTensorMode
 from liger_hf.private_transformers import CHECKPOINT
+from liger_train.checkpointing import layers
 from liger_train.configs import auto_class, config_of
 from liger_train.implementations import PEER
 from liger_train.model import LOSS, LOW, build, weights_dtype
@@ -133,7 +133,7 @@ def predict(setup: Setup) -> Prediction:
 
 
 def forward_and_backward(setup: Setup) -> int:
-    """The peak in bytes of a step without an optimizer, as `liger bench model` takes it."""
+    """The peak in bytes of a step without an optimizer, as an earlier version measured them (model.json)."""
     return _step(replace(setup, **NEUTRAL)).peak.total
 
 
@@ -342,7 +342,7 @@ def _checkpointed(layer: Any, ledger: Ledger, offloaded: bool) -> Iterator[None]
     """Record the input of a layer, which is its checkpoint.
 
     An offloaded input leaves the device after the layer's forward pass, and returns when the backward pass reaches the
-    next layer (liger_bench/offloading.py).
+    next layer (liger_train/offloading.py).
     """
     checkpoint = getattr(layer, CHECKPOINT)
 

@@ -19,12 +19,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from liger_bench.text import library, trained_tokenizer
 from liger_core.errors import OptionError, listed
 from liger_hf.presets import VOCABULARY
 from liger_train.configs import has_code_of_its_own, loading_options
 from liger_train.fields import epochs
 from liger_train.setup import LIBRARY, Setup
+from liger_train.text import library, trained_tokenizer
 from liger_train.train.labels import labeled
 from liger_train.train.packing import in_sequences
 from liger_train.train.rows import FILES_OF_ROWS, TEXT, Rows, open_rows

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from liger_bench.checkpointing import layers
 from liger_hf.private_transformers import CHECKPOINT
+from liger_train.checkpointing import layers
 from liger_train.compiling import problem
 
 Inputs = Mapping[str, Tensor]

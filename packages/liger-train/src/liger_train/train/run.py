@@ -23,19 +23,19 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 from liger_bench import machine
-from liger_bench.checkpointing import checkpointed_layers
 from liger_bench.process import failure
 from liger_core.errors import DeviceError, LigerError, OptionError
 from liger_hf.presets import PRESETS
 from liger_hf.private_transformers import set_device
 from liger_train import ranks, techniques
+from liger_train.checkpointing import checkpointed_layers
 from liger_train.combinations import ZERO
 from liger_train.configs import config_of
 from liger_train.model import build
 from liger_train.row import Row, row_of
 from liger_train.setup import Setup
+from liger_train.train import auto_checkpoint, saved
 from liger_train.train import export as exporting
-from liger_train.train import saved, spending
 from liger_train.train.arguments import training_arguments
 from liger_train.train.compiled import Compiled
 from liger_train.train.cpu_memory import CpuMemory
@@ -219,7 +219,7 @@ class _Run:
             self.notes.extend(built.notes)
             self.known = _counts(built.model) | {"replaced": built.replaced}
             sealer = Sealer(lambda: self._progress(built.model, data), data.tokenizer)
-            spenders = spending.observers(self.setup, self._decided)
+            spenders = auto_checkpoint.observers(self.setup, self._decided)
             self.compiled.settled = lambda: all(
                 each.spending is not None and each.spending.settled for each in spenders
             )

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from liger_bench.text import Sequences
 from liger_train import ranks
 from liger_train.smoothing import is_smoothed
 from liger_train.train import saved

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from liger_bench import checkpointing, offloading
-from liger_bench.checkpointing import Keeps
 from liger_core.errors import OptionError
+from liger_train import checkpointing, offloading
+from liger_train.checkpointing import Keeps
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 32, "num_hidden_layers": 4}
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from liger_bench.offloading import Offloading
 from liger_core import private_torch
 from liger_core.errors import OptionError
 from liger_core.kernels import KERNELS
 from liger_hf.tiling import INSIDE
+from liger_train.offloading import Offloading
 
 aten = torch.ops.aten
 MATMULS = private_torch.MATMULS | {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}

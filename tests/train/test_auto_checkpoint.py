@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from liger_bench import checkpointing
-from liger_bench.checkpointing import Keeps
+from liger_train import checkpointing
+from liger_train.checkpointing import Keeps
 from liger_train.model import build
 from liger_train.setup import Setup
-from liger_train.train.spending import (
+from liger_train.train.auto_checkpoint import (
     EXPOSED,
     HIDDEN,
     MARGIN,

@@ -5,46 +5,14 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from liger_core.errors import OptionError
-from liger_hf.presets import VOCABULARY
-
 # Tests and installed packages are not part of the library proper; the other two are tables rather than text.
 SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"})
-
-
-@dataclass(frozen=True)
-class Text:
-    """Token sequences and the source of their text."""
-
-    sequences: Tensor  # (number, sequence)
-    tokens: int
-    characters: int
-    files: int
-    vocabulary: int
-
-
-def library_text(batch: int, sequence: int, limit: int = 4_000_000) -> Text:
-    """Return token sequences from about `limit` characters of the standard library.
-
-    The order is fixed, and the tokenizer is trained on the same text.
-    """
-    sources = library(limit)
-    tokenizer = trained_tokenizer(sources, VOCABULARY)
-    ids = torch.tensor([token for encoding in tokenizer.encode_batch(sources) for token in encoding.ids])
-    count = ids.numel() // sequence
-    if count < batch:
-        wanted = f"demo: --batch × --sequence must be at most {ids.numel()}, the tokens of the text"
-        raise OptionError(f"{wanted}, got {batch} × {sequence}")
-    sequences = ids[: count * sequence].view(count, sequence)
-    return Text(sequences, ids.numel(), sum(map(len, sources)), len(sources), tokenizer.get_vocab_size())
 
 
 def trained_tokenizer(texts: list[str], vocabulary: int, special: Sequence[str] = ()) -> Tokenizer:

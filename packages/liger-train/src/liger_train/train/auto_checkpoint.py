@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from liger_bench import checkpointing
-from liger_bench.checkpointing import Keeps
+from liger_train import checkpointing
+from liger_train.checkpointing import Keeps
 from liger_train.configs import config_of
 from liger_train.model import weights_dtype
 from liger_train.row import AUTO_NOTE
