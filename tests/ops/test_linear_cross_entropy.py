@@ -206,8 +206,8 @@ def test_two_graphs_may_add_to_one_main_grad_in_any_order(device: torch.device) 
 
 def test_ignored_rows_are_packed_out_of_large_products(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU only products that take longer than the wait for their number are packed; here none is too small."""
-    monkeypatch.setattr("liger_core.ops.head.rows.PACK_FLOPS", 0)
-    monkeypatch.setattr("liger_core.ops.head.rows.PACK_TILE", 4)
+    monkeypatch.setattr("liger_core.ops.head.head.PACK_FLOPS", 0)
+    monkeypatch.setattr("liger_core.ops.head.head.PACK_TILE", 4)
     given = head(device, rows=40)
     hidden, weight = given["hidden"].requires_grad_(), given["weight"].requires_grad_()
     target = torch.arange(40, device=device) % 30

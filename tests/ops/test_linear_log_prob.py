@@ -164,8 +164,8 @@ def test_grpo_as_documented_has_the_gradients_of_the_plain_computation(
 
 def test_ignored_rows_are_packed_out_of_large_products(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU only products that take longer than the wait for their number are packed; here none is too small."""
-    monkeypatch.setattr("liger_core.ops.head.rows.PACK_FLOPS", 0)
-    monkeypatch.setattr("liger_core.ops.head.rows.PACK_TILE", 4)
+    monkeypatch.setattr("liger_core.ops.head.head.PACK_FLOPS", 0)
+    monkeypatch.setattr("liger_core.ops.head.head.PACK_TILE", 4)
     target = torch.arange(40, device=device) % 30
     target[torch.arange(40, device=device) % 3 > 0] = -100
     given = head(device, rows=40)

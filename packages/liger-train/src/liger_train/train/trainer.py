@@ -16,6 +16,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from liger_train import ranks
 from liger_train.smoothing import is_smoothed
+from liger_train.text import Sequences
 from liger_train.train import saved
 from liger_train.train.compiled import Compiled
 from liger_train.train.data import Data
