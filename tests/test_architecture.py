@@ -311,6 +311,7 @@ def test_the_tested_set_of_versions_is_within_what_the_packages_require() -> Non
 
 
 PAGES = ("ARCHITECTURE.md", "CONTRIBUTING.md")
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight")
 
 
 def page(name: str) -> str:
