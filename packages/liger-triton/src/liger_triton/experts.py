@@ -139,7 +139,7 @@ def _allocate_backward(
 def _scratch_backward(
     grad_y: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, *rest: Any
 ) -> int:  # fmt: skip
-    """As much, before the gradients of x and gate_up are allocated."""
+    """The rows and activations of the forward pass, before the gradients of x and gate_up are allocated."""
     *_, needs = rest
     results = sum(t.numel() * t.itemsize for t, need in zip((x, gate_up), needs, strict=False) if need)
     rows = routing.chosen.numel()
