@@ -27,7 +27,13 @@ def load(name: str | None, **options: Any) -> Any:
     if name is not None:
         return AutoModelForCausalLM.from_pretrained(name, **options)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=512, **sizes))
 
 
