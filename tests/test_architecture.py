@@ -233,6 +233,26 @@ def test_no_package_replaces_others_with_the_tools_of_tests() -> None:
     assert [str(path) for package in PACKAGES for path in sources(package) if "unittest" in imports(path)] == []
 
 
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """The lines of a function's body after its docstring."""
+    first = function.body[1 if ast.get_docstring(function) and len(function.body) > 1 else 0]
+    return (function.end_lineno or 0) - first.lineno + 1
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_files_and_functions_are_short(package: str) -> None:
+    """At most 400 and 60 lines; a kernel is as long as its formula. Columns are ruff's."""
+    long = []
+    for path in sources(package):
+        text = path.read_text()
+        long += [f"{path.name}: {text.count(chr(10))} lines"] if text.count("\n") > 400 else []
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and lines_of(node) > 60:
+                kernel = any("jit" in ast.unparse(each) for each in node.decorator_list)
+                long += [] if kernel else [f"{path.name}: {node.name} has {lines_of(node)} lines"]
+    assert long == []
+
+
 def test_only_a_backend_imports_triton() -> None:
     users = {package for package in PACKAGES for path in sources(package) if "triton" in imports(path)}
     assert users == {"liger_triton"}

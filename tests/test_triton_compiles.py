@@ -27,7 +27,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from liger_triton import _chunks, launch
+from liger_triton import launch
 from liger_triton.table import TABLE
 
 pytestmark = pytest.mark.matrix
@@ -185,7 +185,7 @@ def test_norms_fit_where_programs_have_less_shared_memory(
 ) -> None:
     # That of GPUs of compute capability 7.5; three tensors of float32 need the most.
     small = 65_536
-    monkeypatch.setattr(_chunks, "shared_memory", lambda device: small)
+    monkeypatch.setattr(launch, "shared_memory", lambda device: small)
     x, residual, weight = (torch.zeros(*shape, requires_grad=True) for shape in ((600, width), (600, width), (width,)))
     outputs = TABLE[add_rms_norm].function(x, residual, weight)
     torch.autograd.grad(outputs, [x, residual, weight], [torch.ones_like(o) for o in outputs])

@@ -94,9 +94,11 @@ def takes_options(optional: str = "") -> Callable[[Callable[..., None]], Callabl
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
         own = list(inspect.signature(command, eval_str=True).parameters.values())[2:]
         parameters = [*_parameters(optional), *own]
+        defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
 
         @functools.wraps(command)
         def called(**values: Any) -> None:
+            values = {**defaults, **values}
             words = {field.name: values.pop(field.name) for field in fields(Setup)}
             options = RunOptions(**{field.name: values.pop(field.name) for field in fields(RunOptions)})
             try:

@@ -45,11 +45,10 @@ def composed_op(
         def implementation(passes: Any, kernel_class: Callable[..., Any], supported: Supported = _accept) -> Any:
             made = kernels(passes, kernel_class)
 
-            @functools.wraps(function)
-            def call(*args: P.args, **kwargs: P.kwargs) -> R:
-                return function(made, supported, *args, **kwargs)
-
-            call.__signature__ = signature  # type: ignore[attr-defined]
+            # A partial function adds no frame to a call.
+            call: Any = functools.partial(function, made, supported)
+            functools.update_wrapper(call, function)
+            call.__signature__ = signature
             return call if wrap is None else wrap(call)
 
         described: ComposedOp[P, R] = ComposedOp(implementation(passes, reference_kernel), **description)
