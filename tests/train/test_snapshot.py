@@ -198,7 +198,7 @@ def test_the_events_of_a_gpu_show_the_memory_before_them_and_the_failed_allocati
     found = from_snapshot({"device_traces": [trace], "segments": [{"device": 0, "address": 0, "blocks": blocks}]}, 0)
     assert found.held == {0: 500, 1024: 300}
     assert [(event.address, event.bytes) for event in found.events] == [(512, 100), (1024, -300)]
-    assert found.asked == 9000
+    assert found.requested == 9000
 
 
 def test_a_picture_shows_the_last_step_without_the_time_after_its_update() -> None:

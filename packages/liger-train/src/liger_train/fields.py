@@ -68,7 +68,7 @@ def joined(words: Iterable[str]) -> str:
     """
     values_by_name: dict[str, str] = {}
     for word in words:
-        name, equals, value = (part.strip() for part in word.partition("="))
+        name, equals, value = (piece.strip() for piece in word.partition("="))
         name = name.removeprefix("--").replace("-", "_")
         if not (name and equals and value):
             raise OptionError(f"train: --set must be a name and a value, for instance weight_decay=0.1, got {word!r}")
@@ -78,14 +78,14 @@ def joined(words: Iterable[str]) -> str:
     return shlex.join(f"{name}={value}" for name, value in sorted(values_by_name.items()))
 
 
-def given(text: str) -> dict[str, str]:
+def strings(text: str) -> dict[str, str]:
     """Return name → value, both as strings."""
     return dict(word.split("=", 1) for word in shlex.split(text))
 
 
 def epochs(text: str) -> float | None:
     """Return the number of epochs, if it determines the number of steps."""
-    value = given(text).get(EPOCHS)
+    value = strings(text).get(EPOCHS)
     return None if value is None else float(value)
 
 
@@ -96,7 +96,7 @@ def values(text: str, taken: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """
     if not text:
         return {}
-    words = given(text)
+    words = strings(text)
     from transformers import HfArgumentParser, TrainingArguments
 
     class Parser(HfArgumentParser):

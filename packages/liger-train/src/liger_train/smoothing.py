@@ -22,7 +22,7 @@ FIELD = "label_smoothing_factor"
 
 def factor_of(setup: Setup) -> float:
     """Return the label smoothing factor of a setup, 0 if it sets none."""
-    return float(fields.values(setup.set).get(FIELD, 0.0)) if FIELD in fields.given(setup.set) else 0.0
+    return float(fields.values(setup.set).get(FIELD, 0.0)) if FIELD in fields.strings(setup.set) else 0.0
 
 
 def smooth(model: nn.Module, setup: Setup, notes: list[str]) -> None:
@@ -48,9 +48,9 @@ def smooth(model: nn.Module, setup: Setup, notes: list[str]) -> None:
 def is_smoothed(model: nn.Module) -> bool:
     """Whether the model computes the smoothed loss itself."""
     return any(
-        getattr(one.loss_function, "func", None) is smoothed_loss
-        for one in model.modules()
-        if isinstance(one, PreTrainedModel)
+        getattr(module.loss_function, "func", None) is smoothed_loss
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
     )
 
 

@@ -330,7 +330,7 @@ def check(setup: Setup, here: bool = True) -> None:
         raise DeviceError("train: --memory-limit needs a GPU, got --device cpu")
     check_techniques(setup, here)
     fields.values(setup.set, arguments(setup))
-    evaluating = [name for name in fields.EVALUATION if name in fields.given(setup.set)]
+    evaluating = [name for name in fields.EVALUATION if name in fields.strings(setup.set)]
     if evaluating and not setup.validation:
         raise OptionError(
             f"train: --set {evaluating[0]} needs --validation, the share of the text to hold out, for instance 0.02"

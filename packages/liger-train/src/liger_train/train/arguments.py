@@ -27,7 +27,7 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
     until the run ends. Activation checkpointing is already set up in the model (model.py).
     """
     joined = processes.join(setup)
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": setup.steps,
         "per_device_train_batch_size": setup.batch,
@@ -46,11 +46,11 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
         "report_to": [],
         "parallelism_config": parallelism(setup),
     }
-    given |= techniques.arguments(setup) | _sharding(setup) | joined | more | _chosen(setup)
+    values |= techniques.arguments(setup) | _sharding(setup) | joined | more | _chosen(setup)
     from transformers import TrainingArguments
 
     try:
-        made = TrainingArguments(**given)
+        arguments = TrainingArguments(**values)
     except ValueError as error:
         if not setup.set:
             raise
@@ -58,11 +58,11 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
             f"train: --set must have values that TrainingArguments accepts, got {setup.set}: {error}"
         ) from error
     if setup.shard == "fsdp2" and setup.precision in LOW_IN_FSDP2:
-        made.fsdp_plugin_args["mixed_precision_policy"] = _mixed(LOW_IN_FSDP2[setup.precision])
-    if made.n_gpu > 1:
+        arguments.fsdp_plugin_args["mixed_precision_policy"] = _mixed(LOW_IN_FSDP2[setup.precision])
+    if arguments.n_gpu > 1:
         # Otherwise the Trainer splits the batch over all GPUs that the process sees.
-        use_one_gpu(made)
-    return made
+        use_one_gpu(arguments)
+    return arguments
 
 
 def _chosen(setup: Setup) -> dict[str, Any]:
@@ -70,16 +70,16 @@ def _chosen(setup: Setup) -> dict[str, Any]:
 
     A constant learning rate would ignore warm-up, and without logging nothing is reported.
     """
-    found = fields.values(setup.set)
+    chosen = fields.values(setup.set)
     required: dict[str, Any] = {}
-    if "warmup_steps" in found:
+    if "warmup_steps" in chosen:
         required["lr_scheduler_type"] = "constant_with_warmup"
-    if "eval_steps" in found:
+    if "eval_steps" in chosen:
         required["eval_strategy"] = "steps"
-    if "report_to" in found:
+    if "report_to" in chosen:
         required |= {"logging_strategy": "steps", "logging_steps": 1}
     # The number of steps of these epochs is known by now.
-    return required | {name: value for name, value in found.items() if name != fields.EPOCHS}
+    return required | {name: value for name, value in chosen.items() if name != fields.EPOCHS}
 
 
 def _mixed(dtype: str) -> Any:

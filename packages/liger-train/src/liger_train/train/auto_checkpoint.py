@@ -104,8 +104,8 @@ class Spending:
 
     def keeps(self, layer: int) -> Keeps:
         """Return what a layer keeps; layer 0 is the first."""
-        place = self.layers - 1 - layer
-        return self.ladder[sum(self.moves > kind * self.layers + place for kind in range(len(self.ladder) - 1))]
+        from_end = self.layers - 1 - layer
+        return self.ladder[sum(self.moves > kind * self.layers + from_end for kind in range(len(self.ladder) - 1))]
 
     def _more(self, seen: Seen) -> int:
         kind, done = divmod(self.moves, self.layers)
@@ -268,14 +268,14 @@ class SpendMemory(TrainerCallback):
             return
         retries, self._retries = self._retries, self.memory.retries()
         seen = [_most(value, args.device) for value in (self.memory.peak(), *self._last, self._retries - retries)]
-        kept = [self.spending.keeps(place) for place in range(len(self._layers))]
+        keeps = [self.spending.keeps(index) for index in range(len(self._layers))]
         moves, parts = self.spending.moves, self.parts
         self.spending.after(Seen(seen[0], seen[1], seen[2], retried=seen[3] > 0))
         if self.parts != parts:
             self.memory.tidy()
-        for place, layer in enumerate(self._layers):
-            if self.spending.keeps(place) is not kept[place]:
-                checkpointing.keep(layer, self.spending.keeps(place), self._matmuls, self._offloading)
+        for index, layer in enumerate(self._layers):
+            if self.spending.keeps(index) is not keeps[index]:
+                checkpointing.keep(layer, self.spending.keeps(index), self._matmuls, self._offloading)
         if self.spending.settled and (self._hooks or moves != self.spending.moves):
             self._end(state.global_step)
 
@@ -342,11 +342,11 @@ def splits(setup: Setup) -> int:
 
 
 def _summary(layers: list[Any], spending: Spending | None) -> str:
-    kept = [spending.keeps(place) if spending else Keeps.INPUT for place in range(len(layers))]
+    keeps = [spending.keeps(index) if spending else Keeps.INPUT for index in range(len(layers))]
     batch = f"each batch is split into {spending.parts} parts; " if spending and spending.parts > 1 else ""
-    offloaded = kept.count(Keeps.NOTHING)
+    offloaded = keeps.count(Keeps.NOTHING)
     inputs = f"layers with offloaded inputs: {offloaded}; " if offloaded else ""
-    counts = (offloaded + kept.count(Keeps.INPUT), kept.count(Keeps.MATMULS), kept.count(Keeps.ALL))
+    counts = (offloaded + keeps.count(Keeps.INPUT), keeps.count(Keeps.MATMULS), keeps.count(Keeps.ALL))
     return batch + inputs + AUTO_NOTE.format(*counts)
 
 

@@ -202,7 +202,7 @@ def _trained(setup: Setup, search: bool, options: dict[str, Any], extras: Extras
 
         options["bar"] = bar if ranks.first() else None
         options["observers"] = observers(setup, extras, stack) if ranks.first() else []
-        return largest_batch(setup, lambda one: run(one, **options)) if search else run(setup, **options)
+        return largest_batch(setup, lambda trial: run(trial, **options)) if search else run(setup, **options)
 
 
 def _print_sentences(sentences: list[str]) -> None:

@@ -176,14 +176,14 @@ def _documents(source: str, notes: list[str]) -> Iterator[str]:
 
 
 def _up_to(texts: Iterable[str], limit: int) -> list[str]:
-    found: list[str] = []
+    pieces: list[str] = []
     size = 0
     for text in texts:
-        found.append(text[: limit - size])
-        size += len(found[-1])
+        pieces.append(text[: limit - size])
+        size += len(pieces[-1])
         if size >= limit:
             break
-    return found
+    return pieces
 
 
 def _folder(folder: Path, notes: list[str]) -> Iterator[str]:
@@ -193,7 +193,7 @@ def _folder(folder: Path, notes: list[str]) -> Iterator[str]:
     tables: list[str] = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
-        if not path.is_file() or any(part.startswith(".") for part in name.parts):
+        if not path.is_file() or any(component.startswith(".") for component in name.parts):
             continue
         text = _text(path)
         if text is None or path.suffix in FILES_OF_ROWS:
@@ -279,17 +279,17 @@ def _kept(texts: list[str], vocabulary: int) -> tuple[Any, Tensor]:
     file = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "liger" / f"text-{key}.pt"
     # Whatever is wrong with the file, it can be made again.
     with contextlib.suppress(Exception):
-        found = torch.load(file, weights_only=True)
-        return _fast(Tokenizer.from_str(found["tokenizer"])), found["tokens"].long()
+        saved = torch.load(file, weights_only=True)
+        return _fast(Tokenizer.from_str(saved["tokenizer"])), saved["tokens"].long()
     tokenizer = _trained(texts, vocabulary)
     ids = _tokens(tokenizer, texts)
     # Without a place to write to, there is no cache.
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
-            torch.save({"tokenizer": tokenizer.backend_tokenizer.to_str(), "tokens": ids.int()}, part)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
+            torch.save({"tokenizer": tokenizer.backend_tokenizer.to_str(), "tokens": ids.int()}, temporary)
         # In one step: ranks and the runs of a sweep read the text at the same time.
-        Path(part.name).replace(file)
+        Path(temporary.name).replace(file)
     return tokenizer, ids
 
 

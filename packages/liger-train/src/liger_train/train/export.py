@@ -27,8 +27,8 @@ PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_prepro
 def check(setup: Setup, folder: Path) -> None:
     """Raise OptionError if the model could not be written there."""
     if setup.shard in ("zero3", "fsdp2") or setup.tp > 1:
-        given = f"--tp {setup.tp}" if setup.tp > 1 else f"--shard {setup.shard}"
-        raise OptionError(f"train: --export needs a rank that holds the whole model, got {given}; use --output")
+        option = f"--tp {setup.tp}" if setup.tp > 1 else f"--shard {setup.shard}"
+        raise OptionError(f"train: --export needs a rank that holds the whole model, got {option}; use --output")
     check_folder("train: --export", folder)
     if any(folder.iterdir()):
         raise OptionError(f"train: --export must be an empty or a new folder, got {folder}, which has files")
@@ -54,12 +54,12 @@ def _merged_unquantized(setup: Setup, model: Any) -> Any:
     """The adapters, merged into the weights from before they were quantized: merging into 4 bits would round the update
     away."""
     peft = importlib.import_module("peft")
-    with tempfile.TemporaryDirectory(prefix="liger-train-") as place:
-        model.save_pretrained(place)
+    with tempfile.TemporaryDirectory(prefix="liger-train-") as folder:
+        model.save_pretrained(folder)
         base = loaded_again(replace(setup, adapter="lora"), model.device)
         for config in (base.config, base.generation_config):
             for name in ("eos_token_id", "pad_token_id"):
                 if config is not None:
                     setattr(config, name, getattr(model.config, name, None))
         with torch.no_grad():
-            return peft.PeftModel.from_pretrained(base, place).merge_and_unload()
+            return peft.PeftModel.from_pretrained(base, folder).merge_and_unload()

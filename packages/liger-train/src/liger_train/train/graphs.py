@@ -157,16 +157,16 @@ class Graphs:
         return loss
 
     def _record(self, key: Key, inputs: Inputs, tokens: Tensor | None) -> bool:
-        own = {name: value.to(self.weights[0].device, copy=True) for name, value in inputs.items()}
+        static_inputs = {name: value.to(self.weights[0].device, copy=True) for name, value in inputs.items()}
         count = None if tokens is None else tokens.clone()
         assert self.device is not None
         with self._given_gradients(), self.recording():
             try:
-                replay, loss = self.device.capture(partial(self.step, own, count))
+                replay, loss = self.device.capture(partial(self.step, static_inputs, count))
             except Exception as error:
                 self._give_up(problem(error))
             else:
-                self.graphs[key] = Recorded(own, count, replay, loss)
+                self.graphs[key] = Recorded(static_inputs, count, replay, loss)
                 if not self.gradients:
                     self.gradients = [(weight, weight.grad) for weight in self.weights if weight.grad is not None]
                     self.places = [weight.data_ptr() for weight in self.weights]

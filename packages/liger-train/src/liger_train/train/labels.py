@@ -51,12 +51,12 @@ def labeled(rows: Rows, tokenizer: Any, setup: Setup, notes: list[str]) -> list[
         )
     by_tags = False
     if in_messages:
-        weights = [_weights(place, example) for place, example in examples]
+        weights = [_weights(location, example) for location, example in examples]
         notes.extend(_unread(examples, tokenizer))
         by_tags = "messages" in first and all(map(all, weights)) and _marks_answers(tokenizer, notes)
         if "messages" in first and not by_tags:
             examples = [
-                answer for example, own in zip(examples, weights, strict=True) for answer in _answers(example, own)
+                answer for example, flags in zip(examples, weights, strict=True) for answer in _answers(example, flags)
             ]
             left = sum(map(len, weights)) - len(examples)
             lost = f"; left out, without a message before them or with a weight of 0: {left}" if left else ""
@@ -77,7 +77,7 @@ def _messages(example: dict[str, Any]) -> list[dict[str, Any]]:
     return example.get("messages") or example["prompt"] + example["completion"]
 
 
-def _weights(place: str, example: dict[str, Any]) -> list[bool]:
+def _weights(location: str, example: dict[str, Any]) -> list[bool]:
     """Whether to train on each answer; a file may leave some out."""
     weights: list[bool] = []
     for message in example.get("messages") or example["completion"]:
@@ -86,15 +86,14 @@ def _weights(place: str, example: dict[str, Any]) -> list[bool]:
         for name, value in named.items():
             if value not in (0, 1) or (value and not is_answer):
                 raise OptionError(
-                    f"{place}: {name} must be 0 or 1 in a message of the assistant, and not 1 in others, got {value} "
-                    "for "
-                    f"{message['role']}; without the field, every answer is trained on"
+                    f"{location}: {name} must be 0 or 1 in a message of the assistant, and not 1 in others, got "
+                    f"{value} for {message['role']}; without the field, every answer is trained on"
                 )
         if is_answer:
             weights.append(all(named.values()))
     if "completion" in example and not all(weights):
         raise OptionError(
-            f"{place}: a completion must be trained on, got a message that says not to; leave out the row"
+            f"{location}: a completion must be trained on, got a message that says not to; leave out the row"
         )
     return weights
 
@@ -140,13 +139,13 @@ def _marks_answers(tokenizer: Any, notes: list[str]) -> bool:
 
 def _answers(example: Row, weights: list[bool]) -> Iterator[Row]:
     """A prompt and a completion for each answer that is trained."""
-    place, row = example
+    location, row = example
     indices = [index for index, message in enumerate(row["messages"]) if message["role"] == ASSISTANT]
     for index, trained in zip(indices, weights, strict=True):
         # TRL has no completion without a prompt.
         if index and trained:
             messages = row["messages"]
-            yield place, {**row, "messages": None, "prompt": messages[:index], "completion": [messages[index]]}
+            yield location, {**row, "messages": None, "prompt": messages[:index], "completion": [messages[index]]}
 
 
 def _differing_prompt(example: dict[str, Any], tokenizer: Any) -> list[str]:

@@ -72,8 +72,8 @@ def check_documents_are_apart(
             {"input_ids": ids, "labels": labels, "position_ids": positions}
             for ids in (tokens, tokens.masked_fill(index < half, 0))
         ]
-        one, other = (loss({name: value.repeat(batch, 1) for name, value in row.items()}) for row in rows)
-        return torch.as_tensor(one - other).abs()
+        loss_with, loss_without = (loss({name: value.repeat(batch, 1) for name, value in row.items()}) for row in rows)
+        return torch.as_tensor(loss_with - loss_without).abs()
 
     if recurrent or "position_ids" not in inputs or change(index % half) > ROUNDING * change(index):
         raise OptionError(

@@ -115,12 +115,12 @@ class Place:
 
 def finished(busy: Sequence[Place]) -> list[Place]:
     """The places whose run has answered or timed out; waits for the first one."""
-    died = [place for place in busy if place.died]
+    died = [worker for worker in busy if worker.died]
     if died or not busy:
         return died
-    by_connection: dict[Any, Place] = {place.connection: place for place in busy}
-    ready = wait(list(by_connection), timeout=max(0.0, min(place.deadline for place in busy) - time.monotonic()))
-    return [by_connection[each] for each in ready] or [place for place in busy if time.monotonic() >= place.deadline]
+    by_connection: dict[Any, Place] = {worker.connection: worker for worker in busy}
+    ready = wait(list(by_connection), timeout=max(0.0, min(worker.deadline for worker in busy) - time.monotonic()))
+    return [by_connection[each] for each in ready] or [worker for worker in busy if time.monotonic() >= worker.deadline]
 
 
 def launched(
@@ -160,8 +160,8 @@ def launched(
     if not rows:
         return Measured(row_of(setup, where, {"reason": reason, "failed": True}), written)
     if extras.folder is not None:
-        for found in out.glob("*/"):
-            shutil.copytree(found, extras.folder / found.name, dirs_exist_ok=True)
+        for subfolder in out.glob("*/"):
+            shutil.copytree(subfolder, extras.folder / subfolder.name, dirs_exist_ok=True)
     return Measured(rows[-1], written)
 
 
@@ -177,27 +177,27 @@ def check(setup: Setup, extras: Extras) -> None:
 
 def observers(setup: Setup, extras: Extras, stack: ExitStack) -> list[Any]:
     """The callbacks that record a run until the stack is closed."""
-    found: list[Any] = []
+    callbacks: list[Any] = []
     if extras.folder is not None and extras.snapshot:
         from liger_train.train.snapshot import Snapshot
 
-        found.append(stack.enter_context(Snapshot(setup, extras.folder)))
+        callbacks.append(stack.enter_context(Snapshot(setup, extras.folder)))
     if extras.folder is not None and extras.profile:
         from liger_train.train.profile import Profile
 
-        found.append(stack.enter_context(Profile(setup, extras.folder)))
-    return found
+        callbacks.append(stack.enter_context(Profile(setup, extras.folder)))
+    return callbacks
 
 
 def variables(gpu: int | None, share: int) -> dict[str, str]:
     """Environment variables for a process that uses only this GPU and its share of the processors."""
-    found: dict[str, str] = {}
+    environment: dict[str, str] = {}
     if gpu is not None:
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        found["CUDA_VISIBLE_DEVICES"] = seen.split(",")[gpu] if seen else str(gpu)
+        environment["CUDA_VISIBLE_DEVICES"] = seen.split(",")[gpu] if seen else str(gpu)
     if share > 1:
-        found["OMP_NUM_THREADS"] = str(threads(share))
-    return found
+        environment["OMP_NUM_THREADS"] = str(threads(share))
+    return environment
 
 
 def threads(share: int) -> int:

@@ -39,7 +39,7 @@ class Interruption:
     SIGNALS = (signal.SIGINT, signal.SIGTERM) if ranks.count() == 1 else (signal.SIGINT,)
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interruption:
@@ -54,7 +54,7 @@ class Interruption:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        self.requested = True
         self._restore()
 
     def _restore(self) -> None:
@@ -123,7 +123,7 @@ class Recorder(TrainerCallback):
         # Micro-batch losses are already normalized by the tokens of the whole batch.
         loss = torch.stack(self.micro).float().sum()
         self.micro.clear()
-        step = torch.stack([loss.double(), torch.full_like(loss, self.interruption.asked, dtype=torch.float64)])
+        step = torch.stack([loss.double(), torch.full_like(loss, self.interruption.requested, dtype=torch.float64)])
         if dist.is_initialized():
             # All ranks stop after the same step, whichever of them was interrupted.
             dist.all_reduce(step)
@@ -137,7 +137,7 @@ class Recorder(TrainerCallback):
         if self.device.type == "cuda":
             self.static_bytes = torch.cuda.memory_allocated(self.device)
         # On a GPU, settle only the previous step, which has ended by now: the next one is enqueued while this one runs.
-        ends_at_once = self.interruption.asked and not dist.is_initialized()
+        ends_at_once = self.interruption.requested and not dist.is_initialized()
         self._settle(1 if self.device.type == "cuda" and not ends_at_once else 0)
         self._show_figures()
         if self.setup.validation and state.global_step == state.max_steps:
@@ -210,7 +210,7 @@ class Recorder(TrainerCallback):
     def results(self) -> dict[str, Any]:
         """The columns of a Row that are known so far."""
         peak, reserved = self._peaks()
-        found: dict[str, Any] = {
+        columns: dict[str, Any] = {
             "losses": list(self.losses),
             "validation_loss": self.validation[-1][1] if self.validation else None,
             "validation_losses": [loss for _, loss in self.validation] or None,
@@ -223,18 +223,18 @@ class Recorder(TrainerCallback):
         if self.timed:
             speeds = self._tokens() / np.array(self.timed)
             low, middle, high = (float(value) for value in np.quantile(speeds, (0.2, 0.5, 0.8)))
-            found |= {"tokens_per_second": middle, "low_tokens_per_second": low, "high_tokens_per_second": high}
-            found["step_seconds"] = statistics.median(self.timed)
-        return found
+            columns |= {"tokens_per_second": middle, "low_tokens_per_second": low, "high_tokens_per_second": high}
+            columns["step_seconds"] = statistics.median(self.timed)
+        return columns
 
     def _settle(self, left: int) -> None:
         while len(self._pending) > left:
             step, start, end = self._pending.popleft()
             if self.device.type == "cuda":
                 end.synchronize()
-            loss, asked = step.tolist()
+            loss, requested = step.tolist()
             self.losses.append(loss)
-            self.interrupted |= asked > 0
+            self.interrupted |= requested > 0
             self._begun += 1
             if self._begun > WARM_UP:
                 self.timed.append(start.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - start)

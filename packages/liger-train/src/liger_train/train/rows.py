@@ -38,9 +38,9 @@ class Rows:
 
     def texts(self) -> Iterator[str]:
         """The texts of a table with a column of them."""
-        for place, row in self.placed:
+        for location, row in self.placed:
             if not isinstance(row["text"], str | None):
-                raise OptionError(f"{place}: text must be a string, got {shortened(row['text'])}")
+                raise OptionError(f"{location}: text must be a string, got {shortened(row['text'])}")
             if row["text"]:
                 yield row["text"]
 
@@ -48,14 +48,14 @@ class Rows:
 def open_rows(source: str, notes: list[str]) -> Rows | None:
     """The rows of a file of JSON, Parquet or CSV or of a dataset written by `save_to_disk`; None for any other source,
     which is text."""
-    path, place = Path(source).expanduser(), f"train: --data {source}"
+    path, location = Path(source).expanduser(), f"train: --data {source}"
     placed: Iterator[tuple[str, Any]]
     if path.is_file() and path.suffix in FILES_OF_ROWS[:2]:
-        placed = _json(path, place)
+        placed = _json(path, location)
     elif (path.is_file() and path.suffix in FILES_OF_ROWS) or any(
         (path / name).exists() for name in ("dataset_dict.json", "state.json")
     ):
-        placed = ((f"{place}, row {number}", row) for number, row in enumerate(_table(path, notes), start=1))
+        placed = ((f"{location}, row {number}", row) for number, row in enumerate(_table(path, notes), start=1))
     else:
         return None
     first = next(placed, None)
@@ -100,7 +100,7 @@ def _table(path: Path, notes: list[str]) -> Any:
     return table
 
 
-def _json(path: Path, place: str) -> Iterator[tuple[str, Any]]:
+def _json(path: Path, location: str) -> Iterator[tuple[str, Any]]:
     """The rows of a file of JSON lines, or of one array."""
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         is_array = next(filter(str.strip, file), "").lstrip().startswith("[")
@@ -113,14 +113,14 @@ def _json(path: Path, place: str) -> Iterator[tuple[str, Any]]:
             except json.JSONDecodeError as problem:
                 bad = words.split("\n")[problem.lineno - 1].strip()[:NAMED]
                 raise OptionError(
-                    f"{place}, line {number + problem.lineno - 1}: must be JSON, a row on each line or an array of "
+                    f"{location}, line {number + problem.lineno - 1}: must be JSON, a row on each line or an array of "
                     f"rows, got {bad!r} "
                     f"({problem.msg}); to train on the text of the file as it is, give it another suffix"
                 ) from None
             yield from (
-                ((f"{place}, row {i}", row) for i, row in enumerate(parsed, 1))
+                ((f"{location}, row {i}", row) for i, row in enumerate(parsed, 1))
                 if is_array
-                else [(f"{place}, line {number}", parsed)]
+                else [(f"{location}, line {number}", parsed)]
             )
 
 
@@ -134,33 +134,33 @@ def _names(row: Any) -> str:
 
 def _alike(placed: Iterable[tuple[str, Any]], columns: tuple[str, ...]) -> Iterator[Row]:
     """The rows, all with the columns of the first one."""
-    for place, row in placed:
+    for location, row in placed:
         if not _has(row, columns):
-            raise OptionError(f"{place}: must have {' and '.join(columns)}, as the rows before, got {_names(row)}")
-        yield place, row
+            raise OptionError(f"{location}: must have {' and '.join(columns)}, as the rows before, got {_names(row)}")
+        yield location, row
 
 
 def conversations(rows: Rows) -> Iterator[Row]:
     """Rows with messages, or with prompt and completion, that were checked, in the names that TRL reads."""
     convert = library("trl", rows.source).maybe_convert_to_chatml
     kinds: set[type] = set()
-    for place, row in rows.placed:
+    for location, row in rows.placed:
         example = {name: row[name] for name in (*rows.columns, *OPTIONS) if row.get(name) is not None}
         kinds |= {type(example.get(name)) for name in rows.columns}
         if len(kinds) > 1 or not kinds <= ({str, list} if rows.columns == PAIRS else {list}):
             wanted = (
                 "strings or lists of messages, the same in every row" if rows.columns == PAIRS else "a list of messages"
             )
-            raise OptionError(f"{place}: {' and '.join(rows.columns)} must be {wanted}, got {shortened(row)}")
+            raise OptionError(f"{location}: {' and '.join(rows.columns)} must be {wanted}, got {shortened(row)}")
         if kinds == {list}:
-            _check_messages(convert(example), place)
-        yield place, example
+            _check_messages(convert(example), location)
+        yield location, example
 
 
-def _check_messages(example: dict[str, Any], place: str) -> None:
+def _check_messages(example: dict[str, Any], location: str) -> None:
     for name in example.keys() - {*OPTIONS}:
         if not example[name]:
-            raise OptionError(f"{place}: {name} must have messages, got none")
+            raise OptionError(f"{location}: {name} must have messages, got none")
         for index, message in enumerate(example[name], start=1):
             if (
                 not _has(message, ("role",))
@@ -168,17 +168,17 @@ def _check_messages(example: dict[str, Any], place: str) -> None:
                 or not message.keys() & {"content", "tool_calls"}
             ):
                 raise OptionError(
-                    f"{place}: {name}: message {index} must have a role and content, got {shortened(message)}"
+                    f"{location}: {name}: message {index} must have a role and content, got {shortened(message)}"
                 )
             message["role"] = ROLES.get(message["role"], message["role"])
     roles = list(dict.fromkeys(message["role"] for message in example.get("completion") or example["messages"]))
     if ASSISTANT not in roles:
         raise OptionError(
-            f"{place}: must have a message of the role assistant, on which to train, got {', '.join(roles)}"
+            f"{location}: must have a message of the role assistant, on which to train, got {', '.join(roles)}"
         )
     if "completion" in example and len(roles) > 1:
         raise OptionError(
-            f"{place}: completion must have messages of the assistant alone, since all of it is trained on, got "
+            f"{location}: completion must have messages of the assistant alone, since all of it is trained on, got "
             f"{', '.join(roles)}; "
             "give the conversation as messages"
         )

@@ -243,8 +243,8 @@ class _Run:
         with contextlib.suppress(Exception):
             self.recorder.settle()
         peaks = {name: value for name, value in self.known.items() if name.startswith("peak_")}
-        own = {"steps": self.setup.steps, "compile_seconds": self.compiled.seconds}
-        return own | self.known | self.recorder.results() | peaks | {"notes": self.notes}
+        columns = {"steps": self.setup.steps, "compile_seconds": self.compiled.seconds}
+        return columns | self.known | self.recorder.results() | peaks | {"notes": self.notes}
 
     def _arguments(self, setup: Setup, written_to: Path, folder: Path | None, save_every: int) -> TrainingArguments:
         more: dict[str, Any] = {"logging_nan_inf_filter": False, "full_determinism": self.deterministic}
@@ -377,8 +377,8 @@ def _with_private_disk_folder(setup: Setup) -> Iterator[str | None]:
     if setup.offload != "nvme":
         yield setup.nvme_folder
         return
-    with tempfile.TemporaryDirectory(prefix="liger-train-", dir=setup.nvme_folder, ignore_cleanup_errors=True) as own:
-        yield own
+    with tempfile.TemporaryDirectory(prefix="liger-train-", dir=setup.nvme_folder, ignore_cleanup_errors=True) as path:
+        yield path
 
 
 def _counts(model: Any) -> dict[str, int]:

@@ -107,12 +107,12 @@ def begin(folder: Path) -> None:
 def seal(folder: Path, progress: dict[str, Any]) -> None:
     """Mark a checkpoint as complete."""
     files = {str(path.relative_to(folder)): _print_of(path) for path in _files(folder)}
-    part = folder / UNFINISHED
-    with part.open("w") as file:
+    unfinished = folder / UNFINISHED
+    with unfinished.open("w") as file:
         json.dump(progress | {"files": files}, file)
         file.flush()
         os.fsync(file.fileno())
-    part.replace(folder / SEAL)
+    unfinished.replace(folder / SEAL)
 
 
 def newest(folder: Path, notes: list[str]) -> Saved | None:

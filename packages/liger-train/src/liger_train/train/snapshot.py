@@ -140,14 +140,14 @@ class Snapshot(TrainerCallback):
     def _tag(self, category: str, tensors: Iterable[Any]) -> dict[int, int]:
         """Tag these tensors with a category; returns address → bytes."""
         now = _now()
-        found = {
+        sizes = {
             s.data_ptr(): s.nbytes()
             for tensor in tensors
             for s in storages(tensor)
             if s.device.type == self.setup.device
         }
-        self.tags += [Tag(now, address, category) for address in found if address]
-        return {address: size for address, size in found.items() if address}
+        self.tags += [Tag(now, address, category) for address in sizes if address]
+        return {address: size for address, size in sizes.items() if address}
 
     def _stop(self) -> None:
         if self._recorder is not None:
@@ -163,7 +163,7 @@ class Snapshot(TrainerCallback):
 
         start = self.starts[1] if len(self.starts) > 1 else float("-inf")
         line = timeline(recorded.held, recorded.events, self.tags, self._guess, self.starts, start)
-        record = record_of(self.setup, line, recorded.asked, machine.describe(torch.device(self.setup.device)))
+        record = record_of(self.setup, line, recorded.requested, machine.describe(torch.device(self.setup.device)))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _beside(self.path, ".json").write_text(json.dumps(record, separators=(",", ":")) + "\n", encoding="utf-8")
         if recorded.snapshot is not None:
@@ -172,9 +172,9 @@ class Snapshot(TrainerCallback):
         timeline_picture([record], _beside(self.path, ".png"))
 
 
-def record_of(setup: Setup, line: Timeline, asked: int | None, where: dict[str, str]) -> dict[str, Any]:
-    """The contents of the JSON file; `asked` is the size of the allocation that failed."""
-    return {"setup": asdict(setup), **line.columns(), "peak": line.peak, "asked": asked, **where}
+def record_of(setup: Setup, line: Timeline, requested: int | None, where: dict[str, str]) -> dict[str, Any]:
+    """The contents of the JSON file; `requested` is the size of the allocation that failed."""
+    return {"setup": asdict(setup), **line.columns(), "peak": line.peak, "asked": requested, **where}
 
 
 def name_of(setup: Setup) -> str:
@@ -209,9 +209,9 @@ class _Recorded:
     """A recording: address → bytes from before, events, and the size of the allocation that failed."""
 
     def __init__(
-        self, held: dict[int, int], events: list[Event], asked: int | None = None, snapshot: Any = None
+        self, held: dict[int, int], events: list[Event], requested: int | None = None, snapshot: Any = None
     ) -> None:
-        self.held, self.events, self.asked, self.snapshot = held, events, asked, snapshot
+        self.held, self.events, self.requested, self.snapshot = held, events, requested, snapshot
 
 
 class _Gpu:

@@ -62,28 +62,28 @@ def measured(
     alone, teams = (deque(setup for setup in setups if (setup.ranks > 1) == several) for several in (False, True))
     with tempfile.TemporaryDirectory(prefix="liger-train-") as folder:
         numbers: list[int | None] = [*gpus] or [None]
-        places = [Place(Path(folder), number, len(gpus), patience, answer) for number in numbers]
+        workers = [Place(Path(folder), number, len(gpus), patience, answer) for number in numbers]
         try:
-            while alone or any(place.setup for place in places):
-                for place in places:
-                    while alone and place.setup is None:
+            while alone or any(worker.setup for worker in workers):
+                for worker in workers:
+                    while alone and worker.setup is None:
                         setup = alone.popleft()
                         if skip and (reason := hopeless(setup, known)):
                             yield Measured(row_of(setup, where, {"reason": reason}))
                             continue
                         phase(setup)
-                        place.begin(setup, extras)
+                        worker.begin(setup, extras)
                 # While one process trains on a GPU, the next one loads. On the CPU that would slow down the timed
                 # steps.
-                for place in places[: len(alone)] if alone and alone[0].device != "cpu" else []:
-                    place.load()
-                for place in finished([place for place in places if place.setup]):
-                    result = place.end(where)
+                for worker in workers[: len(alone)] if alone and alone[0].device != "cpu" else []:
+                    worker.load()
+                for worker in finished([worker for worker in workers if worker.setup]):
+                    result = worker.end(where)
                     known.append(result.row)
                     yield result
         finally:
-            for place in places:
-                place.close()
+            for worker in workers:
+                worker.close()
         for setup in teams:
             if skip and (reason := hopeless(setup, known)):
                 yield Measured(row_of(setup, where, {"reason": reason}))
@@ -142,13 +142,13 @@ def sweep(
     files.check()
     before = rows_as(Row, files.read()) if resume else []
     good = [row for row in before if not row.failed and not row.interrupted and (skip or _tried(row))]
-    rows, found = completed(
+    rows, measurements = completed(
         *(Setup, setups, where, good, files),
-        lambda todo, kept, show: measured(
+        lambda todo, rows_before, show: measured(
             *(todo, where),
             gpus=chosen,
             skip=skip,
-            before=kept,
+            before=rows_before,
             extras=extras,
             phase=lambda setup: show(f"{setup.model} {setup.batch} × {setup.sequence} {_compared(setup, varied)}"),
         ),
@@ -157,7 +157,7 @@ def sweep(
         print(json.dumps({"rows": [row.columns() for row in rows]}))
     else:
         show(rows, list(varied))
-    print_failures(found)
+    print_failures(measurements)
     if any(row.failed for row in rows):
         raise typer.Exit(1)
     return rows
@@ -178,8 +178,8 @@ def show(rows: Sequence[Row], varied: Sequence[str]) -> None:
         if name == first:
             # The memory of a run that ran out of it is not a baseline.
             base = None if row.tokens_per_second is None else row
-        place = [str(getattr(row, option)) for option in varied]
-        lines.append([*(place if name == first else [""] * len(varied)), name, *_figures(row, base, scale)])
+        values = [str(getattr(row, option)) for option in varied]
+        lines.append([*(values if name == first else [""] * len(varied)), name, *_figures(row, base, scale)])
     about = any(WITHIN_SPREAD in cell for line in lines for cell in line)
     spread = (
         f"{WITHIN_SPREAD.strip()} within the spread of the steps: their 20th to 80th percentiles overlap"
