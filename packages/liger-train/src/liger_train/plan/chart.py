@@ -59,8 +59,8 @@ def picture(bars: Sequence[Bar], limit: int | None, path: Path, title: str) -> N
         if any(sizes):
             axes.barh(names, sizes, left=left, color=COLORS[category], label=category, height=0.7)
             left = [start + size for start, size in zip(left, sizes, strict=True)]
-    for place, total in enumerate(left):
-        axes.text(total, place, f" {total:.1f}", va="center", fontsize=9)
+    for row, total in enumerate(left):
+        axes.text(total, row, f" {total:.1f}", va="center", fontsize=9)
     if limit:
         axes.axvline(limit / scale, color="black", linestyle="--", linewidth=1)
         axes.text(limit / scale, -0.75, f"{limit / scale:g} {unit}", ha="center", fontsize=9)

@@ -143,8 +143,8 @@ def _compare(results: list[Path], out: Path | None, as_json: bool, trust_remote_
     with progress_bar() as bar:
         task = bar.add_task("predicting", total=len(rows))
         comparisons = []
-        for one in compared(rows, trust_remote_code=trust_remote_code):
-            comparisons.append(one)
+        for comparison in compared(rows, trust_remote_code=trust_remote_code):
+            comparisons.append(comparison)
             bar.advance(task)
     if out is not None:
         command = shlex.join(
@@ -152,10 +152,10 @@ def _compare(results: list[Path], out: Path | None, as_json: bool, trust_remote_
         )
         (out / "plan-accuracy.md").write_text(compared_page(comparisons, command))
     if as_json:
-        right = sum(one.right for one in comparisons)
-        columns = [one.columns() for one in comparisons]
+        right = sum(comparison.right for comparison in comparisons)
+        columns = [comparison.columns() for comparison in comparisons]
         print(json.dumps({"rows": columns, "worst": worst(comparisons), "right": right}))
     else:
         print_compared(comparisons)
-    if not all(one.good for one in comparisons):
+    if not all(comparison.good for comparison in comparisons):
         raise typer.Exit(1)

@@ -16,20 +16,20 @@ RATES = {"H200": Rates(matmul=750e12, memory=4.2e12, attention=375e12, links=1, 
 def sentence(setup: Setup, name: str, has: int) -> str | None:
     """Predicted peak, and time where the rates of this GPU are known; None for a model that has no plan.
 
-    name, has  of the GPU and its memory in bytes
+    name, has  the name of the GPU, and its memory in bytes
     """
     try:
-        found = predict(setup)
+        prediction = predict(setup)
     except OptionError:
         return None
     limit = min(has, setup.memory_limit or has)
-    words = f"Predicted: a peak of {size(found.peak_bytes)} of {size(limit)}"
-    rates = next((rates for part, rates in RATES.items() if part in name), None)
+    words = f"Predicted: a peak of {size(prediction.peak_bytes)} of {size(limit)}"
+    rates = next((rates for gpu, rates in RATES.items() if gpu in name), None)
     if rates is not None:
-        seconds = estimate(setup, rates, found.trainable_parameters).seconds
+        seconds = estimate(setup, rates, prediction.trainable_parameters).seconds
         tokens = setup.batch * setup.sequence * setup.accumulation / seconds
         words += f", and about {seconds:,.0f} s per step ({tokens:,.0f} tokens/s)"
-    if found.fits(limit):
+    if prediction.fits(limit):
         return words + "."
     return (
         f"{words}, which does not fit; `liger plan` with the same options and --memory-limit "

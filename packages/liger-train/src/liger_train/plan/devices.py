@@ -67,28 +67,27 @@ def as_on(device: str, *, written_out: bool = False, packed: bool = False) -> It
 
 
 @contextmanager
-def standing_in(device: str, place: str) -> Iterator[list[str]]:
-    """Fake tensors on `place` get what the automatic choice would give tensors on `device`, whether or not that can run
-    here.
+def standing_in(device: str, fake_device: str) -> Iterator[list[str]]:
+    """Make ops on fake tensors of `fake_device` choose as they would on `device`, whether or not that can run here.
 
-    Gives the names of the backends that could be loaded and support fake tensors, the last one over the others.
+    Yields the names of the backends that could be loaded and support fake tensors, the preferred one last.
     """
     settle()
-    found = registry()
-    before = {op: op.choice for op in found.ops.values()}
+    installed = registry()
+    before = {op: op.choice for op in installed.ops.values()}
     loaded: list[str] = []
     links: dict[Any, list[Link]] = {op: [] for op in before}
     # Nothing runs here, so that it does not matter whether `auto` would take a backend.
-    for backend in sorted(found.backends.values(), key=lambda backend: backend.priority):
+    for backend in sorted(installed.backends.values(), key=lambda backend: backend.priority):
         if device in backend.device_types and backend.supports_fake_tensors:
             with suppress(Exception):
-                for name, implementation in backend.table(found.ops).items():
-                    links[found.ops[name]].insert(
+                for name, implementation in backend.table(installed.ops).items():
+                    links[installed.ops[name]].insert(
                         0, Link(backend.name, implementation.function, implementation.function)
                     )
                 loaded.append(backend.name)
     for op, tried in links.items():
-        op.choice = in_turn(op, {**ranked(found, op), place: tried})
+        op.choice = in_turn(op, {**ranked(installed, op), fake_device: tried})
     try:
         yield loaded
     finally:

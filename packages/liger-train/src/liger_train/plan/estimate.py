@@ -92,8 +92,8 @@ def estimate(setup: Setup, rates: Rates, trainable: int) -> Estimate:
         share = int(setup.checkpoint) / layers
         full, none = (astuple(estimate(replace(setup, checkpoint=kind), rates, trainable)) for kind in ("full", "none"))
         return Estimate(*(share * a + (1 - share) * b for a, b in zip(full, none, strict=True)))
-    one, two = (_clock(setup, layers, rates) for layers in (1, 2))
-    micro = one + (two - one) * (layers - 1) + _attention(setup, text) / rates.attention
+    one_layer, two_layers = (_clock(setup, layers, rates) for layers in (1, 2))
+    micro = one_layer + (two_layers - one_layer) * (layers - 1) + _attention(setup, text) / rates.attention
     update = (
         UPDATES
         * weights_dtype(setup).itemsize
@@ -122,17 +122,17 @@ class _Clock(Ledger):
         namespace, _, name = func.name().partition(".")[0].partition("::")
         if func.is_view or namespace == "prim" or name in FREE:
             return result
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        moved = sum(map(_bytes, given + [t for t in tree_leaves(result) if isinstance(t, Tensor)]))
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        moved = sum(map(_bytes, inputs + [t for t in tree_leaves(result) if isinstance(t, Tensor)]))
         operations = 0
         packet = getattr(getattr(torch.ops, namespace), name)
         if packet in flop_registry:
             operations = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
-        elif (count := HEAD_MATMULS.get(_kernel(func), 0)) and len(given) > 1:
-            (rows, width), classes = given[0].shape, given[1].shape[0]
+        elif (count := HEAD_MATMULS.get(_kernel(func), 0)) and len(inputs) > 1:
+            (rows, width), classes = inputs[0].shape, inputs[1].shape[0]
             operations = 2 * rows * width * classes * count
             # Each matmul reads or writes the logits, and so does the pass over them.
-            moved += 2 * count * rows * classes * given[0].itemsize
+            moved += 2 * count * rows * classes * inputs[0].itemsize
         self.seconds += max(moved / self.rates.memory, operations / self.rates.matmul, self.rates.launch)
         return result
 

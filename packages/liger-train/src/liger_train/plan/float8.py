@@ -45,9 +45,9 @@ class _Matmul(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, twice: bool) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         first = rows.to(EIGHT_BITS)
-        kept = rows.to(EIGHT_BITS) if twice else first
+        saved = rows.to(EIGHT_BITS) if twice else first
         cast = weight.to(EIGHT_BITS)
-        ctx.save_for_backward(kept, weight)
+        ctx.save_for_backward(saved, weight)
         ctx.twice, ctx.shape = twice, x.shape
         y = x.new_empty(*x.shape[:-1], weight.shape[0])
         del first, cast

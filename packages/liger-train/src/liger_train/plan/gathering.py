@@ -84,9 +84,9 @@ class Gathering:
                     fetched += weight.numel()
 
     def _release(self, weight: Tensor) -> None:
-        found = self.here.pop(id(weight), None)
-        if found is not None:
-            self.ledger.give_back(found[1])
+        fetched = self.here.pop(id(weight), None)
+        if fetched is not None:
+            self.ledger.give_back(fetched[1])
 
     def _used_soon(self) -> set[int]:
         soon: set[int] = set()
@@ -140,11 +140,11 @@ def _around(module: nn.Module, before: Callable[[], None], after: Callable[[], N
 
     def ended(_: nn.Module, args: Any, output: Any) -> None:
         result = next((value for value in tree_iter(output) if isinstance(value, Tensor) and value.requires_grad), None)
-        given = next((value for value in tree_iter(args) if isinstance(value, Tensor) and value.requires_grad), None)
+        argument = next((value for value in tree_iter(args) if isinstance(value, Tensor) and value.requires_grad), None)
         if result is not None:
             result.register_hook(lambda grad: before())
-        if given is not None:
-            given.register_hook(lambda grad: after())
+        if argument is not None:
+            argument.register_hook(lambda grad: after())
         after()
 
     # They stand for hooks that bring weights, for which no loss needs real logits.

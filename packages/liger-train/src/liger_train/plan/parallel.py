@@ -75,9 +75,9 @@ def attention_of_ranks(setup: Setup) -> AbstractContextManager[None]:
 
 
 def _set_classes(model: Any, classes: int) -> None:
-    for part in (model, model.config.get_text_config()):
-        if getattr(part, "vocab_size", None) is not None:
-            part.vocab_size = classes
+    for owner in (model, model.config.get_text_config()):
+        if getattr(owner, "vocab_size", None) is not None:
+            owner.vocab_size = classes
 
 
 def _shard(module: nn.Module, dimension: int | None, ranks: int) -> None:
@@ -97,7 +97,7 @@ def _over_all_keys(attention: Callable[..., Tensor], setup: Setup) -> Callable[.
     def over_all_keys(
         query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None = None, is_causal: bool, **options: Any
     ) -> Tensor:
-        key, value = (_Gathered.apply(part, 2, setup.cp) for part in (key, value))
+        key, value = (_Gathered.apply(shard, 2, setup.cp) for shard in (key, value))
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool) if setup.device == "cpu" else None
         return attention(query, key, value, attn_mask=mask, is_causal=is_causal and mask is None, **options)
 
@@ -108,11 +108,11 @@ class _Gathered(torch.autograd.Function):
     """The parts of all ranks along a dimension; the gradient is that of the own part."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, dimension: int, ranks: int) -> Tensor:
-        ctx.dimension, ctx.size = dimension, part.shape[dimension]
-        size = list(part.shape)
+    def forward(ctx: Any, shard: Tensor, dimension: int, ranks: int) -> Tensor:
+        ctx.dimension, ctx.size = dimension, shard.shape[dimension]
+        size = list(shard.shape)
         size[dimension] *= ranks
-        return part.new_empty(size)
+        return shard.new_empty(size)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

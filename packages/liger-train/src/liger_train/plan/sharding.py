@@ -70,7 +70,7 @@ class Zero(Sharding):
         super().__init__(setup, model)
         self.stage = int(setup.shard.removeprefix("zero"))
         self.on_host = setup.offload != "none"
-        self.part = -(-sum(w.elements for w in self.trained) // setup.sharing_ranks)
+        self.shard_elements = -(-sum(w.elements for w in self.trained) // setup.sharing_ranks)
         self.itemsize = max((w.itemsize for w in self.trained), default=2)
         width = model.config.get_text_config().hidden_size
         # The value that Transformers fills in for "auto"; stages 1 and 2 have two buckets, for two streams.
@@ -107,9 +107,9 @@ class Zero(Sharding):
         An offloaded gradient is converted to float64 for its norm; stage 3 first reads it back.
         """
         if self.on_host and self.filled:
-            part = -(-max(self.filled) // self.setup.sharing_ranks)
+            elements = -(-max(self.filled) // self.setup.sharing_ranks)
             copied = self.itemsize if self.stage == 3 else 0
-            self.ledger.pass_by(rounded(part * copied) + rounded(8 * min(part, NORMED)), GRADIENTS)
+            self.ledger.pass_by(rounded(elements * copied) + rounded(8 * min(elements, NORMED)), GRADIENTS)
         self.filled, self.waiting = [], None
 
     def completed(self) -> None:
@@ -135,10 +135,10 @@ class Zero3(Zero):
             size = weight.numel() * weight.itemsize
             if weight.numel() > small:
                 # A single rank without offload computes with its shard, which is the whole weight.
-                kept = 0 if away else -(-size // self.setup.sharing_ranks)
-                ledger.move(weight, rounded(size) - rounded(kept))
+                shard_bytes = 0 if away else -(-size // self.setup.sharing_ranks)
+                ledger.move(weight, rounded(size) - rounded(shard_bytes))
         if not self.on_host:
-            ledger.hold(rounded(self.part * self.itemsize), GRADIENTS)
+            ledger.hold(rounded(self.shard_elements * self.itemsize), GRADIENTS)
         if away or self.setup.sharing_ranks > 1:
             from liger_train.zero import live
 
@@ -171,8 +171,8 @@ class Fsdp2(Sharding):
         self.ledger = ledger
         self.away = self.setup.offload == "parameters"
         for weight in model.parameters():
-            kept = 0 if self.away else rounded(self._part(weight))
-            ledger.move(weight, rounded(weight.numel() * weight.itemsize) - kept)
+            shard_bytes = 0 if self.away else rounded(self._part(weight))
+            ledger.move(weight, rounded(weight.numel() * weight.itemsize) - shard_bytes)
         self.layers = Layerwise(ledger)
         self.layers.watch(model)
 
@@ -220,17 +220,17 @@ def held_in_four_bits(model: Any) -> list[nn.Linear]:
     """The layers that are quantized: frozen linear ones, with an adapter or without, but not the LM head."""
     head = model.get_output_embeddings()
     return [
-        one
-        for one in model.modules()
-        if isinstance(one, nn.Linear) and one is not head and not one.weight.requires_grad
+        layer
+        for layer in model.modules()
+        if isinstance(layer, nn.Linear) and layer is not head and not layer.weight.requires_grad
     ]
 
 
 def in_four_bits(model: Any, ledger: Ledger) -> set[int]:
     """Record frozen linear weights as 4 bits; returns their storages, which are dequantized at each use."""
-    found = set()
+    storages = set()
     for module in held_in_four_bits(model):
         size = rounded(module.weight.numel() * module.weight.itemsize)
         ledger.move(module.weight, size - rounded(int(module.weight.numel() * BITS_OF_NF4 / 8)))
-        found.add(storage_id(module.weight.untyped_storage()))
-    return found
+        storages.add(storage_id(module.weight.untyped_storage()))
+    return storages

@@ -309,9 +309,9 @@ def _loss(setup: Setup, model: Any, tokens: Tensor) -> Tensor:
     if not setup.mixed or setup.shard != "none":
         return loss_of(model(**inputs))
 
-    def forward(**given: Any) -> Any:
+    def forward(**arguments: Any) -> Any:
         with torch.autocast("cpu", dtype=LOW[setup.precision]):
-            return model(**given)
+            return model(**arguments)
 
     return loss_of(convert_outputs_to_fp32(forward)(**inputs))
 

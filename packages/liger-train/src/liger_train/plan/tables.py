@@ -114,7 +114,7 @@ def compared_page(comparisons: Sequence[Compared], command: str) -> str:
         "# Predicted and measured peak memory",
         markdown.generated(command),
         _summary(comparisons),
-        markdown.table(HEAD, [cells_of(one) for one in comparisons]),
+        markdown.table(HEAD, [cells_of(comparison) for comparison in comparisons]),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -131,29 +131,29 @@ def print_compared(comparisons: Sequence[Compared]) -> None:
     console.print(_summary(comparisons))
 
 
-def cells_of(one: Compared) -> list[str]:
+def cells_of(comparison: Compared) -> list[str]:
     words = {True: "yes", False: "no", None: "–"}
     return [
-        one.setup.command().removeprefix("liger train "),
-        f"{one.predicted_bytes / GiB:.2f}",
-        "out of memory" if one.measured_bytes is None else f"{one.measured_bytes / GiB:.2f}",
-        "–" if one.error is None else f"{one.error:+.1%}",
-        "–" if not one.reserved_bytes else f"{one.reserved_bytes / GiB:.2f}",
-        words[one.predicted_to_fit],
-        words[one.fitted],
-        "" if one.good else "wrong",
+        comparison.setup.command().removeprefix("liger train "),
+        f"{comparison.predicted_bytes / GiB:.2f}",
+        "out of memory" if comparison.measured_bytes is None else f"{comparison.measured_bytes / GiB:.2f}",
+        "–" if comparison.error is None else f"{comparison.error:+.1%}",
+        "–" if not comparison.reserved_bytes else f"{comparison.reserved_bytes / GiB:.2f}",
+        words[comparison.predicted_to_fit],
+        words[comparison.fitted],
+        "" if comparison.good else "wrong",
     ]
 
 
 def worst(comparisons: Sequence[Compared]) -> float:
-    return max((abs(one.error) for one in comparisons if one.error is not None), default=0.0)
+    return max((abs(comparison.error) for comparison in comparisons if comparison.error is not None), default=0.0)
 
 
 def _summary(comparisons: Sequence[Compared]) -> str:
-    measured = sum(one.error is not None for one in comparisons)
-    limited = [one for one in comparisons if one.predicted_to_fit is not None]
+    measured = sum(comparison.error is not None for comparison in comparisons)
+    limited = [comparison for comparison in comparisons if comparison.predicted_to_fit is not None]
     fits = (
-        f" Whether it fits: correct for {sum(one.right for one in limited)} of {len(limited)} setups."
+        f" Whether it fits: correct for {sum(comparison.right for comparison in limited)} of {len(limited)} setups."
         if limited
         else ""
     )
