@@ -63,13 +63,13 @@ NOT_RUN = "not run"
 WITHIN_SPREAD = "≈ "
 
 
-def overlapping(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def overlapping(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether the difference in speed is within the spread of the steps: the 20th to 80th percentiles of the two runs
     overlap."""
     low, high = (f"{end}_tokens_per_second" for end in ("low", "high"))
-    if any(each.get(end) is None for each in (one, other) for end in (low, high)):
+    if any(each.get(end) is None for each in (run, other) for end in (low, high)):
         return False
-    return bool(one[low] <= other[high] and other[low] <= one[high])
+    return bool(run[low] <= other[high] and other[low] <= run[high])
 
 
 def where_of(row: Row) -> str:

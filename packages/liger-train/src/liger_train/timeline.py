@@ -52,8 +52,8 @@ class Timeline:
     def peak(self) -> dict[str, int]:
         """Bytes of each category at the peak of the total."""
         totals = self.totals
-        place = totals.index(max(totals)) if totals else None
-        return {name: 0 if place is None else values[place] for name, values in self.bytes.items()}
+        index = totals.index(max(totals)) if totals else None
+        return {name: 0 if index is None else values[index] for name, values in self.bytes.items()}
 
     def columns(self) -> dict[str, Any]:
         return asdict(self)
@@ -84,9 +84,9 @@ def timeline(
     blocks = _blocks(held, sorted(events, key=lambda event: event.time))
     for tag in sorted(tags, key=lambda tag: tag.time):
         lives = blocks.get(tag.address, [])
-        place = bisect_right(lives, tag.time, key=lambda block: block.start) - 1
-        if place >= 0 and tag.time < lives[place].end and lives[place].category is None:
-            lives[place].category = tag.category
+        index = bisect_right(lives, tag.time, key=lambda block: block.start) - 1
+        if index >= 0 and tag.time < lives[index].end and lives[index].category is None:
+            lives[index].category = tag.category
     return _summed([block for lives in blocks.values() for block in lives], guess, steps, start)
 
 
@@ -163,9 +163,9 @@ def _thinned(points: list[tuple[float, dict[str, int]]]) -> list[tuple[float, di
     if len(points) <= POINTS:
         return points
     size = -(-2 * len(points) // POINTS)
-    kept = points[:1]
+    thinned = points[:1]
     for first in range(1, len(points), size):
         group = points[first : first + size]
-        highest = max(range(len(group)), key=lambda place: sum(group[place][1].values()))
-        kept += [group[place] for place in sorted({highest, len(group) - 1})]
-    return kept
+        highest = max(range(len(group)), key=lambda index: sum(group[index][1].values()))
+        thinned += [group[index] for index in sorted({highest, len(group) - 1})]
+    return thinned

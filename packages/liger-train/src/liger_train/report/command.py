@@ -50,7 +50,7 @@ def report(
 ) -> None:
     """Report results: charts and tables of training runs and of ops on one page, with nothing that is not in the
     results."""
-    rows, measured = read(results), [found for folder in results if (found := ops.read(folder)) is not None]
+    rows, measured = read(results), [records for folder in results if (records := ops.read(folder)) is not None]
     if not rows and not measured:
         raise OptionError(
             "report: a folder must hold train.json, results.json or sharded.json, which liger train --out FOLDER and "
@@ -73,12 +73,12 @@ def report(
         timelines = read_timelines(results)
         # The HTML file embeds the pictures that the Markdown page links to.
         base = Path(folder) if docs is None else docs.parent
-        place = Place(base, images or base / "images", lambda name: bar.update(task, description=f"drawing {name}"))
+        output = Place(base, images or base / "images", lambda name: bar.update(task, description=f"drawing {name}"))
         parts = [f"# {heading}", markdown.generated(command)]
         if rows:
-            parts += runs_part(rows, timelines, place, command)
+            parts += runs_part(rows, timelines, output, command)
         for each in measured:
-            parts += ops_part(each, place, command)
+            parts += ops_part(each, output, command)
         text = "\n\n".join(parts) + "\n"
         if html is not None:
             html.write_text(as_html(text, base), encoding="utf-8")
@@ -121,33 +121,33 @@ class Place:
         return Path(os.path.relpath(picture, self.folder))
 
 
-def ops_part(records: Records, place: Place, command: str) -> list[str]:
+def ops_part(records: Records, output: Place, command: str) -> list[str]:
     """Return the parts of the page on ops."""
     from liger_bench.op_page import page
     from liger_bench.op_pictures import draw
 
-    place.show("ops")
-    return page(records, {key: place.link(path) for key, path in draw(records, place.images).items()}, command)
+    output.show("ops")
+    return page(records, {key: output.link(path) for key, path in draw(records, output.images).items()}, command)
 
 
-def runs_part(rows: list[Record], timelines: list[Record], place: Place, command: str) -> list[str]:
+def runs_part(rows: list[Record], timelines: list[Record], output: Place, command: str) -> list[str]:
     """Return the parts of the page on training runs."""
     from liger_train.report.page import Pictures, page
     from liger_train.report.timelines import pairs, timeline_picture
 
-    found, pictures, names = sweeps(rows), Pictures(), list[str]()
-    for sweep in found:
+    all_sweeps, pictures, names = sweeps(rows), Pictures(), list[str]()
+    for sweep in all_sweeps:
         names.append(sweep.name)
         # Sweeps that differ only in their machine or text get numbers.
         name = sweep.name if names.count(sweep.name) == 1 else f"{sweep.name}-no-{names.count(sweep.name)}"
         pictures.sweeps.append(
-            [(caption, place.draw(f"{name}{end}", drawing)) for caption, end, drawing in _pictures_of(sweep)]
+            [(caption, output.draw(f"{name}{end}", drawing)) for caption, end, drawing in _pictures_of(sweep)]
         )
     for name, group in pairs(timelines).items():
         pictures.timelines.append(
-            (f"Memory over time: {name}", place.draw(f"timeline-{name}", partial(timeline_picture, group)))
+            (f"Memory over time: {name}", output.draw(f"timeline-{name}", partial(timeline_picture, group)))
         )
-    return page(rows, found, others(rows, found), timelines, pictures, command)
+    return page(rows, all_sweeps, others(rows, all_sweeps), timelines, pictures, command)
 
 
 def _pictures_of(sweep: Sweep) -> list[tuple[str, str, Draw]]:

@@ -69,7 +69,7 @@ class Pictures:
 
 def page(
     rows: Sequence[Record],
-    found: Sequence[Sweep],
+    all_sweeps: Sequence[Sweep],
     rest: Sequence[Record],
     timelines: Sequence[Record],
     pictures: Pictures,
@@ -77,12 +77,12 @@ def page(
 ) -> list[str]:
     """The parts of the page in Markdown; they link to the pictures by their paths."""
     parts = [_where(rows), ABOUT]
-    for sweep, drawn in zip(found, pictures.sweeps, strict=True):
+    for sweep, drawn in zip(all_sweeps, pictures.sweeps, strict=True):
         parts += [f"## {sweep.title}", f"{sweep.setting}.", *_images(drawn), _statements(sweep), _figures(sweep)]
     parts += _timelines(timelines, pictures)
-    parts += _others(rest, heading=bool(found))
-    parts.append(_repeat(found, rest, command))
-    return [part for part in parts if part]
+    parts += _others(rest, heading=bool(all_sweeps))
+    parts.append(_repeat(all_sweeps, rest, command))
+    return [section for section in parts if section]
 
 
 def as_html(text: str, folder: Path) -> str:
@@ -91,7 +91,7 @@ def as_html(text: str, folder: Path) -> str:
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
     body = re.sub(
-        r'(<img src=")([^"]+)"', lambda found: f'{found[1]}{_inlined(folder / html.unescape(found[2]))}"', body
+        r'(<img src=")([^"]+)"', lambda match: f'{match[1]}{_inlined(folder / html.unescape(match[2]))}"', body
     )
     title = next(iter(re.findall(r"<h1>(.*?)</h1>", body)), "Results")
     head = (
@@ -138,23 +138,23 @@ def _figures(sweep: Sweep) -> str:
         parts.append("Peak memory was not measured.")
     parts.append(_sentences(sweep, lambda row: [row["reason"]]))
     parts.append(_sentences(sweep, _notes))
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(paragraph for paragraph in parts if paragraph)
 
 
 def _sentences(sweep: Sweep, sentences: Callable[[Record], Sequence[str]]) -> str:
     """Return the reasons or notes of a sweep's runs, each once per strategy; sizes are named if it applies to some."""
-    found: list[tuple[str, str]] = []
+    pairs: list[tuple[str, str]] = []
     for strategy in sweep.strategies:
         rows = [row for row in sweep.rows if strategy.has(row)]
         values: dict[str, list[str]] = {}
         for row in rows:
             for sentence in sentences(row):
                 values.setdefault(sentence, []).append(str(row[sweep.axis]))
-        found += [
+        pairs += [
             (strategy.label if len(places) == len(rows) > 1 else f"{strategy.label} at {', '.join(places)}", sentence)
             for sentence, places in values.items()
         ]
-    return markdown.reasons(found)
+    return markdown.reasons(pairs)
 
 
 def _notes(row: Record) -> list[str]:
@@ -284,8 +284,8 @@ def _named(row: Record) -> str:
     return f"{row['model']} {row['batch']} × {row['sequence']}{''.join(', ' + word for word in words)}; {where(row)}"
 
 
-def _repeat(found: Sequence[Sweep], rest: Sequence[Record], command: str) -> str:
-    lines = [sweep_command(sweep) for sweep in found]
+def _repeat(all_sweeps: Sequence[Sweep], rest: Sequence[Record], command: str) -> str:
+    lines = [sweep_command(sweep) for sweep in all_sweeps]
     lines += [f"{_setup(row).command()} --out RESULTS" for row in rest]
     return "## How to repeat\n\n" + "\n".join(f"    {line}" for line in [*lines, command])
 

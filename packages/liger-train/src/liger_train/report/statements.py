@@ -23,31 +23,31 @@ class Statement:
 def statements(sweep: Sweep) -> list[Statement]:
     """Return every statement that the rows can support."""
     plain, partly, fused = (sweep.strategy(name) for name in (PLAIN, PARTLY, FUSED))
-    found = [
+    lines = [
         Statement(f"{strategy.label}: first OOM", _first_failure(sweep, strategy))
         for strategy in (plain, partly, fused)
         if strategy is not None
     ]
-    found += [
+    lines += [
         Statement(f"{strategy.label}: growth of peak memory", growth)
         for strategy in (plain, partly, fused)
         if strategy is not None and (growth := _growth(sweep, strategy))
     ]
-    found += [
+    lines += [
         Statement(f"{strategy.label}: scaling of tokens/s", growth)
         for strategy in (plain, partly, fused)
         if strategy is not None and (growth := _speed_up(sweep, strategy))
     ]
     if plain and fused and (both := _largest(sweep, [plain, fused], PEAK)):
-        value, (one, other) = both
-        found.append(Statement(f"peak memory, Liger ÷ baseline, at {value}", f"{other[PEAK] / one[PEAK]:.2f}"))
+        value, (base, row) = both
+        lines.append(Statement(f"peak memory, Liger ÷ baseline, at {value}", f"{row[PEAK] / base[PEAK]:.2f}"))
     if plain and fused and (both := _largest(sweep, [plain, fused], SPEED)):
-        value, (one, other) = both
-        found.append(Statement(f"tokens/s, Liger ÷ baseline, at {value}", _speed_ratio(other, one)))
+        value, (base, row) = both
+        lines.append(Statement(f"tokens/s, Liger ÷ baseline, at {value}", _speed_ratio(row, base)))
     if plain and fused and (highest := _highest(sweep, plain)) and (ours := _highest(sweep, fused)):
         words = f"{_speed_ratio(ours, highest)} (at {ours[sweep.axis]} ÷ at {highest[sweep.axis]})"
-        found.append(Statement("highest tokens/s, Liger ÷ baseline", words))
-    found += _checkpoints(sweep)
+        lines.append(Statement("highest tokens/s, Liger ÷ baseline", words))
+    lines += _checkpoints(sweep)
     for column, words in ((PEAK, "memory saved"), (SPEED, "throughput gained")):
         if plain and partly and fused and (all_three := _largest(sweep, [plain, partly, fused], column)):
             value, rows = all_three
@@ -55,31 +55,31 @@ def statements(sweep: Sweep) -> list[Statement]:
             # A share of almost nothing means nothing, and neither does one of a difference within the spread of the
             # steps.
             if abs(every / none - 1) > 0.02 and (column == PEAK or not overlapping(rows[0], rows[2])):
-                found.append(
+                lines.append(
                     Statement(
                         f"share of the {words} at {value} due to the fused loss",
                         f"{(every - some) / (every - none):.1%}",
                     )
                 )
-    return found
+    return lines
 
 
 def _checkpoints(sweep: Sweep) -> list[Statement]:
     """Return the speedup of each other value of --checkpoint over recomputing every layer."""
-    found: list[Statement] = []
+    lines: list[Statement] = []
     for full in (strategy for strategy in sweep.strategies if strategy.checkpoint == "full"):
         alike = (s for s in sweep.strategies if (s.liger, s.compile) == (full.liger, full.compile))
         for other in (s for s in alike if s.checkpoint != "full"):
             pairs = [(sweep.row(other, value), sweep.row(full, value)) for value in sweep.values]
             ratios = [
-                one[SPEED] / base[SPEED]
-                for one, base in pairs
-                if one and base and _has(one, SPEED) and _has(base, SPEED)
+                row[SPEED] / base[SPEED]
+                for row, base in pairs
+                if row and base and _has(row, SPEED) and _has(base, SPEED)
             ]
             if ratios:
                 words = f"tokens/s, {other.label} ÷ checkpoint full"
-                found.append(Statement(words, f"{min(ratios):.2f} to {max(ratios):.2f} at {len(ratios)} sizes"))
-    return found
+                lines.append(Statement(words, f"{min(ratios):.2f} to {max(ratios):.2f} at {len(ratios)} sizes"))
+    return lines
 
 
 def _first_failure(sweep: Sweep, strategy: Strategy) -> str:
@@ -121,8 +121,8 @@ def _highest(sweep: Sweep, strategy: Strategy) -> Record | None:
     return max(_rows(sweep, strategy, SPEED), key=lambda row: float(row[SPEED]), default=None)
 
 
-def _speed_ratio(one: Record, other: Record) -> str:
-    return f"{WITHIN_SPREAD if overlapping(one, other) else ''}{one[SPEED] / other[SPEED]:.2f}"
+def _speed_ratio(row: Record, base: Record) -> str:
+    return f"{WITHIN_SPREAD if overlapping(row, base) else ''}{row[SPEED] / base[SPEED]:.2f}"
 
 
 def _rows(sweep: Sweep, strategy: Strategy, column: str) -> list[Record]:

@@ -67,8 +67,8 @@ class Sweep:
     def strategies(self) -> list[Strategy]:
         """The strategies: the baseline first, Liger last, other selections of ops in between."""
         order = [PLAIN, *sorted(set(distinct(self.rows, "liger")) - {PLAIN, PARTLY, FUSED}), PARTLY, FUSED]
-        found = dict.fromkeys(map(_line, self.rows))
-        several = len({checkpoint for *_, checkpoint in found}) > 1
+        lines = dict.fromkeys(map(_line, self.rows))
+        several = len({checkpoint for *_, checkpoint in lines}) > 1
         compiled = {"none": "", "default": ", compiled"}
         return [
             Strategy(
@@ -79,7 +79,7 @@ class Sweep:
                 + compiled.get(compile, f", compile {compile}")
                 + (f", checkpoint {checkpoint}" if several else ""),
             )
-            for liger, compile, checkpoint in sorted(found, key=lambda line: (order.index(line[0]), line[1] != "none"))
+            for liger, compile, checkpoint in sorted(lines, key=lambda line: (order.index(line[0]), line[1] != "none"))
         ]
 
     def strategy(self, liger: str) -> Strategy | None:
@@ -140,7 +140,7 @@ def read(folders: Sequence[Path]) -> list[Record]:
 
     Raises OptionError for rows of another kind.
     """
-    kept: dict[tuple[Any, ...], Record] = {}
+    rows_by_run: dict[tuple[Any, ...], Record] = {}
     for folder in folders:
         for row in read_json(folder / ROWS):
             if missing := [name for name in REQUIRED if name not in row]:
@@ -149,14 +149,14 @@ def read(folders: Sequence[Path]) -> list[Record]:
                 )
             complete = DEFAULTS | {"tokens_per_second": None, "reason": "", "interrupted": False} | row
             run = (*(complete[name] for name in SETUP if name not in FREE), _card(complete))
-            if run not in kept or kept[run]["interrupted"] or not complete["interrupted"]:
-                kept[run] = complete
-    return list(kept.values())
+            if run not in rows_by_run or rows_by_run[run]["interrupted"] or not complete["interrupted"]:
+                rows_by_run[run] = complete
+    return list(rows_by_run.values())
 
 
 def sweeps(rows: Sequence[Record]) -> list[Sweep]:
     """All sweeps, in the order of their first rows; a row may belong to several."""
-    found: list[Sweep] = []
+    all_sweeps: list[Sweep] = []
     for axis in AXES:
         groups: dict[tuple[Any, ...], list[Record]] = {}
         for row in rows:
@@ -166,15 +166,15 @@ def sweeps(rows: Sequence[Record]) -> list[Sweep]:
             # A strategy with a single value makes no line.
             lines = [row for row in group if len({r[axis] for r in group if _line(r) == _line(row)}) > 1]
             if lines:
-                found.append(Sweep(axis, sorted(lines, key=lambda row: row[axis])))
+                all_sweeps.append(Sweep(axis, sorted(lines, key=lambda row: row[axis])))
     # Sweeps of one model stand together.
     models = distinct(rows, "model")
-    return sorted(found, key=lambda sweep: models.index(sweep.first["model"]))
+    return sorted(all_sweeps, key=lambda sweep: models.index(sweep.first["model"]))
 
 
-def others(rows: Sequence[Record], found: Sequence[Sweep]) -> list[Record]:
+def others(rows: Sequence[Record], all_sweeps: Sequence[Sweep]) -> list[Record]:
     """The rows that belong to no sweep."""
-    known = {id(row) for sweep in found for row in sweep.rows}
+    known = {id(row) for sweep in all_sweeps for row in sweep.rows}
     return [row for row in rows if id(row) not in known]
 
 
@@ -187,8 +187,8 @@ def _cards(row: Record) -> str:
     return _limited(row, f"{_device(row)} per rank")
 
 
-def _limited(row: Record, place: str) -> str:
-    return place if row["memory_limit"] is None else f"{row['memory_limit'] / 2**30:g} GiB of {place}"
+def _limited(row: Record, device: str) -> str:
+    return device if row["memory_limit"] is None else f"{row['memory_limit'] / 2**30:g} GiB of {device}"
 
 
 def _device(row: Record) -> str:

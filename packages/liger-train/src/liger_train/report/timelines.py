@@ -32,7 +32,7 @@ def read_timelines(folders: Sequence[Path]) -> list[Record]:
 
     Raises OptionError for a file that is not a timeline.
     """
-    found = []
+    records = []
     for path in sorted(path for folder in folders for path in (folder / FOLDER).glob("*.json")):
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
@@ -41,9 +41,9 @@ def read_timelines(folders: Sequence[Path]) -> list[Record]:
             complete = False
         if not complete:
             raise OptionError(f"report: {path} must be a timeline that liger train --snapshot wrote; move it away")
-        found.append(record)
+        records.append(record)
     return sorted(
-        found,
+        records,
         key=lambda r: (r["setup"]["model"], r["setup"]["batch"] * r["setup"]["sequence"], -_order(r["setup"]["liger"])),
     )
 
@@ -51,7 +51,7 @@ def read_timelines(folders: Sequence[Path]) -> list[Record]:
 def pairs(records: Sequence[Record]) -> dict[str, list[Record]]:
     """File name → the runs in one picture: all strategies at one size, and the smallest and largest run of one
     strategy."""
-    found: dict[str, list[Record]] = {}
+    groups: dict[str, list[Record]] = {}
     for records_, name in (
         _grouped(records, ("liger", "checkpoint"), "strategies"),
         _grouped(records, ("batch", "sequence"), "sizes"),
@@ -59,10 +59,10 @@ def pairs(records: Sequence[Record]) -> dict[str, list[Record]]:
         for group in records_:
             setup = group[0]["setup"]
             if name == "sizes" and len(group) > 1:
-                found[_named(f"{setup['model']}-{setup['liger']}-small-and-large", found)] = [group[0], group[-1]]
+                groups[_named(f"{setup['model']}-{setup['liger']}-small-and-large", groups)] = [group[0], group[-1]]
             elif name == "strategies":
-                found[_named(f"{setup['model']}-{setup['batch']}x{setup['sequence']}", found)] = group
-    return found
+                groups[_named(f"{setup['model']}-{setup['batch']}x{setup['sequence']}", groups)] = group
+    return groups
 
 
 def timeline_picture(records: Sequence[Record], path: Path) -> None:
@@ -89,7 +89,7 @@ def timeline_picture(records: Sequence[Record], path: Path) -> None:
         axes.set_title(title(record["setup"]), fontsize=10)
         axes.set_xlabel("milliseconds since the start of the step")
         axes.set_xlim(0, (step.times[-1] or 1.0) * 1.02)
-        place = {"textcoords": "offset points", "fontsize": 9}
+        style = {"textcoords": "offset points", "fontsize": 9}
         if totals:
             peak = totals.index(max(totals))
             right = step.times[peak] < 0.6 * step.times[-1]
@@ -99,13 +99,13 @@ def timeline_picture(records: Sequence[Record], path: Path) -> None:
                 (step.times[peak], totals[peak]),
                 (5 if right else -5, 3),
                 ha="left" if right else "right",
-                **place,
+                **style,
             )
         if step.wanted:
             wanted = step.wanted / unit
             axes.plot([step.times[-1]], [wanted], "x", color="#d55e00", markersize=11, markeredgewidth=3, clip_on=False)
             words = f"out of memory:\n{record['asked'] / unit:,.2f} {name} more"
-            axes.annotate(words, (step.times[-1], wanted), (-10, 0), ha="right", va="center", **place)
+            axes.annotate(words, (step.times[-1], wanted), (-10, 0), ha="right", va="center", **style)
         _draw_limit(axes, record["setup"].get("memory_limit"), highest, unit, name)
     panels[0][0].set_ylim(0, 1.12 * highest / unit)
     panels[0][0].set_ylabel(f"memory, {name}")
@@ -146,7 +146,7 @@ def _last_step(record: Record) -> Step:
     last = len(times) - 1
     if not record.get("asked"):
         small = totals[last] + (max(totals[first:]) - totals[last]) / 20
-        last = next((place for place in range(last, first, -1) if totals[place] > small), last - 1) + 1
+        last = next((index for index in range(last, first, -1) if totals[index] > small), last - 1) + 1
     places = range(first, last + 1)
     wanted = totals[-1] + record["asked"] if record.get("asked") else 0
     return Step(
