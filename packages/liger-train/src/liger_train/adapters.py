@@ -66,7 +66,7 @@ def names_of_targets(setup: Setup) -> list[str]:
     return [name.strip() for name in setup.adapter_targets.split(",")]
 
 
-def note_of_adapters(model: Any, setup: Setup, frozen: str, own: str) -> str:
+def note_of_adapters(model: Any, setup: Setup, frozen: str, trained: str) -> str:
     """Return a sentence with the layers that have adapters, and the share of the layers' weights that have none."""
     layers = {
         name: layer
@@ -85,7 +85,7 @@ def note_of_adapters(model: Any, setup: Setup, frozen: str, own: str) -> str:
         f"{len(names)} {kind}{'s' if len(names) > 1 else ''} ({_last(names)})" for kind, names in counted if names
     ]
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
-    outside = {id(weight) for part in embeddings if part is not None for weight in part.parameters()} | {
+    outside = {id(weight) for embedding in embeddings if embedding is not None for weight in embedding.parameters()} | {
         *map(id, beside_text(model).values())
     }
     rest = {
@@ -100,8 +100,8 @@ def note_of_adapters(model: Any, setup: Setup, frozen: str, own: str) -> str:
     ]
     left = f" {share:.0f} % of the layers' weights have none: {_last(largest)}." if share >= 1 else ""
     return (
-        f"Training adapters of rank {setup.adapter_rank} on {' and '.join(places)}, in {own}; the frozen weights are "
-        f"in {frozen}.{left}"
+        f"Training adapters of rank {setup.adapter_rank} on {' and '.join(places)}, in {trained}; the frozen weights "
+        f"are in {frozen}.{left}"
     )
 
 

@@ -30,7 +30,7 @@ def swept(options: Sequence[str]) -> dict[str, list[Any]]:
 
     Raises OptionError for an unknown option or an invalid value.
     """
-    found: dict[str, list[Any]] = {}
+    values_by_option: dict[str, list[Any]] = {}
     for option in options:
         name, _, values = option.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
@@ -41,12 +41,12 @@ def swept(options: Sequence[str]) -> dict[str, list[Any]]:
                 "train: --sweep must be an option and its values, for instance batch=1,4,8, got "
                 f"{option!r}.{nearest(name, (*SWEPT, IMPLEMENTATION))}"
             )
-        if name in found:
+        if name in values_by_option:
             raise OptionError(
                 f"train: --sweep must name each option once, got {name} twice; give all its values in one"
             )
-        found[name] = list(dict.fromkeys(_value(name, word.strip()) for word in values.split(",")))
-    return found
+        values_by_option[name] = list(dict.fromkeys(_value(name, word.strip()) for word in values.split(",")))
+    return values_by_option
 
 
 def strategies_of(words: str | None, varied: Collection[str] = ()) -> list[str]:
@@ -59,10 +59,10 @@ def strategies_of(words: str | None, varied: Collection[str] = ()) -> list[str]:
         return list(STRATEGIES)
     if IMPLEMENTATION in varied:
         raise OptionError("train: --strategies cannot be combined with --sweep implementation; both set --liger")
-    found = list(dict.fromkeys(word.strip().replace("+", ",") for word in words.split(",") if word.strip()))
-    if not found:
+    strategies = list(dict.fromkeys(word.strip().replace("+", ",") for word in words.split(",") if word.strip()))
+    if not strategies:
         raise OptionError(f"train: --strategies must name values of --liger, for instance none,all, got {words!r}")
-    return found
+    return strategies
 
 
 def cells(base: Setup, values: Mapping[str, Sequence[Any]], strategies: Sequence[str]) -> list[Setup]:

@@ -84,7 +84,7 @@ def beside_text(model: Any) -> dict[str, nn.Parameter]:
     if text is model:
         return {}
     parts = (text, model.get_input_embeddings(), model.get_output_embeddings())
-    reached = {id(weight) for part in parts if part is not None for weight in part.parameters()}
+    reached = {id(weight) for module in parts if module is not None for weight in module.parameters()}
     return {name: weight for name, weight in model.named_parameters() if id(weight) not in reached}
 
 

@@ -214,7 +214,7 @@ def float8(setup: Setup) -> str:
         return ""
     capability = torch.cuda.get_device_capability()
     if capability < FLOAT8_CAPABILITY:
-        has, wanted = (".".join(map(str, one)) for one in (capability, FLOAT8_CAPABILITY))
+        has, wanted = (".".join(map(str, version)) for version in (capability, FLOAT8_CAPABILITY))
         name = torch.cuda.get_device_name()
         return (
             f"needs a GPU with compute capability {wanted} or higher, such as Ada, Hopper or Blackwell, got {name} "

@@ -89,15 +89,15 @@ def cache() -> str:
 
     PyTorch's default, which it also writes into the environment, does not count: restarting the machine empties it.
     """
-    given, place = (
+    chosen, path = (
         os.environ.get(CACHE),
         Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "liger" / "compiled",
     )
-    if given and not given.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_")):
-        return given
+    if chosen and not chosen.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_")):
+        return chosen
     with suppress(OSError):
-        place.mkdir(parents=True, exist_ok=True)
-    return str(place) if os.access(place, os.W_OK) else given or os.path.join(tempfile.gettempdir(), "liger-compiled")
+        path.mkdir(parents=True, exist_ok=True)
+    return str(path) if os.access(path, os.W_OK) else chosen or os.path.join(tempfile.gettempdir(), "liger-compiled")
 
 
 def seconds() -> float:

@@ -48,18 +48,18 @@ class Merged:
         result: Tensor = _merged(x, self.whole, *weights, *[None] * (MOST - len(weights)))
         return result
 
-    def part(self, place: int, x: Tensor) -> Tensor | None:
+    def output(self, index: int, x: Tensor) -> Tensor | None:
         """Return the output of one layer; the first call with an input also computes the outputs of the others."""
         if self.x is not x:
             joint = self(x)
             if joint is None:
                 return None
             self.x, self.parts = x, list(joint.split(self.sizes, -1))
-        found, self.parts[place] = self.parts[place], None
-        if all(part is None for part in self.parts):
+        output, self.parts[index] = self.parts[index], None
+        if all(each is None for each in self.parts):
             # Otherwise they would keep the graph.
             self.x, self.parts = None, []
-        return found
+        return output
 
 
 def merge(model: nn.Module) -> str:
@@ -79,9 +79,9 @@ def merge(model: nn.Module) -> str:
                 continue
             merged = Merged(linears)  # type: ignore[arg-type]
             modules += 1
-            for place, linear in enumerate(linears):
+            for index, linear in enumerate(linears):
                 assert linear is not None
-                patches.append(Patch(linear, PLACE, (merged, place)).install())
+                patches.append(Patch(linear, PLACE, (merged, index)).install())
                 patches.append(replacement(linear, _forward, nn.Linear.forward).install())
     vars(model).setdefault(PATCHES, []).extend(patches)
     left = "".join(f"; left {count}: {reason}" for reason, count in reasons.items())
@@ -95,9 +95,9 @@ def undo(model: nn.Module) -> None:
 
 
 def _forward(self: nn.Linear, x: Tensor) -> Tensor:
-    merged, place = self.__dict__[PLACE]
-    found: Tensor | None = merged.part(place, x)
-    return nn.functional.linear(x, self.weight, self.bias) if found is None else found
+    merged, index = self.__dict__[PLACE]
+    output: Tensor | None = merged.output(index, x)
+    return nn.functional.linear(x, self.weight, self.bias) if output is None else output
 
 
 def _groups(module: nn.Module) -> Iterator[tuple[str, ...]]:
@@ -109,9 +109,9 @@ def _groups(module: nn.Module) -> Iterator[tuple[str, ...]]:
     linears = [name for name, child in module._modules.items() if isinstance(child, nn.Linear)]
     if len(linears) > 1:
         for names in sharing(type(module).forward).values():
-            found = tuple(name for name in names if name in linears)
-            if 1 < len(found) <= MOST:
-                yield found
+            group = tuple(name for name in names if name in linears)
+            if 1 < len(group) <= MOST:
+                yield group
 
 
 def _problem(linears: Sequence[Any]) -> str:
@@ -174,12 +174,12 @@ def _launch_backward(
 
 def _whole(whole: Tensor, *weights: Tensor | None) -> Tensor:
     """Return the weights as one matrix, copied if any has moved, as when a checkpoint was assigned."""
-    given = [weight for weight in weights if weight is not None]
-    place = whole.data_ptr()
-    for weight in given:
-        if weight.data_ptr() != place:
-            return torch.cat(given)
-        place += weight.numel() * weight.element_size()
+    present = [weight for weight in weights if weight is not None]
+    address = whole.data_ptr()
+    for weight in present:
+        if weight.data_ptr() != address:
+            return torch.cat(present)
+        address += weight.numel() * weight.element_size()
     return whole
 
 

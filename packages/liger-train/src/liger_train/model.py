@@ -93,8 +93,8 @@ def _loaded(setup: Setup, device: torch.device, notes: list[str]) -> Any:
     if _is_random(setup):
         with contextlib.nullcontext() if _comes_in_pieces(setup) else device:
             return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=setup.trust_remote_code)
-    place = {} if _comes_in_pieces(setup) else {"device_map": {"": device}}
-    return checkpoint.load(setup, config, notes, dtype=dtype, **place)
+    placement = {} if _comes_in_pieces(setup) else {"device_map": {"": device}}
+    return checkpoint.load(setup, config, notes, dtype=dtype, **placement)
 
 
 def _tensor_parallel(setup: Setup, device: torch.device, notes: list[str]) -> Any:

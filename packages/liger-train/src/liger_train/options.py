@@ -92,8 +92,8 @@ def takes_options(optional: str = "") -> Callable[[Callable[..., None]], Callabl
     """
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
-        own = list(inspect.signature(command, eval_str=True).parameters.values())[2:]
-        parameters = [*_parameters(optional), *own]
+        command_parameters = list(inspect.signature(command, eval_str=True).parameters.values())[2:]
+        parameters = [*_parameters(optional), *command_parameters]
         defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
 
         @functools.wraps(command)

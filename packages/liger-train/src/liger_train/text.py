@@ -38,14 +38,14 @@ def trained_tokenizer(texts: list[str], vocabulary: int, special: Sequence[str] 
 def library(limit: int) -> list[str]:
     """Return the sources of the standard library, in a fixed order, up to about `limit` characters."""
     root = Path(sysconfig.get_path("stdlib"))
-    found: list[str] = []
+    sources: list[str] = []
     size = 0
     for path in sorted(p for p in root.rglob("*.py") if SKIPPED.isdisjoint(p.relative_to(root).parts)):
-        found.append(path.read_text(encoding="utf-8", errors="replace"))
-        size += len(found[-1])
+        sources.append(path.read_text(encoding="utf-8", errors="replace"))
+        size += len(sources[-1])
         if size >= limit:
             break
-    return found
+    return sources
 
 
 class Sequences(Dataset[dict[str, Tensor]]):
@@ -62,7 +62,5 @@ class Sequences(Dataset[dict[str, Tensor]]):
         return int(self.sequences.shape[0])
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        found = self.sequences[index]
-        return dict(
-            zip(("input_ids", "labels", "position_ids"), found if found.dim() == 2 else (found, found), strict=False)
-        )
+        ids = self.sequences[index]
+        return dict(zip(("input_ids", "labels", "position_ids"), ids if ids.dim() == 2 else (ids, ids), strict=False))

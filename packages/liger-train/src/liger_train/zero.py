@@ -63,7 +63,7 @@ def config(setup: Setup) -> dict[str, Any]:
         zero["offload_param"] |= {"buffer_count": 5, "buffer_size": _largest_weight(setup), "max_in_cpu": 0}
         # Prefetching can request a weight that is already in a buffer, which is an error.
         zero["stage3_prefetch_bucket_size"] = 0
-    found: dict[str, Any] = {
+    contents: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "train_batch_size": "auto",
@@ -74,8 +74,8 @@ def config(setup: Setup) -> dict[str, Any]:
         "steps_per_print": setup.steps + 1,
     }
     if setup.offload != "none" and adam_problem():
-        found["zero_force_ds_cpu_optimizer"] = False
-    return found
+        contents["zero_force_ds_cpu_optimizer"] = False
+    return contents
 
 
 def live(setup: Setup) -> int:

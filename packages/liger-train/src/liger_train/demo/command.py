@@ -49,14 +49,14 @@ def demo(
 ) -> None:
     """Train a small Llama on Python's own sources, with and without Liger, and compare; exit code 1 if the losses
     differ too much."""
-    place = machine.measurable_device("demo", device)
-    precision = machine.named_dtype("demo", dtype, place)
+    torch_device = machine.measurable_device("demo", device)
+    precision = machine.named_dtype("demo", dtype, torch_device)
     if machine.dtype_name(precision) == "float16":
         raise DtypeError(
             "demo: --dtype must be float32 or bfloat16, got 'float16', in which weights cannot be trained without loss "
             "scaling"
         )
-    large, on_cpu = checked_preset("demo", size) in LARGE, place.type == "cpu"
+    large, on_cpu = checked_preset("demo", size) in LARGE, torch_device.type == "cpu"
     setup = Setup(
         checked_preset("demo", size),
         # On the CPU few tokens, but enough that their logits outweigh the rest.
@@ -64,7 +64,7 @@ def demo(
         sequence=sequence or (384 if on_cpu else 1024),
         precision="fp32" if machine.dtype_name(precision) == "float32" else "bf16-pure",
         checkpoint="full" if large else "none",
-        device=place.type,
+        device=torch_device.type,
         steps=steps,
         learning_rate=1e-4 if large else 1e-3,
     )

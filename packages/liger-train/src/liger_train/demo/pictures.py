@@ -52,9 +52,9 @@ def _loss(result: dict[str, Any], path: Path) -> None:
     _finish(figure, (top, bottom), path)
 
 
-def _differences(one: list[float], other: list[float]) -> list[float]:
+def _differences(losses: list[float], other_losses: list[float]) -> list[float]:
     """Return the absolute differences, at least one float32 rounding: a logarithmic axis cannot show 0."""
-    return [max(abs(a - b), 1e-7) for a, b in zip(one, other, strict=True)]
+    return [max(abs(a - b), 1e-7) for a, b in zip(losses, other_losses, strict=True)]
 
 
 def _memory(result: dict[str, Any], path: Path) -> None:
@@ -67,7 +67,7 @@ def _memory(result: dict[str, Any], path: Path) -> None:
         (-0.19, hf, PLAIN, "Transformers", [_size(value) for value in hf]),
         (0.19, liger, LIGER, "with Liger", saved),
     ):
-        bars = axes.bar([place + offset for place in range(len(groups))], values, 0.36, color=color, label=label)
+        bars = axes.bar([index + offset for index in range(len(groups))], values, 0.36, color=color, label=label)
         axes.bar_label(bars, words, padding=2, fontsize=10, fontweight="bold")
     axes.set_xticks(range(len(groups)), list(groups))
     axes.set_ylabel("peak memory (GiB)")

@@ -95,9 +95,9 @@ def judged(losses: dict[str, list[float]]) -> dict[str, Any]:
     }
 
 
-def largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
+def largest_difference(losses: Sequence[float], other_losses: Sequence[float]) -> float:
     """Return the largest difference, infinite if a loss is not a number."""
-    differences = [abs(a - b) for a, b in zip(one, other, strict=True)]
+    differences = [abs(a - b) for a, b in zip(losses, other_losses, strict=True)]
     return max(differences) if all(map(math.isfinite, differences)) else math.inf
 
 
@@ -128,11 +128,11 @@ def loss_memory(setup: Setup, device: torch.device) -> dict[str, Any]:
     def liger() -> None:
         linear_cross_entropy(hidden, head.weight, following).backward()
 
-    found: dict[str, Any] = {"backend": explain(linear_cross_entropy, hidden, head.weight, following).backend}
+    result: dict[str, Any] = {"backend": explain(linear_cross_entropy, hidden, head.weight, following).backend}
     for name, function in (("hf", plain), ("liger", liger)):
         # The first call may set up what later ones reuse.
         function()
         hidden.grad = head.weight.grad = None
-        found[f"peak_loss_memory_{name}_bytes"] = peak_bytes(function, device)
+        result[f"peak_loss_memory_{name}_bytes"] = peak_bytes(function, device)
         hidden.grad = head.weight.grad = None
-    return found
+    return result
