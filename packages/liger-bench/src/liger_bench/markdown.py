@@ -16,7 +16,7 @@ def generated(command: str) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]], right: Iterable[int] = ()) -> str:
     """Return a Markdown table; the columns in `right` are right-aligned."""
-    marks = ["---:" if place in set(right) else "---" for place in range(len(head))]
+    marks = ["---:" if index in set(right) else "---" for index in range(len(head))]
     lines = [head, marks, *([escaped(str(cell)) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -41,26 +41,26 @@ def page(records: Records, pictures: dict[str, Path], command: str) -> list[str]
         _where(records),
         _repeat(records, command),
     ]
-    return [part for part in parts if part]
+    return [text for text in parts if text]
 
 
 def _ops_compared(rows: Sequence[Record]) -> str:
     """Each op at its largest shape: eager PyTorch, the fastest other library, and Liger."""
     table = []
     for op in distinct(rows, "op"):
-        own = [
+        timed = [
             row for row in rows if row["op"] == op and row["pass"] == "full" and row["median_ms"] and row["limit_ms"]
         ]
-        own = [row for row in own if sizes_of(row["workload"]) == row["workload"]]
+        timed = [row for row in timed if sizes_of(row["workload"]) == row["workload"]]
         shared = [
             row
-            for row in own
-            if row["implementation"] in OURS and find(own, {"workload": row["workload"], "implementation": "eager"})
+            for row in timed
+            if row["implementation"] in OURS and find(timed, {"workload": row["workload"], "implementation": "eager"})
         ]
         if not shared:
             continue
         ours = max(shared, key=lambda row: row["limit_ms"])
-        here = [row for row in own if row["workload"] == ours["workload"]]
+        here = [row for row in timed if row["workload"] == ours["workload"]]
         eager = next(row for row in here if row["implementation"] == "eager")
         others = [row for row in here if row["kind"] == "peer" and row is not eager]
         best = min(others, key=lambda row: row["median_ms"], default=None)
@@ -149,18 +149,20 @@ def _sharded(rows: Sequence[Record]) -> str:
 def _op(name: str, records: Records, pictures: dict[str, Path]) -> str:
     rows = [row for row in records.ops if row["op"] == name]
     parts = [f"### {name}", _picture(name, f"{name}: fraction of the roofline", pictures)]
-    own = [row for row in rows if row["pass"] != "dispatch"]
-    if own:
+    pass_rows = [row for row in rows if row["pass"] != "dispatch"]
+    if pass_rows:
         parts += [
-            _speeds(own),
-            _costs(own),
-            markdown.reasons((f"{r['workload']}, {r['implementation']} {r['pass']}".strip(), r["reason"]) for r in own),
+            _speeds(pass_rows),
+            _costs(pass_rows),
+            markdown.reasons(
+                (f"{r['workload']}, {r['implementation']} {r['pass']}".strip(), r["reason"]) for r in pass_rows
+            ),
         ]
     dispatch = find(rows, {"pass": "dispatch"})
     if dispatch is not None and dispatch["enqueue_ms"] is not None:
         parts.append(f"Choosing the implementation costs a call {dispatch['enqueue_ms'] * 1e3:.2f} µs.")
     parts.append(_picture(f"{name} scaling", f"{name}: time against each size", pictures))
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(text for text in parts if text)
 
 
 def _speeds(rows: Sequence[Record]) -> str:
@@ -179,14 +181,14 @@ def _speeds(rows: Sequence[Record]) -> str:
             copied = workload
             table += _copies([row for row in rows if row["workload"] == workload], passes, len(head))
         line = [workload, _ours(implementation)]
-        found = {
+        by_pass = {
             name: find(rows, {"workload": workload, "implementation": implementation, "pass": name}) for name in passes
         }
-        if all(row is None or row["median_ms"] is None for row in found.values()):
+        if all(row is None or row["median_ms"] is None for row in by_pass.values()):
             continue
-        for name, row in found.items():
+        for name, row in by_pass.items():
             line += [_time(row), _form(row, "share", ".2f"), *([_graph(row)] if name != "evaluation" else [])]
-        any_row = next(row for row in found.values() if row is not None)
+        any_row = next(row for row in by_pass.values() if row is not None)
         line += [
             _form(any_row, "error_outputs", ".1e"),
             _form(any_row, "error_gradients", ".1e"),

@@ -106,9 +106,9 @@ def share_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -> 
         axes.axhline(1.0, color=INK, linewidth=0.8, linestyle="--")
         axes.set_xticks(range(len(shapes)), [shape.replace("x", " ×\n") for shape in shapes])
         axes.set_xlim(-0.25, len(shapes) - 0.75)
-        found = [_shares(here, implementation, shapes) for implementation in distinct(here, "implementation")]
+        lines = [_shares(here, implementation, shapes) for implementation in distinct(here, "implementation")]
         axes.set_ylim(0, 1.06 * max(1.0, highest))
-        _draw(axes, found, later, look)
+        _draw(axes, lines, later, look)
     panels[0].set_ylabel("fraction of the roofline")
     _finish(figure, panels, path)
     return True
@@ -141,12 +141,12 @@ def scaling_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -
         axes.minorticks_off()
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        found = [_times(here, implementation) for implementation in distinct(here, "implementation")]
-        low, high = min(min(series.low) for series in found), max(max(series.high) for series in found)
+        lines = [_times(here, implementation) for implementation in distinct(here, "implementation")]
+        low, high = min(min(series.low) for series in lines), max(max(series.high) for series in lines)
         least = {row["axis_value"]: row["limit_ms"] for row in here if row["limit_ms"]}
         axes.set_ylim(min([low, *least.values()]) / 1.3, high * 1.3)
         axes.plot(list(least), list(least.values()), color=INK, linewidth=0.9, linestyle="--")
-        _draw(axes, found, later, look)
+        _draw(axes, lines, later, look)
     panels[0].set_ylabel("ms")
     _finish(figure, panels, path)
     return True
@@ -159,17 +159,17 @@ def _place(rows: Sequence[Record]) -> str:
 
 
 def _shares(rows: Sequence[Record], implementation: str, shapes: list[str]) -> Series:
-    own = [
-        (place, find(rows, {"workload": shape, "implementation": implementation})) for place, shape in enumerate(shapes)
+    pairs = [
+        (index, find(rows, {"workload": shape, "implementation": implementation})) for index, shape in enumerate(shapes)
     ]
-    known = [(place, row) for place, row in own if row is not None]
+    known = [(index, row) for index, row in pairs if row is not None]
     low, high = ([row["limit_ms"] / row[column] for _, row in known] for column in ("high_ms", "low_ms"))
-    return Series(implementation, [place for place, _ in known], [row["share"] for _, row in known], low, high)
+    return Series(implementation, [index for index, _ in known], [row["share"] for _, row in known], low, high)
 
 
 def _times(rows: Sequence[Record], implementation: str) -> Series:
-    own = [row for row in rows if row["implementation"] == implementation]
-    columns = [[row[column] for row in own] for column in ("axis_value", "median_ms", "low_ms", "high_ms")]
+    points = [row for row in rows if row["implementation"] == implementation]
+    columns = [[row[column] for row in points] for column in ("axis_value", "median_ms", "low_ms", "high_ms")]
     return Series(implementation, *columns)
 
 
@@ -181,13 +181,13 @@ def _fixed(rows: Sequence[Record]) -> str:
     return " × ".join(values[0] if len(set(values)) == 1 else "·" for values in zip(*parts, strict=True))
 
 
-def _draw(axes: Any, found: list[Series], later: set[str], look: Styles) -> None:
+def _draw(axes: Any, lines: list[Series], later: set[str], look: Styles) -> None:
     """The lines with their bands; those that no later panel has get their names at the right."""
     ends = []
     # Liger's own lines last, so that they lie on top.
-    for series in sorted(found, key=lambda series: _family(series.name) == "triton"):
+    for series in sorted(lines, key=lambda series: _family(series.name) == "triton"):
         style = look[series.name]
-        line = {
+        line_options = {
             "color": style.color,
             "linestyle": style.dashes,
             "linewidth": 1.6,
@@ -195,14 +195,14 @@ def _draw(axes: Any, found: list[Series], later: set[str], look: Styles) -> None
             "markersize": 3.5,
         }
         axes.fill_between(series.x, series.low, series.high, color=style.color, alpha=0.2, linewidth=0)
-        axes.plot(series.x, series.y, clip_on=False, **line)
+        axes.plot(series.x, series.y, clip_on=False, **line_options)
         if series.name not in later:
             ends.append((series.name, style.color, series.x[-1], series.y[-1]))
     to_axes = axes.transData + axes.transAxes.inverted()
     points = [to_axes.transform((x, y)) for _, _, x, y in ends]
     heights = _spread([float(y) for _, y in points], LABEL_GAP)
     for (name, color, _, _), (x, y), height in zip(ends, points, heights, strict=True):
-        place = {"xycoords": "axes fraction", "textcoords": "axes fraction", "annotation_clip": False}
+        coordinates = {"xycoords": "axes fraction", "textcoords": "axes fraction", "annotation_clip": False}
         leader = {"arrowstyle": "-", "color": color, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2, "relpos": (0, 0.5)}
         axes.annotate(
             NAMES.get(name, name),
@@ -212,7 +212,7 @@ def _draw(axes: Any, found: list[Series], later: set[str], look: Styles) -> None
             fontsize=9,
             va="center",
             arrowprops=leader,
-            **place,
+            **coordinates,
         )
 
 
@@ -235,15 +235,15 @@ def _family(implementation: str) -> str:
 
 def styles(implementations: Sequence[str]) -> Styles:
     """Color by family; dashes and marker by the place in it. The same in all pictures of a report."""
-    found: Styles = {}
+    by_name: Styles = {}
     seen: dict[str, int] = {}
     for name in sorted(implementations):
         family = _family(name)
         number = seen[family] = seen.get(family, -1) + 1
-        found[name] = Style(
+        by_name[name] = Style(
             COLORS.get(family, INK), DASHES[number % len(DASHES)], MARKERS[number % len(MARKERS)], number == 0
         )
-    return found
+    return by_name
 
 
 def _figure(panels: int, width: float, heading: str) -> tuple[Any, list[Any]]:

@@ -38,9 +38,9 @@ def read(folder: Path) -> Records | None:
     sharded = _latest(read_json(folder / SHARDED), SHARDED_IDENTITY)
     places = dict.fromkeys((row["machine"], row["dtype"]) for row in [*rows, *sharded])
     if len(places) > 1:
-        found = "; ".join(f"{dtype} on {machine}" for machine, dtype in places)
+        pairs = "; ".join(f"{dtype} on {machine}" for machine, dtype in places)
         raise OptionError(
-            f"report: {folder} must hold results of one machine and dtype, got {found}; give each a folder of its own"
+            f"report: {folder} must hold results of one machine and dtype, got {pairs}; give each a folder of its own"
         )
     ops = [row for row in rows if row.get("axis") is None]
     scaling = [row for row in rows if row.get("axis") is not None]
@@ -54,8 +54,8 @@ def distinct(rows: Iterable[Record], column: str) -> list[Any]:
 
 def sizes_of(workload: str) -> str:
     """The sizes that a workload's name begins with; what follows them is a variant, or the axis of a series."""
-    found = re.match(r"[0-9x+]+", workload)
-    return found[0] if found else ""
+    match = re.match(r"[0-9x+]+", workload)
+    return match[0] if match else ""
 
 
 def find(rows: Iterable[Record], wanted: Record) -> Record | None:
@@ -65,7 +65,7 @@ def find(rows: Iterable[Record], wanted: Record) -> Record | None:
 
 def _latest(rows: list[Record], identity: tuple[str, ...]) -> list[Record]:
     """A row that was measured again replaces the earlier one at its place."""
-    kept: dict[tuple[Any, ...], Record] = {}
+    latest: dict[tuple[Any, ...], Record] = {}
     for row in rows:
-        kept[tuple(row.get(name) for name in identity)] = row
-    return list(kept.values())
+        latest[tuple(row.get(name) for name in identity)] = row
+    return list(latest.values())
