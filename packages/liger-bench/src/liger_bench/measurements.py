@@ -89,10 +89,10 @@ class Files:
             append_json(rows, self.rows)
 
 
-def rows_as(kind: type[R], found: Sequence[Columns]) -> list[R]:
+def rows_as(kind: type[R], rows: Sequence[Columns]) -> list[R]:
     """Return the rows read from a file; a column that an older version did not write is empty."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    return [kind(**{name: row.get(name) for name in names}) for row in found]
+    return [kind(**{name: row.get(name) for name in names}) for row in rows]
 
 
 def completed(
@@ -108,31 +108,31 @@ def completed(
     case  the dataclass of the fields that a job and its row share, which identify a measurement on the same machine,
           versions and commit
     """
-    asked, place = attrgetter(*(field.name for field in fields(case))), attrgetter(*PLACE)
-    known = {asked(row): row for row in before if place(row) == tuple(where[name] for name in PLACE)}
-    todo = [job for job in jobs if asked(job) not in known]
-    kept = [known[asked(job)] for job in jobs if asked(job) in known]
-    found = _measured(len(todo), lambda show: measure(todo, kept, show), files)
-    order = {asked(job): number for number, job in enumerate(jobs)}
-    return sorted([*kept, *(result.row for result in found)], key=lambda row: order[asked(row)]), found
+    identity, environment = attrgetter(*(field.name for field in fields(case))), attrgetter(*PLACE)
+    known = {identity(row): row for row in before if environment(row) == tuple(where[name] for name in PLACE)}
+    todo = [job for job in jobs if identity(job) not in known]
+    reused = [known[identity(job)] for job in jobs if identity(job) in known]
+    results = _measured(len(todo), lambda show: measure(todo, reused, show), files)
+    order = {identity(job): number for number, job in enumerate(jobs)}
+    return sorted([*reused, *(result.row for result in results)], key=lambda row: order[identity(row)]), results
 
 
 def _measured(count: int, begin: Callable[[Show], Generator[M, None, None]], files: Files) -> list[M]:
     """Measure with a progress bar and write each row at once: no later failure loses it."""
-    found: list[M] = []
+    measurements: list[M] = []
     with progress_bar() as bar:
         task = bar.add_task("", total=count)
         # Closed even if it is interrupted, which ends the processes.
         with closing(begin(lambda doing: bar.update(task, description=doing))) as results:
             for result in results:
-                found.append(result)
+                measurements.append(result)
                 files.append([result.row.columns()])
                 bar.advance(task)
-    return found
+    return measurements
 
 
-def print_failures(found: Sequence[Measured[Any]]) -> None:
+def print_failures(results: Sequence[Measured[Any]]) -> None:
     """Print the last output of failed processes to standard error."""
-    for result in found:
+    for result in results:
         if result.row.failed:
             Console(stderr=True).print(result.written[-4000:], markup=False, highlight=False)

@@ -50,11 +50,11 @@ def bytes_of(option: str, size: str) -> int:
 
     Raises OptionError for anything else, and for a number without a unit, which could mean bytes or GiB.
     """
-    found = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]{1,2})?)\s*(?:([kmgt])(i?)b?|b)\s*", size, re.IGNORECASE)
-    if found is None:
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]{1,2})?)\s*(?:([kmgt])(i?)b?|b)\s*", size, re.IGNORECASE)
+    if match is None:
         unit = f", which needs a unit: {size.strip()}GiB?" if size.strip().replace(".", "", 1).isdecimal() else ""
         raise OptionError(f"{option} must be a size like 24GiB or 512MB, got {size!r}{unit}")
-    count = int(float(found[1]) * (1024 if found[3] else 1000) ** " kmgt".index((found[2] or " ").lower()))
+    count = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index((match[2] or " ").lower()))
     if not 0 < count < MOST_BYTES:
         raise OptionError(
             f"{option} must be a size like 24GiB or 512MB, more than nothing and less than 1 EiB, got {size!r}"
@@ -74,12 +74,12 @@ def storages(value: Any) -> Iterator[torch.UntypedStorage]:
         if is_traceable_wrapper_subclass(value):
             # A DTensor names its mesh, too, which refers to itself.
             parts = (getattr(value, name) for name in value.__tensor_flatten__()[0])
-            yield from storages([part for part in parts if isinstance(part, Tensor)])
+            yield from storages([inner for inner in parts if isinstance(inner, Tensor)])
         else:
             yield value.untyped_storage()
     elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from storages(part)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from storages(item)
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         # As the projectors in the state of GaLore.
         yield from storages(vars(value))
@@ -107,12 +107,12 @@ class CpuAllocations:
             trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
         # A trace counts its microseconds from a base of its own.
         base = trace["baseTimeNanoseconds"] / 1e3
-        found = [
+        events = [
             (e["ts"], e["args"])
             for e in trace["traceEvents"]
             if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0
         ]
-        return sorted(((base + ts, int(args["Addr"]), int(args["Bytes"])) for ts, args in found), key=_time)
+        return sorted(((base + ts, int(args["Addr"]), int(args["Bytes"])) for ts, args in events), key=_time)
 
 
 def peak_of(events: Iterable[tuple[float, int, int]]) -> int:

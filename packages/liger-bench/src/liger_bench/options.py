@@ -31,11 +31,11 @@ def checked(command: Command) -> Command:
     return command
 
 
-def path(given: str | Path) -> Path:
+def path(value: str | Path) -> Path:
     """An option's value, or its default. Path("") would mean the current folder, which an empty option does not."""
-    if not str(given).strip():
+    if not str(value).strip():
         raise typer.BadParameter("must not be empty, as it is when it is a shell variable that is not set")
-    return Path(given)
+    return Path(value)
 
 
 def finite(value: float | list[float] | None) -> float | list[float] | None:

@@ -49,7 +49,7 @@ class _Log(Progress):
         if not self.tasks:
             return
         task = self.tasks[-1]
-        state = " · ".join(part for part in (_counted(task), task.description) if part)
+        state = " · ".join(text for text in (_counted(task), task.description) if text)
         if state and state != self._said:
             self._said = state
             elapsed = timedelta(seconds=int(task.elapsed or 0))

@@ -38,7 +38,7 @@ def joined(device_type: str, rank: int, ranks: int, meeting_point: str) -> Itera
 def answers_of(ranks: Sequence[Process], patience: float) -> list[Answer]:
     """The next answer of every rank, or up to the first one that failed: the others then wait for it in vain."""
     open_ones: dict[Any, Process] = {process.connection: process for process in ranks}
-    found: dict[Process, Answer] = {}
+    answers: dict[Process, Answer] = {}
     while open_ones:
         ready = wait(list(open_ones), timeout=patience)
         if not ready:
@@ -53,7 +53,7 @@ def answers_of(ranks: Sequence[Process], patience: float) -> list[Answer]:
             ]
         for connection in ready:
             process = open_ones.pop(connection)
-            found[process] = process.wait()
-            if found[process][0] == FAILED:
-                return [found[process]]
-    return [found[process] for process in ranks]
+            answers[process] = process.wait()
+            if answers[process][0] == FAILED:
+                return [answers[process]]
+    return [answers[process] for process in ranks]

@@ -145,8 +145,8 @@ def _mended(path: Path, header: list[str]) -> list[str]:
     text = _text(path)
     if not text:
         return header
-    found = next(csv.reader(io.StringIO(text, newline="")))
-    header = found if sorted(found) == sorted(header) else header
+    columns = next(csv.reader(io.StringIO(text, newline="")))
+    header = columns if sorted(columns) == sorted(header) else header
     with _writable(path):
         mended = _mend(path, text, header)
     if mended:
@@ -174,10 +174,10 @@ def _mend(path: Path, text: str, header: list[str]) -> str | None:
         # The run was killed before it had written a row.
         _cut(path, 0)
         return None
-    found = next(csv.reader(io.StringIO(text, newline="")))
-    if found != header:
+    columns = next(csv.reader(io.StringIO(text, newline="")))
+    if columns != header:
         raise OptionError(
-            f"results: {path} must have the columns of this version to be appended to, got {','.join(found)[:200]}; "
+            f"results: {path} must have the columns of this version to be appended to, got {','.join(columns)[:200]}; "
             "give another file"
         )
     start, last = _last_record(text)

@@ -49,5 +49,5 @@ def row_from(kind: type[R], job: Any, where: Mapping[str, str], results: Mapping
     """Return the row of a job; a column that is in neither the job nor the results is empty."""
     names = kind.header()
     empty = {field.name: None for field in fields(kind) if field.default is MISSING}
-    asked = {name: value for name, value in asdict(job).items() if name in names}
-    return kind(**(empty | asked | dict(where) | dict(results)))
+    job_values = {name: value for name, value in asdict(job).items() if name in names}
+    return kind(**(empty | job_values | dict(where) | dict(results)))
