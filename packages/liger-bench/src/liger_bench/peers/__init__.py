@@ -56,8 +56,8 @@ def unavailable(name: str, device: torch.device) -> str | None:
 
 def peers(name: str) -> list[Peer]:
     """Return the variants of a peer."""
-    found: list[Peer] = _file(name).peers()
-    return found
+    variants: list[Peer] = _file(name).peers()
+    return variants
 
 
 def teacher_share(kind: str, beta: float) -> float:

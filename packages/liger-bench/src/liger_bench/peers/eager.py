@@ -170,13 +170,13 @@ def lora_linear(
     column_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute a LoRA layer as PEFT does: cast x to the adapter's dtype and add the product in that dtype."""
-    own = F.linear(x, weight, bias if column_scale is None else None) if base is None and weight is not None else base
-    if own is None:
+    layer = F.linear(x, weight, bias if column_scale is None else None) if base is None and weight is not None else base
+    if layer is None:
         raise Unsupported("it adds to a layer")
-    y = own + F.linear(F.linear(x.to(a.dtype), a), b) * scale
+    y = layer + F.linear(F.linear(x.to(a.dtype), a), b) * scale
     if column_scale is not None:
         y = y * column_scale if bias is None else y * column_scale + bias
-    return y.to(own.dtype)
+    return y.to(layer.dtype)
 
 
 def lora_linears(

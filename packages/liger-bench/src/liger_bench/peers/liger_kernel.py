@@ -46,7 +46,7 @@ def unavailable(device: torch.device) -> str | None:
 def peers() -> list[Peer]:
     from_package = importlib.import_module("liger_kernel.transformers.functional")
     triton = _calls(from_package, linear=partial(_linear, from_package.liger_fused_linear_cross_entropy))
-    found = [
+    variants = [
         Peer("liger-kernel", triton, OVERWRITES),
         Peer("liger-kernel fp32", {"linear_cross_entropy": _variant(from_package, accum_dtype=torch.float32)}),
         Peer("liger-kernel long chunks", {"linear_cross_entropy": _variant(from_package, chunk_mem_const=32)}),
@@ -54,11 +54,11 @@ def peers() -> list[Peer]:
         Peer("liger-kernel chunks", _chunks()),
     ]
     if os.environ.get("LIGER_FUSED_MOE_AUTOTUNE", "1").lower() in ("0", "false", "no"):
-        found.append(Peer("liger-kernel untuned", {"experts": triton.pop("experts")}))
+        variants.append(Peer("liger-kernel untuned", {"experts": triton.pop("experts")}))
     # Its CuTe kernels are written for Hopper and newer.
     if importlib.util.find_spec("cutlass") and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9:
-        found.append(Peer("liger-kernel cute", _cute(), OVERWRITES))
-    return found
+        variants.append(Peer("liger-kernel cute", _cute(), OVERWRITES))
+    return variants
 
 
 def _casting(cast: str) -> str:
@@ -269,8 +269,8 @@ def _per_token(function: Callable[..., Any]) -> Callable[..., Any]:
         return_entropy: bool = False,
     ) -> Any:
         with_one_target(hidden, target)
-        found = function(hidden, weight, target, temperature, ignore_index, return_entropy)
-        return (-found[0], found[1]) if isinstance(found, tuple) else -found
+        result = function(hidden, weight, target, temperature, ignore_index, return_entropy)
+        return (-result[0], result[1]) if isinstance(result, tuple) else -result
 
     return linear_log_prob
 

@@ -32,8 +32,8 @@ def peers() -> list[Peer]:
         softcap: float | None = None,
     ) -> Any:
         with_one_target(hidden, target)
-        asked = ("log_probs", "entropy") if return_entropy else ("log_probs",)
-        log_prob, entropy, *_ = tokens.apply(hidden, weight, None, target, temperature, CLASSES, softcap, 1.0, asked)
+        outputs = ("log_probs", "entropy") if return_entropy else ("log_probs",)
+        log_prob, entropy, *_ = tokens.apply(hidden, weight, None, target, temperature, CLASSES, softcap, 1.0, outputs)
         return (log_prob, entropy) if return_entropy else log_prob
 
     def linear_divergence(

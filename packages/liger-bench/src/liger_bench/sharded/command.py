@@ -61,15 +61,15 @@ def sharded(
 ) -> None:
     """Time the loss of a head whose vocabulary is sharded over ranks (NCCL on GPUs, gloo on the CPU), beside gathered
     logits and loss parallelism."""
-    place = machine.measurable_device("bench sharded", device)
-    on_gpus = place.type == "cuda"
-    precision = machine.dtype_name(machine.named_dtype("bench sharded", dtype, place))
+    torch_device = machine.measurable_device("bench sharded", device)
+    on_gpus = torch_device.type == "cuda"
+    precision = machine.dtype_name(machine.named_dtype("bench sharded", dtype, torch_device))
     if resume and out is None:
         raise OptionError("bench sharded: --resume needs --out, the folder of the run to resume")
     check_known("bench sharded", "--op", ops or [], OPS)
     sizes = (rows or (8192 if on_gpus else 256), width or (4096 if on_gpus else 64))
     jobs = [
-        Job(op, *sizes, count, implementation, of_ranks, place.type, precision)
+        Job(op, *sizes, count, implementation, of_ranks, torch_device.type, precision)
         for op in ops or OPS
         for count in classes or ([128256, 131072] if on_gpus else [1000])
         for of_ranks in _ranks(ranks, on_gpus)
@@ -79,11 +79,11 @@ def sharded(
     ]
     files = Files("sharded", COLUMNS, out)
     files.check()
-    where = machine.describe(place)
+    where = machine.describe(torch_device)
     before = [row for row in rows_as(Row, files.read()) if resume and not row.failed]
-    measured_rows, found = completed(
+    measured_rows, results = completed(
         *(Job, jobs, where, before, files),
-        lambda todo, kept, show: measured(
+        lambda todo, reused, show: measured(
             todo, where, repetitions, patience, lambda job: show(f"{job.op} on {job.ranks} ranks")
         ),
     )
@@ -91,7 +91,7 @@ def sharded(
         print(json.dumps({"rows": [row.columns() for row in measured_rows]}))
     else:
         _print(measured_rows, all_columns)
-    print_failures(found)
+    print_failures(results)
     if any(row.failed for row in measured_rows):
         raise typer.Exit(1)
 
@@ -100,9 +100,9 @@ def _ranks(wanted: str | None, on_gpus: bool) -> list[int]:
     there = torch.cuda.device_count() if on_gpus else 0
     if wanted is None:
         return [count for count in (1, 2, 4, 8) if count <= (there or 2)]
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in wanted.split(",")):
+    if not all(number.strip().isdecimal() and int(number) > 0 for number in wanted.split(",")):
         raise OptionError(f"bench sharded: --ranks must be numbers like 1,2,4, got {wanted!r}")
-    counts = sorted({int(part) for part in wanted.split(",")})
+    counts = sorted({int(number) for number in wanted.split(",")})
     if on_gpus and counts[-1] > there:
         raise DeviceError(f"bench sharded: --ranks must be at most the number of GPUs, {there}, got {counts[-1]}")
     return counts

@@ -76,11 +76,11 @@ class _Gather(torch.autograd.Function):
     """The logits of all ranks; the gradient of each rank's."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
-        ctx.group, ctx.width = group, part.shape[1]
-        parts = [torch.empty_like(part) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, 1)
+    def forward(ctx: Any, logits: Tensor, group: Any) -> Tensor:
+        ctx.group, ctx.width = group, logits.shape[1]
+        all_logits = [torch.empty_like(logits) for _ in range(group.size())]
+        dist.all_gather(all_logits, logits.contiguous(), group=group)
+        return torch.cat(all_logits, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

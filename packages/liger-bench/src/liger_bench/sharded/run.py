@@ -58,12 +58,12 @@ def measured(
                 if failed is not None:
                     yield Measured(row_from(Row, job, where, failed), written)
                     continue
-                found = [results[job.implementation] for _, results in answers]
-                problem = next((rank for rank in found if "reason" in rank), None)
+                of_ranks = [results[job.implementation] for _, results in answers]
+                problem = next((rank for rank in of_ranks if "reason" in rank), None)
                 if problem is not None:
                     yield Measured(row_from(Row, job, where, problem), written)
                     continue
-                figures = together(job, found, alone.get(tuple(head)))
+                figures = together(job, of_ranks, alone.get(tuple(head)))
                 if ranks == 1 and job.implementation == LIGER:
                     alone[tuple(head)] = figures["seconds"]
                     figures["efficiency"] = 1.0
@@ -124,20 +124,20 @@ def _figures(share: Share, device: torch.device) -> dict[str, Any]:
         job.implementation: Step(loss_of(job.op, job.implementation, job.classes, mesh), (hidden, weight, target))
         for job in share.jobs
     }
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, step in list(steps.items()):
         try:
             values = [float(step()) for _ in range(WARM_UP)]
             step.forget()
-            found[name] = {"loss": values[0], "peak_bytes": peak_bytes(step, device), "seconds": []}
+            results[name] = {"loss": values[0], "peak_bytes": peak_bytes(step, device), "seconds": []}
         except torch.OutOfMemoryError as error:
             # On every rank, since all have the same sizes.
-            found[name] = {"reason": str(error).splitlines()[0], "out_of_memory": True}
+            results[name] = {"reason": str(error).splitlines()[0], "out_of_memory": True}
             del steps[name]
     for _ in range(share.repetitions):
         for name, step in steps.items():
-            found[name]["seconds"].append(_seconds(step, device))
-    return found
+            results[name]["seconds"].append(_seconds(step, device))
+    return results
 
 
 @dataclass(frozen=True)
