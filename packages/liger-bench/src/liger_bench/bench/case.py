@@ -104,8 +104,8 @@ class Case:
         for name, value in self.arguments.items():
             if isinstance(value, Tensor):
                 value.copy_(fresh.arguments[name])
-        for given, again in zip(self.grad_outputs, fresh.grad_outputs, strict=True):
-            given.copy_(again)
+        for gradient, initial in zip(self.grad_outputs, fresh.grad_outputs, strict=True):
+            gradient.copy_(initial)
 
 
 class Repeatable(NamedTuple):
@@ -130,7 +130,7 @@ class Run:
         self.arguments = {
             name: self._own(v) if name in implementation.overwrites else v for name, v in arguments.items()
         }
-        self.given = [self._own(g) if GRADIENTS in implementation.overwrites else g for g in case.grad_outputs]
+        self.grad_outputs = [self._own(g) if GRADIENTS in implementation.overwrites else g for g in case.grad_outputs]
         self._leaves = trainable(self.arguments, case.trained)
         self._trained = [self._leaves[name] for name in case.trained]
 
@@ -165,7 +165,7 @@ class Run:
         outputs = self._call(self._leaves)
         if not self.implementation.consumes:
             return Repeatable(
-                lambda: Results([], gradients_of(outputs, self._trained, self.given, retain=True)), self.restore
+                lambda: Results([], gradients_of(outputs, self._trained, self.grad_outputs, retain=True)), self.restore
             )
 
         def again() -> None:
@@ -173,16 +173,16 @@ class Run:
             outputs.clear()
             outputs.extend(self._call(self._leaves))
 
-        return Repeatable(lambda: Results([], gradients_of(outputs, self._trained, self.given)), again)
+        return Repeatable(lambda: Results([], gradients_of(outputs, self._trained, self.grad_outputs)), again)
 
     def full(self) -> Results:
         """Forward and backward."""
         outputs = self._call(self._leaves)
-        return Results(outputs, gradients_of(outputs, self._trained, self.given))
+        return Results(outputs, gradients_of(outputs, self._trained, self.grad_outputs))
 
     def _call(self, arguments: Arguments) -> list[Tensor]:
-        given = [arguments[name] for name in self._positional]
-        return as_list(self._function(*given, **{name: arguments[name] for name in self._keywords}))
+        positional = [arguments[name] for name in self._positional]
+        return as_list(self._function(*positional, **{name: arguments[name] for name in self._keywords}))
 
     def _own(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -203,10 +203,10 @@ def make_case(op: Op[..., Any], workload: Workload, device: torch.device, dtype:
     )
     case = Case(op, workload, arguments, trained, dtype)
     for shape, stride, kind in _differentiable_outputs(case):
-        given = torch.empty_strided(shape, stride, dtype=kind, device=device)
+        gradient = torch.empty_strided(shape, stride, dtype=kind, device=device)
         # Rounded to the dtype of the inputs, so that all see the same ones, the float64 reference too.
         case.grad_outputs.append(
-            given.copy_(torch.randn(shape, device=device, dtype=dtype)) if shape else given.fill_(1.0)
+            gradient.copy_(torch.randn(shape, device=device, dtype=dtype)) if shape else gradient.fill_(1.0)
         )
     return case
 
@@ -228,10 +228,10 @@ def as_list(result: Any) -> list[Tensor]:
 
 
 def gradients_of(
-    outputs: list[Tensor], leaves: list[Tensor], given: list[Tensor], *, retain: bool = False
+    outputs: list[Tensor], leaves: list[Tensor], grad_outputs: list[Tensor], *, retain: bool = False
 ) -> list[Tensor]:
     ends = [o for o in outputs if o.requires_grad]
-    arriving = [g if g.dtype == o.dtype else g.to(o.dtype) for g, o in zip(given, ends, strict=True)]
+    arriving = [g if g.dtype == o.dtype else g.to(o.dtype) for g, o in zip(grad_outputs, ends, strict=True)]
     return list(torch.autograd.grad(ends, leaves, arriving, retain_graph=retain))
 
 

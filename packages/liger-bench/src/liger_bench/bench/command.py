@@ -115,21 +115,25 @@ def _command(default_passes: tuple[str, ...], about: str, *, scaling: bool) -> C
         out: Out = None,
         resume: Resume = False,
     ) -> None:
-        place = machine.measurable_device("bench", device)
-        precision = machine.named_dtype("bench", dtype, place)
+        torch_device = machine.measurable_device("bench", device)
+        precision = machine.named_dtype("bench", dtype, torch_device)
         if resume and out is None:
             raise OptionError("bench: --resume needs --out, the folder of the run to resume")
         files = Files("results", HEADER, out, csv)
         wanted = list(peers.FILES) if all_peers else some_peers or []
         shape = (names or [], backends or [], wanted, passes or list(default_passes), patterns or [], quick, scaling)
-        asked = Asked(*shape, files, resume)
+        options = Asked(*shape, files, resume)
         files.check()
-        found, absent = _peers(asked.peers, place, optional=all_peers)
-        plan = _plan(registry(), asked, found, place)
+        variants, absent = _peers(options.peers, torch_device, optional=all_peers)
+        plan = _plan(registry(), options, variants, torch_device)
         with progress_bar() as bar:
-            rows = list(_rows(plan, asked, place, precision, seconds, bar))
+            rows = list(_rows(plan, options, torch_device, precision, seconds, bar))
         if as_json:
-            print(json.dumps({"device": place.type, "rows": [row.columns() for row in rows], "unavailable": absent}))
+            print(
+                json.dumps(
+                    {"device": torch_device.type, "rows": [row.columns() for row in rows], "unavailable": absent}
+                )
+            )
         else:
             print_rows(rows, absent, all_columns=all_columns)
         if any(row.failed for row in rows):
@@ -151,7 +155,7 @@ scaling = _command(
 
 def _peers(names: list[str], device: torch.device, *, optional: bool) -> tuple[list[peers.Peer], dict[str, str]]:
     """Return the variants of the named peers, and why others are missing; only optional ones may be missing."""
-    found: list[peers.Peer] = []
+    variants: list[peers.Peer] = []
     absent: dict[str, str] = {}
     for name in names:
         if name not in peers.FILES:
@@ -160,7 +164,7 @@ def _peers(names: list[str], device: torch.device, *, optional: bool) -> tuple[l
             )
         reason = peers.unavailable(name, device)
         try:
-            found += peers.peers(name) if reason is None else []
+            variants += peers.peers(name) if reason is None else []
         except Exception as error:
             reason = f"importing it failed: {type(error).__name__}: {error}"
         if reason is not None:
@@ -170,110 +174,117 @@ def _peers(names: list[str], device: torch.device, *, optional: bool) -> tuple[l
         raise OptionError(
             f"bench: --peer must name libraries that can run here, got {reasons}; --peers takes all that can"
         )
-    return found, absent
+    return variants, absent
 
 
-def _plan(found: Registry, asked: Asked, variants: list[peers.Peer], device: torch.device) -> list[Part]:
-    for name in asked.names:
-        if name not in found.ops:
+def _plan(registry: Registry, options: Asked, variants: list[peers.Peer], device: torch.device) -> list[Part]:
+    for name in options.names:
+        if name not in registry.ops:
             raise OptionError(
-                f"bench: no op named {name!r}; known: {', '.join(sorted(found.ops))}.{nearest(name, found.ops)}"
+                f"bench: no op named {name!r}; known: {', '.join(sorted(registry.ops))}.{nearest(name, registry.ops)}"
             )
-    for name in asked.backends:
-        _check_backend(found, name, device)
-    for name in asked.passes:
+    for name in options.backends:
+        _check_backend(registry, name, device)
+    for name in options.passes:
         if name not in (*PASSES, DISPATCH):
             raise OptionError(f"bench: --pass must be one of {', '.join((*PASSES, DISPATCH))}, got {name!r}")
     plan: list[Part] = []
-    for op in (found.ops[name] for name in asked.names or found.ops):
-        implementations = [backend(op, name) for name in _backends(found, op, asked.backends, device)]
+    for op in (registry.ops[name] for name in options.names or registry.ops):
+        implementations = [backend(op, name) for name in _backends(registry, op, options.backends, device)]
         implementations += [peer(op, variant) for variant in variants if op.name in variant.calls]
-        if set(asked.passes) == {DISPATCH}:
+        if set(options.passes) == {DISPATCH}:
             implementations = []
-        workloads = [w for w in op.workloads() if _wanted(w, asked)]
-        plan += [Part(op, w, implementations, DISPATCH in asked.passes and w is workloads[0]) for w in workloads]
+        workloads = [w for w in op.workloads() if _wanted(w, options)]
+        plan += [Part(op, w, implementations, DISPATCH in options.passes and w is workloads[0]) for w in workloads]
     if not plan:
         raise OptionError(
-            f"bench: something must be left to measure, got no workload for {' '.join(asked.patterns) or 'these ops'}"
+            f"bench: something must be left to measure, got no workload for {' '.join(options.patterns) or 'these ops'}"
         )
     return plan
 
 
-def _wanted(workload: Workload, asked: Asked) -> bool:
-    if (workload.axis is not None) != asked.scaling or (asked.quick and not workload.quick):
+def _wanted(workload: Workload, options: Asked) -> bool:
+    if (workload.axis is not None) != options.scaling or (options.quick and not workload.quick):
         return False
-    return not asked.patterns or any(fnmatchcase(workload.name, pattern) for pattern in asked.patterns)
+    return not options.patterns or any(fnmatchcase(workload.name, pattern) for pattern in options.patterns)
 
 
-def _check_backend(found: Registry, name: str, device: torch.device) -> None:
+def _check_backend(registry: Registry, name: str, device: torch.device) -> None:
     """Raise an error if a backend cannot run on the device; the selection reports unknown and unavailable ones."""
     use(name).undo()
-    if name not in found.backends:
+    if name not in registry.backends:
         raise OptionError(
-            f"bench: --backend must name a backend, got {name!r}; installed: {', '.join(sorted(found.backends))}"
+            f"bench: --backend must name a backend, got {name!r}; installed: {', '.join(sorted(registry.backends))}"
         )
-    if device.type not in found.backends[name].device_types:
-        kinds = " and ".join(found.backends[name].device_types)
+    if device.type not in registry.backends[name].device_types:
+        kinds = " and ".join(registry.backends[name].device_types)
         raise BackendError(f"bench: backend {name!r} runs on {kinds} tensors, got --device {device.type}")
 
 
-def _backends(found: Registry, op: Op[..., Any], asked: list[str], device: torch.device) -> list[str]:
+def _backends(registry: Registry, op: Op[..., Any], names: list[str], device: torch.device) -> list[str]:
     """Return the given backends in their order, or else all that run on this device, starting with the reference."""
     able = [
         name
-        for name, table in found.implementations.items()
-        if op.name in table and device.type in found.backends[name].device_types
+        for name, table in registry.implementations.items()
+        if op.name in table and device.type in registry.backends[name].device_types
     ]
-    reference = [name for name in able if found.implementations[name][op.name] is op.reference]
-    return list(asked) or [*reference, *(name for name in able if name not in reference)]
+    reference = [name for name in able if registry.implementations[name][op.name] is op.reference]
+    return list(names) or [*reference, *(name for name in able if name not in reference)]
 
 
 def _rows(
-    plan: list[Part], asked: Asked, device: torch.device, dtype: torch.dtype, seconds: float, bar: Progress
+    plan: list[Part], options: Asked, device: torch.device, dtype: torch.dtype, seconds: float, bar: Progress
 ) -> Iterator[Row]:
     """Measure all parts and yield their rows.
 
     The rows of a part are written as soon as it is measured: an interrupted run loses at most one part.
     """
     where = machine.describe(device)
-    done = measured(asked.files.read(), where, device.type, machine.dtype_name(dtype)) if asked.resume else set()
-    plan = [left for left in (_left(part, asked, done) for part in plan) if left.implementations or left.dispatch]
-    task = bar.add_task("measuring the limits", total=1 + sum(len(part.implementations) for part in plan))
+    done = measured(options.files.read(), where, device.type, machine.dtype_name(dtype)) if options.resume else set()
+    plan = [left for left in (_left(item, options, done) for item in plan) if left.implementations or left.dispatch]
+    task = bar.add_task("measuring the limits", total=1 + sum(len(item.implementations) for item in plan))
     if not plan:
         return
     # Everything else is compared with the limits.
-    limits = measure_limits(device, dtype, min(5 * seconds, 0.15) if asked.quick else 5 * seconds)
+    limits = measure_limits(device, dtype, min(5 * seconds, 0.15) if options.quick else 5 * seconds)
     run = Bench(
-        device, dtype, limits, seconds, where, tuple(asked.passes), 2 if asked.quick else ROUNDS, not asked.scaling
+        device,
+        dtype,
+        limits,
+        seconds,
+        where,
+        tuple(options.passes),
+        2 if options.quick else ROUNDS,
+        not options.scaling,
     )
     bar.advance(task)
-    for part in plan:
-        title = f"{part.op.name} {part.workload.name}"
+    for item in plan:
+        title = f"{item.op.name} {item.workload.name}"
 
         def show(what: str, title: str = title) -> None:
             bar.update(task, description=f"{title} {what}")
 
         show("")
-        rows = run.measured(part.op, part.workload, part.implementations, show) if part.implementations else []
-        if part.dispatch:
-            rows.append(run.dispatch(part.op, part.workload))
-        asked.files.append([row.columns() for row in rows])
-        bar.advance(task, len(part.implementations))
+        rows = run.measured(item.op, item.workload, item.implementations, show) if item.implementations else []
+        if item.dispatch:
+            rows.append(run.dispatch(item.op, item.workload))
+        options.files.append([row.columns() for row in rows])
+        bar.advance(task, len(item.implementations))
         yield from rows
 
 
-def _left(part: Part, asked: Asked, done: set[tuple[str, str, str, str]]) -> Part:
+def _left(item: Part, options: Asked, done: set[tuple[str, str, str, str]]) -> Part:
     """Return the part without what earlier runs have measured.
 
     An implementation counts as measured without an evaluation row, because not every op has one.
     """
-    of = (part.op.name, part.workload.name)
+    of = (item.op.name, item.workload.name)
 
     def has(implementation: Implementation) -> bool:
-        passes = [name for name in asked.passes if name in ("forward", "backward", "full")] or asked.passes
+        passes = [name for name in options.passes if name in ("forward", "backward", "full")] or options.passes
         return (*of, implementation.name, "") in done or all(
             (*of, implementation.name, name) in done for name in passes
         )
 
-    left = [implementation for implementation in part.implementations if not has(implementation)]
-    return replace(part, implementations=left, dispatch=part.dispatch and (*of, DISPATCH, DISPATCH) not in done)
+    left = [implementation for implementation in item.implementations if not has(implementation)]
+    return replace(item, implementations=left, dispatch=item.dispatch and (*of, DISPATCH, DISPATCH) not in done)

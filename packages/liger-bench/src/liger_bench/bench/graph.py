@@ -49,7 +49,7 @@ def captured(make: Callable[[], Repeatable], device: torch.device, *, wary: bool
         _clean_up(device, before, pool)
         raise Unsupported(f"the capture failed: {type(error).__name__}: {error}".splitlines()[0]) from error
 
-    def replay(kept: object = call) -> None:
+    def replay(keep_alive: object = call) -> None:
         # The objects that the call holds, such as the graph of a forward pass, must live as long as the replay.
         graph.replay()
 

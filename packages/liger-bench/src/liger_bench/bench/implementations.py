@@ -79,5 +79,5 @@ def backend(op: Op[..., Any], name: str) -> Implementation:
     return Implementation(name, BACKEND, op)
 
 
-def peer(op: Op[..., Any], found: Peer) -> Implementation:
-    return Implementation(found.name, PEER, op, found)
+def peer(op: Op[..., Any], variant: Peer) -> Implementation:
+    return Implementation(variant.name, PEER, op, variant)

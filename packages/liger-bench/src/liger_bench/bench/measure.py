@@ -217,8 +217,8 @@ class Bench:
         returned: list[Results] = []
         # The profiler that measures on the CPU is sensitive to releases meanwhile; the allocator of a GPU is not.
         peak = peak_bytes(lambda: returned.append(call()), self.device, collect=self.device.type == "cpu")
-        given = held_in(v for v in run.arguments.values() if isinstance(v, Tensor))
-        gradients = [g for g in returned.pop().gradients if g.untyped_storage().data_ptr() not in given]
+        argument_addresses = held_in(v for v in run.arguments.values() if isinstance(v, Tensor))
+        gradients = [g for g in returned.pop().gradients if g.untyped_storage().data_ptr() not in argument_addresses]
         turn.figures[name] = {"peak_extra_bytes": peak, "peak_beyond_gradients_bytes": peak - held_bytes(gradients)}
         turn.samples[name] = Samples()
         return repetitions(self.seconds / self.rounds, watch.seconds(call, before), 1, 200)
