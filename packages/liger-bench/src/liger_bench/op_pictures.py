@@ -86,7 +86,7 @@ def draw(records: Records, folder: Path) -> dict[str, Path]:
 
 
 def share_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -> bool:
-    """Fraction of the roofline at each shape, a panel per pass; False if there is nothing to draw.
+    """Draw the fraction of the roofline at each shape, a panel per pass; return False if there is nothing to draw.
 
     Variants of a shape are only in tables.
     """
@@ -115,8 +115,7 @@ def share_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -> 
 
 
 def scaling_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -> bool:
-    """Time of forward and backward against each size, a panel per size, the roofline dashed; False if there is nothing
-    to draw."""
+    """Draw the time of forward and backward and the roofline against each size; return False without a time to draw."""
     rows = [row for row in rows if row["median_ms"] is not None and row["pass"] == "full"]
     # Last the size with most implementations, since their names stand at the right.
     names = sorted(
@@ -182,7 +181,7 @@ def _fixed(rows: Sequence[Record]) -> str:
 
 
 def _draw(axes: Any, lines: list[Series], later: set[str], look: Styles) -> None:
-    """The lines with their bands; those that no later panel has get their names at the right."""
+    """Draw the lines with their bands, and at the right the names of those that no later panel has."""
     ends = []
     # Liger's own lines last, so that they lie on top.
     for series in sorted(lines, key=lambda series: _family(series.name) == "triton"):
@@ -234,7 +233,7 @@ def _family(implementation: str) -> str:
 
 
 def styles(implementations: Sequence[str]) -> Styles:
-    """Color by family; dashes and marker by the place in it. The same in all pictures of a report."""
+    """Return the styles of all pictures of a report: a color per family, dashes and a marker per member."""
     by_name: Styles = {}
     seen: dict[str, int] = {}
     for name in sorted(implementations):

@@ -32,7 +32,7 @@ def checked(command: Command) -> Command:
 
 
 def path(value: str | Path) -> Path:
-    """An option's value, or its default. Path("") would mean the current folder, which an empty option does not."""
+    """Return an option as a path; an empty one is an error, since Path("") would mean the current folder."""
     if not str(value).strip():
         raise typer.BadParameter("must not be empty, as it is when it is a shell variable that is not set")
     return Path(value)

@@ -36,7 +36,7 @@ def joined(device_type: str, rank: int, ranks: int, meeting_point: str) -> Itera
 
 
 def answers_of(ranks: Sequence[Process], patience: float) -> list[Answer]:
-    """The next answer of every rank, or up to the first one that failed: the others then wait for it in vain."""
+    """Return the next answer of every rank, or only a failure, since the other ranks then wait in vain."""
     open_ones: dict[Any, Process] = {process.connection: process for process in ranks}
     answers: dict[Process, Answer] = {}
     while open_ones:

@@ -64,7 +64,7 @@ def find(rows: Iterable[Record], wanted: Record) -> Record | None:
 
 
 def _latest(rows: list[Record], identity: tuple[str, ...]) -> list[Record]:
-    """A row that was measured again replaces the earlier one at its place."""
+    """Return the rows; one that was measured again replaces the earlier one in its position."""
     latest: dict[tuple[Any, ...], Record] = {}
     for row in rows:
         latest[tuple(row.get(name) for name in identity)] = row

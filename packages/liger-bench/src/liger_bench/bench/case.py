@@ -176,7 +176,7 @@ class Run:
         return Repeatable(lambda: Results([], gradients_of(outputs, self._trained, self.grad_outputs)), again)
 
     def full(self) -> Results:
-        """Forward and backward."""
+        """Run a forward and a backward pass."""
         outputs = self._call(self._leaves)
         return Results(outputs, gradients_of(outputs, self._trained, self.grad_outputs))
 
@@ -193,7 +193,7 @@ class Run:
 
 
 def make_case(op: Op[..., Any], workload: Workload, device: torch.device, dtype: torch.dtype) -> Case:
-    """The case with the same random numbers every time."""
+    """Return the case of a workload, with the same random numbers every time."""
     torch.manual_seed(0)
     args, kwargs = workload.make(device, dtype)
     arguments = dict(op.signature.bind(*args, **kwargs).arguments)

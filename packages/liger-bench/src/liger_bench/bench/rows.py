@@ -85,8 +85,7 @@ HEADER = [column.name.rstrip("_") for column in fields(Row)]
 def measured(
     records: Sequence[Columns], where: dict[str, str], device: str, dtype: str
 ) -> set[tuple[str, str, str, str]]:
-    """(op, workload, implementation, pass) of the rows of a file that were taken in this dtype by the same versions and
-    commit here."""
+    """Return (op, workload, implementation, pass) of the rows of this device, dtype, machine, versions and commit."""
     same = {**{name: where[name] for name in PLACE}, "device": device, "dtype": dtype}
     rows = [row for row in records if all(row.get(name) == value for name, value in same.items())]
     return {(row["op"], row["workload"], row["implementation"], row["pass"]) for row in rows}

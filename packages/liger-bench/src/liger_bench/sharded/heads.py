@@ -73,7 +73,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The logits of all ranks; the gradient of each rank's."""
+    """Gather the logits of all ranks; the gradient of each rank is that of its own logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, group: Any) -> Tensor:

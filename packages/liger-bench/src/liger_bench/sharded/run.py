@@ -44,7 +44,7 @@ def measured(
     patience: float,
     phase: Callable[[Job], object] = lambda job: None,
 ) -> Generator[Measured[Row], None, None]:
-    """Each job's row, those of one rank first."""
+    """Yield the row of each job, those of one rank first."""
     alone: dict[tuple[Any, ...], float] = {}
     with tempfile.TemporaryDirectory(prefix="liger-bench-") as folder:
         for (ranks, *head), same in groupby(
