@@ -43,31 +43,31 @@ def compiled(op: Op[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(reference)
     def implementation(*args: Any, **options: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **options}
-        if not _compiles(given):
-            return reference(**given)
+        arguments = {**dict(zip(names, args, strict=False)), **options}
+        if not _compiles(arguments):
+            return reference(**arguments)
         if autocast_is_on():
             with DisableAutocast():
-                return _call(programs(), given)
-        return _call(programs(), given)
+                return _call(programs(), arguments)
+        return _call(programs(), arguments)
 
     return implementation
 
 
-def _compiles(given: Mapping[str, Any]) -> bool:
+def _compiles(arguments: Mapping[str, Any]) -> bool:
     """Whether to compile a call: not under another compiler, dispatch mode or transform, and not in place."""
     return not (
         torch.compiler.is_compiling()
         or dispatch_stack_length()
         or is_transforming()
-        or any(isinstance(value, Tensor) and type(value) not in _PLAIN for value in given.values())
-        or any(given.get(name) for name in OVERWRITING)
+        or any(isinstance(value, Tensor) and type(value) not in _PLAIN for value in arguments.values())
+        or any(arguments.get(name) for name in OVERWRITING)
     )
 
 
-def _call(programs: Programs, given: Mapping[str, Any]) -> Any:
-    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-    options = {name: value for name, value in given.items() if name not in tensors}
+def _call(programs: Programs, arguments: Mapping[str, Any]) -> Any:
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    options = {name: value for name, value in arguments.items() if name not in tensors}
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
         return _Derived.apply(programs, tuple(tensors), options, *tensors.values())
     return _run(programs, tensors, options)
@@ -91,17 +91,17 @@ class _Derived(torch.autograd.Function):
     ) -> Any:
         ctx.programs, ctx.names, ctx.options = programs, names, options
         ctx.save_for_backward(*tensors)
-        made = _run(programs, dict(zip(names, tensors, strict=True)), options)
-        ctx.strides = [output.stride() for output in (made if isinstance(made, tuple) else (made,))]
-        return made
+        result = _run(programs, dict(zip(names, tensors, strict=True)), options)
+        ctx.strides = [output.stride() for output in (result if isinstance(result, tuple) else (result,))]
+        return result
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         check_backward(ctx.programs.op, *upstream)
         tensors = {name: tensor.detach() for name, tensor in zip(ctx.names, ctx.saved_tensors, strict=True)}
-        asked = tuple(name for name, needed in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if needed)
+        requested = tuple(name for name, needed in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if needed)
         laid = tuple(_laid(gradient, strides) for gradient, strides in zip(upstream, ctx.strides, strict=True))
-        gradients = dict(zip(asked, ctx.programs.backward(tensors, ctx.options, asked, laid), strict=True))
+        gradients = dict(zip(requested, ctx.programs.backward(tensors, ctx.options, requested, laid), strict=True))
         return None, None, None, *(gradients.get(name) for name in ctx.names)
 
 
@@ -120,14 +120,14 @@ def _programs(op: str, reference: Callable[..., Any]) -> Programs:
         return reference(**tensors, **options)
 
     def backward(
-        tensors: Mapping[str, Tensor], options: Mapping[str, Any], asked: tuple[str, ...], upstream: tuple[Tensor, ...]
+        tensors: Mapping[str, Tensor], options: Mapping[str, Any], names: tuple[str, ...], upstream: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         def outputs(*chosen: Tensor) -> Any:
-            return reference(**{**tensors, **dict(zip(asked, chosen, strict=True))}, **options)
+            return reference(**{**tensors, **dict(zip(names, chosen, strict=True))}, **options)
 
         pull: Callable[..., tuple[Tensor, ...]]
-        made, pull, *_ = torch.func.vjp(outputs, *(tensors[name] for name in asked))
-        return pull(upstream if isinstance(made, tuple) else upstream[0])
+        result, pull, *_ = torch.func.vjp(outputs, *(tensors[name] for name in names))
+        return pull(upstream if isinstance(result, tuple) else upstream[0])
 
     # torch 2.11 has one limit for the whole process, 8 by default.
     limit: Any = (

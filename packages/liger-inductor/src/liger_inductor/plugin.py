@@ -29,8 +29,8 @@ def _implementations() -> Implementations:
 
 
 def _unavailable() -> str | None:
-    asked = os.environ.get("CXX")
-    if any(shutil.which(name) for name in ((asked,) if asked else COMPILERS)):
+    compiler = os.environ.get("CXX")
+    if any(shutil.which(name) for name in ((compiler,) if compiler else COMPILERS)):
         return None
-    missing = f"CXX={asked} is not a program" if asked else f"none of {', '.join(COMPILERS)} is installed"
+    missing = f"CXX={compiler} is not a program" if compiler else f"none of {', '.join(COMPILERS)} is installed"
     return f"torch.compile needs a C++ compiler, and {missing}"
