@@ -62,11 +62,10 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    grad_y, layers, query, weight, statistics, grad_layers, part, grad_stride, layer_stride, row_stride, depth, rows,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
+    grad_y, layers, query, weight, statistics, grad_layers, partials, grad_stride, layer_stride, row_stride, depth,
+    rows, WIDTH: tl.constexpr, DEPTH: tl.constexpr, HELD: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program p walks every programs-th row; what it adds up for query and weight goes to row p of part.
+    """Program p walks every programs-th row; what it adds up for query and weight goes to row p of partials.
 
     The gradient of layer k is a_k · grad_y + slope_k · (query · weight) - shrink_k · layers_k. Registers keep the first
     HELD layers for it.
@@ -98,34 +97,34 @@ def backward_kernel(
             # The last layer comes first: it was read last, and is the surest to be in the cache.
             k = depth - 1 - back
             value = read_chunks(layers + tl.cast(k, tl.int64) * layer_stride + row * row_stride, WIDTH, CHUNK)
-            place = (tl.cast(k, tl.int64) * rows + row) * WIDTH
-            sums = add_layer(sums, grad_layers, place, value, grad, by, picked(numbers, layer, k), WIDTH, CHUNK)
+            offset = (tl.cast(k, tl.int64) * rows + row) * WIDTH
+            sums = add_layer(sums, grad_layers, offset, value, grad, by, picked(numbers, layer, k), WIDTH, CHUNK)
         for early in tl.static_range(HELD):
-            place = (tl.cast(early, tl.int64) * rows + row) * WIDTH
+            offset = (tl.cast(early, tl.int64) * rows + row) * WIDTH
             value = cast(held[early], tl.float32)
-            sums = add_layer(sums, grad_layers, place, value, grad, by, picked(numbers, layer, early), WIDTH, CHUNK)
-    if part is not None:
-        write_chunks(part + program.to(tl.int64) * WIDTH, sums, WIDTH, CHUNK)
+            sums = add_layer(sums, grad_layers, offset, value, grad, by, picked(numbers, layer, early), WIDTH, CHUNK)
+    if partials is not None:
+        write_chunks(partials + program.to(tl.int64) * WIDTH, sums, WIDTH, CHUNK)
 
 
 @triton.jit
 def picked(numbers, layer, k):
     """The three numbers of layer k."""
-    found = no_chunks()
+    result = no_chunks()
     for i in tl.static_range(len(numbers)):
-        found += (tl.sum(tl.where(layer == k, numbers[i], 0.0)),)
-    return found
+        result += (tl.sum(tl.where(layer == k, numbers[i], 0.0)),)
+    return result
 
 
 @triton.jit
-def add_layer(sums, grad_layers, place, value, grad, by, numbers, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+def add_layer(sums, grad_layers, offset, value, grad, by, numbers, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """The sums for query · weight with what one layer of a row adds; its gradient is written."""
     share, slope, shrink = numbers
     if grad_layers is not None:
         for c in tl.static_range(len(value)):
             # It is not read again soon: the cache keeps the layers.
             write_chunk(
-                grad_layers + place, share * grad[c] + slope * by[c] - shrink * value[c], c, WIDTH, CHUNK, ".cs"
+                grad_layers + offset, share * grad[c] + slope * by[c] - shrink * value[c], c, WIDTH, CHUNK, ".cs"
             )
     return plus_scaled(sums, value, slope)
 
@@ -150,7 +149,7 @@ def slopes(product, score, inverse, layer, depth, width):
 
 @triton.jit
 def sum_kernel(
-    part,
+    partials,
     query,
     weight,
     grad_query,
@@ -169,7 +168,9 @@ def sum_kernel(
     for start in range(0, programs, ROWS):
         row = start + tl.arange(0, ROWS)
         sums += tl.load(
-            part + row[:, None] * width + column[None, :], mask=(row < programs)[:, None] & inside[None, :], other=0.0
+            partials + row[:, None] * width + column[None, :],
+            mask=(row < programs)[:, None] & inside[None, :],
+            other=0.0,
         )
     total = tl.sum(sums, 0)
     if grad_weight is not None:

@@ -87,11 +87,11 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_weight, grad_bias, part,
+    grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_weight, grad_bias, partials,
     grad_stride, summed_stride, x_stride, rows, width, programs, offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program p walks the groups p, p + programs, … of ROWS rows; its column sums go to row p of part, or later
+    """Program p walks the groups p, p + programs, … of ROWS rows; its column sums go to row p of partials, or later
     programs add columns.
 
     With n = (x - mean) · inverse and g = grad_y · weight:  grad_x = inverse · (g - mean(g) - n · mean(g · n)) +
@@ -99,7 +99,7 @@ def backward_kernel(
     without mean(g) if not centered. Masked lanes need no care while their gradient is zero.
     """
     program = tl.program_id(0)
-    if part is None and program >= programs:
+    if partials is None and program >= programs:
         add_columns(
             program - programs, grad_y, x, mean, inverse, grad_weight, grad_bias, grad_stride, x_stride, rows, width
         )
@@ -121,7 +121,7 @@ def backward_kernel(
         if mean is not None:
             value = value - tl.load(mean + row, mask=row_mask, other=0.0)[:, None]
         value = value * scale
-        if part is not None:
+        if partials is not None:
             sum_weight += grad * value
             sum_bias += grad
         if grad_x is not None:
@@ -136,10 +136,11 @@ def backward_kernel(
                     grad_summed + row[:, None] * summed_stride + column[None, :], mask=mask, other=0.0
                 ).to(tl.float32)
             tl.store(grad_x + row[:, None] * width + column[None, :], result.to(grad_x.dtype.element_ty), mask=mask)
-    if part is not None:
+    if partials is not None:
         store_sums(
-            tl.sum(sum_weight, 0), tl.sum(sum_bias, 0), part, grad_weight, grad_bias, program, programs, column, width
-        )
+            tl.sum(sum_weight, 0), tl.sum(sum_bias, 0), partials, grad_weight, grad_bias, program, programs, column,
+            width,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -180,10 +181,10 @@ def store(total, gradient, column, width):
 
 
 @triton.jit
-def store_sums(sum_weight, sum_bias, part, grad_weight, grad_bias, program, programs, column, width):
-    """Write the sums of one program to its rows of part (sums, programs, width)."""
+def store_sums(sum_weight, sum_bias, partials, grad_weight, grad_bias, program, programs, column, width):
+    """Write the sums of one program to its rows of partials (sums, programs, width)."""
     mask = column < width
-    row = part + program.to(tl.int64) * width + column
+    row = partials + program.to(tl.int64) * width + column
     if grad_weight is not None:
         tl.store(row, sum_weight, mask=mask)
         row += programs.to(tl.int64) * width
@@ -191,31 +192,31 @@ def store_sums(sum_weight, sum_bias, part, grad_weight, grad_bias, program, prog
         tl.store(row, sum_bias, mask=mask)
 
 
-def sum_columns(part: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None) -> None:
-    """Add the rows of part (sums, programs, width), which the last launch wrote, into the gradients that there are."""
-    sums, programs, width = part.shape
+def sum_columns(partials: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None) -> None:
+    """Add the rows of partials (sums, programs, width), which the last launch wrote, into the requested gradients."""
+    sums, programs, width = partials.shape
     # Narrow strips fill the device at usual widths; a program reads all of its rows at once.
     block = min(power_of_two(width), max(16, power_of_two(width // 256)))
     column_sum_launch.after(
-        (cdiv(width, block), sums), part, grad_weight, grad_bias, programs, width,
+        (cdiv(width, block), sums), partials, grad_weight, grad_bias, programs, width,
         ROWS=min(power_of_two(programs), SUMMED // block), BLOCK=block, num_warps=SUM_WARPS,
     )  # fmt: skip
 
 
 @triton.jit
 def column_sum_kernel(
-    part, grad_weight, grad_bias, programs, width, EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    partials, grad_weight, grad_bias, programs, width, EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Program (c, s) adds all rows of BLOCK columns of part[s] into the s-th of the gradients that are there."""
+    """Program (c, s) adds all rows of BLOCK columns of partials[s] into the s-th of the gradients that are there."""
     wait(EARLY)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
-    part += tl.program_id(1).to(tl.int64) * programs * width
+    partials += tl.program_id(1).to(tl.int64) * programs * width
     accumulated = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for start in range(0, programs, ROWS):
         row = start + tl.arange(0, ROWS)
         accumulated += tl.load(
-            part + row.to(tl.int64)[:, None] * width + column[None, :],
+            partials + row.to(tl.int64)[:, None] * width + column[None, :],
             mask=(row < programs)[:, None] & mask[None, :],
             other=0.0,
         )

@@ -51,19 +51,19 @@ def backward(
     # Programs that add whole columns have more to do.
     warps = max(4, warps) if direct else warps
     programs = rows if direct else min(rows, max(1, walking // warps) * processors(x.device))
-    part = None if direct else x.new_empty((sums, programs, width), dtype=torch.float32)
+    partials = None if direct else x.new_empty((sums, programs, width), dtype=torch.float32)
     size = (2 if grad_summed is None else 3) * width * x.element_size() * max(1, walking // warps)
     stages = 1 if direct or warps == 32 else stages_of(size, x)
     strips = cdiv(width, STRIP) if direct and sums else 0
     backward_launch(
         (programs + strips,),
-        grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_weight, grad_bias, part, grad_stride, summed_stride,
-        x_stride, rows, width,
-        programs, strips, offset, HELD=held, STAGES=stages, **chunks_of(width, warps),
+        grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_weight, grad_bias, partials, grad_stride,
+        summed_stride, x_stride, rows, width, programs, strips, offset, HELD=held, STAGES=stages,
+        **chunks_of(width, warps),
         **registers(registers_for(12) if walking == 12 and not direct else None, x),
     )  # fmt: skip
-    if part is not None:
-        sum_columns(part, grad_weight, grad_bias)
+    if partials is not None:
+        sum_columns(partials, grad_weight, grad_bias)
 
 
 # Share of copy bandwidth on one H200 (bfloat16), backward: rms_norm .81 at 1024 columns, .86 at 2560, .90 at 4096 and
@@ -144,18 +144,18 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_weight, grad_bias, part,
+    grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_weight, grad_bias, partials,
     grad_stride, summed_stride, x_stride, rows, WIDTH: tl.constexpr, programs, strips, offset,
     HELD: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program p walks every programs-th row, and writes its sums for the other gradients to row p of part (sums,
-    programs, width).
+    """Program p walks every programs-th row, and writes its sums for the other gradients to row p of partials
+    (sums, programs, width).
 
-    part None: `strips` programs before them add whole columns instead. HELD: the weight stays in registers; else the
-    cache serves it to every row.
+    partials None: `strips` programs before them add whole columns instead. HELD: the weight stays in registers; else
+    the cache serves it to every row.
     """
     program = tl.program_id(0) - strips
-    if part is None and program < 0:
+    if partials is None and program < 0:
         # They come first, since they have more to do.
         add_columns(
             program + strips, grad_y, x, mean, inverse, grad_weight, grad_bias, grad_stride, x_stride, rows, WIDTH
@@ -170,7 +170,7 @@ def backward_kernel(
         value = read_chunks(x + row * x_stride, WIDTH, CHUNK)
         scale = tl.load(inverse + row)
         normal = normalized(value, mean, scale, row)
-        if part is not None:
+        if partials is not None:
             sum_weight = plus_product(sum_weight, grad, normal)
             sum_bias = plus(sum_bias, grad)
         if grad_x is not None:
@@ -193,8 +193,8 @@ def backward_kernel(
                 if grad_summed is not None:
                     result += others[c]
                 write_chunk(grad_x + row * WIDTH, result, c, WIDTH, CHUNK)
-    if part is not None:
-        to = part + program.to(tl.int64) * WIDTH
+    if partials is not None:
+        to = partials + program.to(tl.int64) * WIDTH
         if grad_weight is not None:
             write_chunks(to, sum_weight, WIDTH, CHUNK)
             to += programs.to(tl.int64) * WIDTH

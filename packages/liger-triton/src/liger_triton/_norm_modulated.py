@@ -109,24 +109,23 @@ def backward(
     several = max(1, (12 if warps < 4 or mean is not None else 8) // warps)
     programs = min(tokens, programs_of_sample(several, x, samples))
     products = grad_scale is not None or grad_weight is not None
-    part = (
+    partials = (
         x.new_empty((2, samples * programs, width), dtype=torch.float32) if products or grad_shift is not None else None
     )
     backward_launch(
-        (programs * samples,), grad_y, x, scale, weight, mean, inverse, grad_x, part, grad_stride, x_stride,
+        (programs * samples,), grad_y, x, scale, weight, mean, inverse, grad_x, partials, grad_stride, x_stride,
         scale.stride(0), tokens, width, programs,
         STAGES=stages_of(several * 2 * width * x.element_size(), x, 4 if several == 1 else 3),
         **chunks_of(width, warps, mean is not None), **registers(registers_for(max(12, warps)), x),
     )  # fmt: skip
-    if part is None:
+    if partials is None:
         return
     of_samples = None if grad_weight is None else x.new_empty((1, samples, width), dtype=torch.float32)
     several = min(STRIP_ROWS, power_of_two(programs))
     strips = cdiv(width, STRIP // several)
     sum_launch.after(
-        (strips * samples,), part, scale, weight, grad_scale, grad_shift, of_samples, scale.stride(0), programs, width,
-        samples, strips,
-        ROWS=several, BLOCK=STRIP // several,
+        (strips * samples,), partials, scale, weight, grad_scale, grad_shift, of_samples, scale.stride(0), programs,
+        width, samples, strips, ROWS=several, BLOCK=STRIP // several,
     )  # fmt: skip
     if of_samples is not None:
         sum_columns(of_samples, grad_weight, None)
@@ -174,7 +173,7 @@ def modulation(scale, weight, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def backward_kernel(
-    grad_y, x, scale, weight, mean, inverse, grad_x, part, grad_stride, x_stride, scale_stride, tokens,
+    grad_y, x, scale, weight, mean, inverse, grad_x, partials, grad_stride, x_stride, scale_stride, tokens,
     WIDTH: tl.constexpr, programs,
     STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -190,7 +189,7 @@ def backward_kernel(
         value = read_chunks(x + row * x_stride, WIDTH, CHUNK)
         factor = tl.load(inverse + row)
         normal = normalized(value, mean, factor, row)
-        if part is not None:
+        if partials is not None:
             products = plus_product(products, grad, normal)
             sums = plus(sums, grad)
         if grad_x is not None:
@@ -201,15 +200,15 @@ def backward_kernel(
             slope = product_sum(scaled, normal) / WIDTH
             for c in tl.static_range(len(value)):
                 write_chunk(grad_x + row * WIDTH, (scaled[c] - normal[c] * slope) * factor, c, WIDTH, CHUNK)
-    if part is not None:
-        first = part + (sample * programs + program) * WIDTH
+    if partials is not None:
+        first = partials + (sample * programs + program) * WIDTH
         write_chunks(first, products, WIDTH, CHUNK)
         write_chunks(first + tl.num_programs(0).to(tl.int64) * WIDTH, sums, WIDTH, CHUNK)
 
 
 @triton.jit
 def sum_kernel(
-    part, scale, weight, grad_scale, grad_shift, of_samples, scale_stride, programs, width, samples, strips,
+    partials, scale, weight, grad_scale, grad_shift, of_samples, scale_stride, programs, width, samples, strips,
     EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program s · strips + c adds what the programs of sample s have of column strip c."""
@@ -222,7 +221,7 @@ def sum_kernel(
     for start in range(0, programs, ROWS):
         row = start + tl.arange(0, ROWS)
         mask = (row < programs)[:, None] & inside[None, :]
-        first = part + (sample * programs + row)[:, None] * width + column[None, :]
+        first = partials + (sample * programs + row)[:, None] * width + column[None, :]
         products += tl.load(first, mask=mask, other=0.0)
         sums += tl.load(first + tl.cast(samples, tl.int64) * programs * width, mask=mask, other=0.0)
     product = tl.sum(products, 0)

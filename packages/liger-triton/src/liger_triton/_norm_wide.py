@@ -51,13 +51,13 @@ def backward(
     if not sums:
         return
     programs = min(rows, PARTS)
-    part = x.new_empty((sums, programs, width), dtype=torch.float32)
+    partials = x.new_empty((sums, programs, width), dtype=torch.float32)
     sum_launch(
-        (cdiv(width, SUM_TILE), programs), grad_y, x, mean, inverse, grad_weight, grad_bias, part, grad_stride,
+        (cdiv(width, SUM_TILE), programs), grad_y, x, mean, inverse, grad_weight, grad_bias, partials, grad_stride,
         x_stride, rows, width,
         ROWS=SUM_ROWS, BLOCK=SUM_TILE,
     )  # fmt: skip
-    sum_columns(part, grad_weight, grad_bias)
+    sum_columns(partials, grad_weight, grad_bias)
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def wide_sum_kernel(
     inverse,
     grad_weight,
     grad_bias,
-    part,
+    partials,
     grad_stride,
     x_stride,
     rows,
@@ -219,7 +219,7 @@ def wide_sum_kernel(
     store_sums(
         tl.sum(sum_weight, 0),
         tl.sum(sum_bias, 0),
-        part,
+        partials,
         grad_weight,
         grad_bias,
         program,

@@ -161,7 +161,7 @@ def forward_kernel(
 
 
 @triton.jit
-def place(tile, rows, tokens, heads, TOKENS: tl.constexpr, HEADS: tl.constexpr):
+def tile_position(tile, rows, tokens, heads, TOKENS: tl.constexpr, HEADS: tl.constexpr):
     """Return the position of a tile.
 
     It is (batch and token of each row, heads, mask of valid rows, mask of valid rows and heads, offsets of the scales).
@@ -198,7 +198,7 @@ def backward_tiles(
     sum1 = tl.zeros((TOKENS, HEADS, LANES), dtype=tl.float32)
     sum2 = tl.zeros((TOKENS, HEADS, LANES), dtype=tl.float32)
     for tile in tl.range(start, count, programs, num_stages=STAGES):
-        batch, token, head, token_mask, there, scales = place(tile, rows, tokens, heads, TOKENS, HEADS)
+        batch, token, head, token_mask, there, scales = tile_position(tile, rows, tokens, heads, TOKENS, HEADS)
         above_row = rows_at(above, batch, token, head, above_batch, above_head, above_token)
         row = rows_at(x, batch, token, head, x_batch, x_head, x_token)
         cos_row = cos + (batch * cos_batch + token * cos_token)[:, None]
@@ -245,7 +245,7 @@ def backward_tiles(
 @triton.jit
 def backward_kernel(
     above_q, above_k, q, k, grad_q, grad_k, inverse_q, inverse_k, q_weight, k_weight, cos, sin, grad_q_weight,
-    grad_k_weight, part,
+    grad_k_weight, partials,
     above_q_batch, above_q_head, above_q_token, above_k_batch, above_k_head, above_k_token,
     q_batch, q_head, q_token, k_batch, k_head, k_token,
     grad_q_batch, grad_q_head, grad_q_token, grad_k_batch, grad_k_head, grad_k_token,
@@ -256,12 +256,12 @@ def backward_kernel(
 ):  # fmt: skip
     """Every program walks its share of the tiles of q, then of k.
 
-    Its sums go to its row of part (sums, programs, width).
+    Its sums go to its row of partials (sums, programs, width).
     """
     program = tl.program_id(0)
-    part_row = part
-    if part is not None:
-        part_row = part + program.to(tl.int64) * width
+    part_row = partials
+    if partials is not None:
+        part_row = partials + program.to(tl.int64) * width
     if grad_q is not None or grad_q_weight is not None:
         backward_tiles(
             program, q_tiles, programs, above_q, q, grad_q, inverse_q, q_weight, cos, sin, part_row, grad_q_weight,

@@ -93,15 +93,15 @@ def _launch_backward(
     shape = backward_shape(depth, width, layers)
     programs = min(rows, shape.programs * processors(layers.device))
     summed = grad_query is not None or grad_weight is not None
-    part = layers.new_empty((programs, width), dtype=torch.float32) if summed else None
+    partials = layers.new_empty((programs, width), dtype=torch.float32) if summed else None
     backward_launch(
-        (programs,), grad_y, layers, query, weight, statistics, grad_layers, part,
+        (programs,), grad_y, layers, query, weight, statistics, grad_layers, partials,
         grad_y.stride(0), layers.stride(0), layers.stride(1), depth, rows, width,
         DEPTH=power_of_two(depth), HELD=shape.held, STAGES=shape.stages, **chunks_of(width, shape.warps),
     )  # fmt: skip
-    if part is not None:
+    if partials is not None:
         sum_launch.after(
-            (cdiv(width, STRIP),), part, query, weight, grad_query, grad_weight, programs, width,
+            (cdiv(width, STRIP),), partials, query, weight, grad_query, grad_weight, programs, width,
             ROWS=min(power_of_two(programs), SUMMED // STRIP), BLOCK=STRIP,
         )  # fmt: skip
 
@@ -124,8 +124,8 @@ def backward_shape(depth: int, width: int, layers: Tensor) -> Shape:
     8192 x 4096 428 · 481 · 509, 25 x 4096 x 2048 286 · 368 · 415, 5 x 16384 x 1536 187 · 206 · 220.
     """
     warps, size = warps_for(width, MOST_CHUNKS_BACKWARD), width * layers.element_size()
-    kept = int(KEPT * l2_cache(layers.device)) // (depth * size * processors(layers.device))
-    programs = max(cdiv(4, warps), min(WALKING // warps, kept))
+    cached = int(KEPT * l2_cache(layers.device)) // (depth * size * processors(layers.device))
+    programs = max(cdiv(4, warps), min(WALKING // warps, cached))
     # Few layers fill no long pipeline, unless nothing else runs meanwhile.
     stages = MOST_STAGES_BACKWARD if programs == 1 else max(MOST_STAGES, min(MOST_STAGES_BACKWARD, depth // 2 - 2))
     return Shape(

@@ -93,15 +93,15 @@ def _launch_backward(
     tiles = cdiv(width, block)
     programs = min(cdiv(rows, BACKWARD.rows), max(1, BACKWARD.programs * processors(x.device) // tiles))
     sums = (grad_weight is not None) + (grad_bias is not None)
-    part = x.new_empty((sums, programs, width), dtype=torch.float32) if sums else None
+    partials = x.new_empty((sums, programs, width), dtype=torch.float32) if sums else None
     total = None if grad_alpha is None else x.new_empty((1, tiles * programs, 1), dtype=torch.float32)
     backward_launch(
-        (tiles, programs), grad_y, x, alpha, contiguous(weight), grad_x, grad_weight, grad_bias, part, total,
+        (tiles, programs), grad_y, x, alpha, contiguous(weight), grad_x, grad_weight, grad_bias, partials, total,
         grad_stride, x_stride,
         rows, width, ROWS=BACKWARD.rows, BLOCK=block, STAGES=BACKWARD.stages, num_warps=BACKWARD.warps,
     )  # fmt: skip
-    if part is not None:
-        sum_columns(part, grad_weight, grad_bias)
+    if partials is not None:
+        sum_columns(partials, grad_weight, grad_bias)
     if total is not None:
         # One column: the sums of all programs.
         sum_columns(total, grad_alpha, None)
@@ -156,7 +156,7 @@ def forward_kernel(x, alpha, weight, bias, y, x_stride, rows, width, tiles, ROWS
 
 @triton.jit
 def backward_kernel(
-    grad_y, x, alpha, weight, grad_x, grad_weight, grad_bias, part, total, grad_stride, x_stride, rows, width,
+    grad_y, x, alpha, weight, grad_x, grad_weight, grad_bias, partials, total, grad_stride, x_stride, rows, width,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (c, p) walks every programs-th group of ROWS rows of column tile c, from the p-th on.
@@ -189,8 +189,8 @@ def backward_kernel(
             tl.store(
                 grad_x + row[:, None] * width + column[None, :], (grad * slope).to(grad_x.dtype.element_ty), mask=mask
             )
-    if part is not None:
-        store_sums(sum_weight, sum_bias, part, grad_weight, grad_bias, program, programs, column, width)
+    if partials is not None:
+        store_sums(sum_weight, sum_bias, partials, grad_weight, grad_bias, program, programs, column, width)
     if total is not None:
         tl.store(total + program * tl.num_programs(0) + tl.program_id(0), tl.sum(sum_alpha, 0))
 

@@ -100,15 +100,15 @@ def _launch_backward(
     size = 2 * x.element_size() + gate.element_size()
     block, several, warps, stages, programs, held = backward_shape(width, size, shared_memory(x.device))
     programs = min(cdiv(rows, several), max(1, programs * processors(x.device) // groups))
-    part = None if grad_weight is None else x.new_empty((1, programs, whole), dtype=torch.float32)
+    partials = None if grad_weight is None else x.new_empty((1, programs, whole), dtype=torch.float32)
     backward_launch(
-        (programs, groups), grad_y, x, gate, contiguous(weight), inverse, grad_x, grad_gate, part,
+        (programs, groups), grad_y, x, gate, contiguous(weight), inverse, grad_x, grad_gate, partials,
         grad_stride, x_stride, gate_stride, rows, width, form.offset,
         SIGMOID=form.sigmoid, FIRST=form.first, ROWS=several, BLOCK=block, STAGES=stages, HELD=held, num_warps=warps,
         enable_fp_fusion=fuses(block),
     )  # fmt: skip
-    if part is not None:
-        sum_columns(part, grad_weight, None)
+    if partials is not None:
+        sum_columns(partials, grad_weight, None)
 
 
 # Share of copy bandwidth on one H200 (bfloat16, kernels alone) at 8192 · 4096 columns: forward .92 (16 warps .88) ·
@@ -181,12 +181,12 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    grad_y, x, gate, weight, inverse, grad_x, grad_gate, part, grad_stride, x_stride, gate_stride, rows, width, offset,
-    SIGMOID: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    grad_y, x, gate, weight, inverse, grad_x, grad_gate, partials, grad_stride, x_stride, gate_stride, rows, width,
+    offset, SIGMOID: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     HELD: tl.constexpr,
 ):  # fmt: skip
     """Program (p, g) walks group g of every programs-th ROWS rows, from the p-th on; its weight gradient goes to row p
-    of part.
+    of partials.
 
     With n the normalized row and u its gradient: that of what was normalized is inverse · (u - n · mean(u · n)).
     """
@@ -210,7 +210,7 @@ def backward_kernel(
         if FIRST:
             normed = normed * factor
         into = above if FIRST else above * factor
-        if part is not None:
+        if partials is not None:
             sums += tl.sum(into * normed, 0)
         if weight is not None:
             if not HELD:
@@ -226,8 +226,8 @@ def backward_kernel(
             if FIRST:
                 result = result * factor
             tl.store(grad_x + out, result.to(grad_x.dtype.element_ty), mask=mask)
-    if part is not None:
-        tl.store(part + program.to(tl.int64) * (groups * width) + column, sums, mask=lane < width)
+    if partials is not None:
+        tl.store(partials + program.to(tl.int64) * (groups * width) + column, sums, mask=lane < width)
 
 
 forward_launch = Launcher(forward_kernel)

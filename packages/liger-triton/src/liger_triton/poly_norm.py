@@ -79,15 +79,15 @@ def _launch_backward(
     several = max(1, WARPS // warps)
     stages = stages_of(several * 2 * width * x.element_size(), x)
     programs = min(rows, several * processors(x.device))
-    part = None if grad_weight is None and grad_bias is None else x.new_empty((1, programs, 4), dtype=torch.float32)
+    partials = None if grad_weight is None and grad_bias is None else x.new_empty((1, programs, 4), dtype=torch.float32)
     backward_launch(
-        (programs,), grad_y, x, contiguous(weight), inverse, grad_x, part, grad_stride, x_stride, rows, width,
+        (programs,), grad_y, x, contiguous(weight), inverse, grad_x, partials, grad_stride, x_stride, rows, width,
         STAGES=stages, **chunks_of(width, warps),
     )  # fmt: skip
-    if part is None:
+    if partials is None:
         return
-    sums = part.new_empty(4)
-    sum_columns(part, sums, None)
+    sums = partials.new_empty(4)
+    sum_columns(partials, sums, None)
     if grad_weight is not None:
         grad_weight.copy_(sums[:3])
     if grad_bias is not None:
@@ -135,10 +135,10 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    grad_y, x, weight, inverse, grad_x, part, grad_stride, x_stride, rows, WIDTH: tl.constexpr,
+    grad_y, x, weight, inverse, grad_x, partials, grad_stride, x_stride, rows, WIDTH: tl.constexpr,
     STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program p walks every programs-th row; the sums of its rows go to row p of part.
+    """Program p walks every programs-th row; the sums of its rows go to row p of partials.
 
     With n the k-th power normalized and P = Σ grad_y · n of a row, the power's gradient is weight · inverse · (grad_y -
     n · P / width), and that of x is k · x^(k-1) times as much; here all are polynomials of u = x normalized.
@@ -191,11 +191,11 @@ def backward_kernel(
                 result = grad[c] * (u * (u * slope_3 + slope_2) + factor_1)
                 result -= u * (square * (square * back_3 + back_2) + back_1)
                 write_chunk(grad_x + row * WIDTH, result * first, c, WIDTH, CHUNK)
-    if part is not None:
-        tl.store(part + program * 4, sum_3)
-        tl.store(part + program * 4 + 1, sum_2)
-        tl.store(part + program * 4 + 2, sum_1)
-        tl.store(part + program * 4 + 3, sum_0)
+    if partials is not None:
+        tl.store(partials + program * 4, sum_3)
+        tl.store(partials + program * 4 + 1, sum_2)
+        tl.store(partials + program * 4 + 2, sum_1)
+        tl.store(partials + program * 4 + 3, sum_0)
 
 
 forward_launch = Launcher(forward_kernel)

@@ -42,14 +42,14 @@ def _launch(y: Tensor, inverse: Tensor, /, x: Tensor, weight: Tensor, eps: float
     # So many programs share the columns that all processors have some; each takes a multiple of the tile.
     span = BLOCK * cdiv(columns, BLOCK * max(1, min(cdiv(columns, 16 * BLOCK), cdiv(3 * processors(x.device), blocks))))
     splits = cdiv(columns, span)
-    part = x.new_empty((splits, rows, count + 1), dtype=torch.float32)
+    partials = x.new_empty((splits, rows, count + 1), dtype=torch.float32)
     forward_launch(
-        (blocks, splits), x, weight, part, x.stride(0), weight.stride(0), rows, columns, span,
+        (blocks, splits), x, weight, partials, x.stride(0), weight.stride(0), rows, columns, span,
         COUNT=count, LOGITS=_logits(count), EXACT=x.dtype == torch.bfloat16, ROWS=ROWS, BLOCK=BLOCK, num_warps=4,
         num_stages=3,
     )  # fmt: skip
     finish_launch(
-        (cdiv(rows, 32),), part, y, inverse, splits, rows, columns, eps, COUNT=count, LOGITS=_logits(count), ROWS=32
+        (cdiv(rows, 32),), partials, y, inverse, splits, rows, columns, eps, COUNT=count, LOGITS=_logits(count), ROWS=32
     )
 
 
@@ -76,15 +76,15 @@ def _launch_backward(
     strips = cdiv(columns, BLOCK)
     span = ROWS * cdiv(rows, ROWS * max(1, min(cdiv(rows, 4 * ROWS), cdiv(3 * processors(x.device), strips))))
     splits = cdiv(rows, span)
-    part = None if grad_weight is None else x.new_empty((1, splits, count * columns), dtype=torch.float32)
+    partials = None if grad_weight is None else x.new_empty((1, splits, count * columns), dtype=torch.float32)
     backward_launch(
-        (strips, splits), grad_y, x, weight, y, inverse, grad_x, part,
+        (strips, splits), grad_y, x, weight, y, inverse, grad_x, partials,
         *grad_y.stride(), x.stride(0), weight.stride(0), rows, columns, span,
         COUNT=count, LOGITS=_logits(count), EXACT=x.dtype == torch.bfloat16, ROWS=ROWS, BLOCK=BLOCK, num_warps=4,
         num_stages=2,
     )  # fmt: skip
-    if part is not None:
-        sum_columns(part, grad_weight, None)
+    if partials is not None:
+        sum_columns(partials, grad_weight, None)
 
 
 def _logits(count: int) -> int:
@@ -122,7 +122,7 @@ def times(a, b, total, EXACT: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    x, weight, part, x_stride, weight_stride, rows, columns, span,
+    x, weight, partials, x_stride, weight_stride, rows, columns, span,
     COUNT: tl.constexpr, LOGITS: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (r, s) multiplies ROWS rows and its span of columns, and adds up their squares; the logits are rows of
@@ -142,14 +142,14 @@ def forward_kernel(
         wide = value.to(tl.float32)
         squares += tl.sum(wide * wide, 1)
         total = times(by, tl.trans(value), total, EXACT)
-    part += (tl.program_id(1).to(tl.int64) * rows + row) * (COUNT + 1)
-    tl.store(part[None, :] + logit[:, None], total, mask=(logit < COUNT)[:, None] & (row < rows)[None, :])
-    tl.store(part + COUNT, squares, mask=row < rows)
+    partials += (tl.program_id(1).to(tl.int64) * rows + row) * (COUNT + 1)
+    tl.store(partials[None, :] + logit[:, None], total, mask=(logit < COUNT)[:, None] & (row < rows)[None, :])
+    tl.store(partials + COUNT, squares, mask=row < rows)
 
 
 @triton.jit
 def finish_kernel(
-    part, y, inverse, splits, rows, columns, eps, COUNT: tl.constexpr, LOGITS: tl.constexpr, ROWS: tl.constexpr
+    partials, y, inverse, splits, rows, columns, eps, COUNT: tl.constexpr, LOGITS: tl.constexpr, ROWS: tl.constexpr
 ):
     """One program adds what the spans of ROWS rows have, and scales it."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -158,9 +158,9 @@ def finish_kernel(
     total = tl.zeros((ROWS, LOGITS), dtype=tl.float32)
     squares = tl.zeros((ROWS,), dtype=tl.float32)
     for split in range(0, splits):
-        own = part + (tl.cast(split, tl.int64) * rows + row) * (COUNT + 1)
-        total += tl.load(own[:, None] + logit[None, :], mask=mask, other=0.0)
-        squares += tl.load(own + COUNT, mask=row < rows, other=0.0)
+        source = partials + (tl.cast(split, tl.int64) * rows + row) * (COUNT + 1)
+        total += tl.load(source[:, None] + logit[None, :], mask=mask, other=0.0)
+        squares += tl.load(source + COUNT, mask=row < rows, other=0.0)
     scale = tl.rsqrt(squares / columns + eps)
     tl.store(inverse + row, scale, mask=row < rows)
     tl.store(y + row[:, None] * COUNT + logit[None, :], total * scale[:, None], mask=mask)
@@ -168,8 +168,8 @@ def finish_kernel(
 
 @triton.jit
 def backward_kernel(
-    grad_y, x, weight, y, inverse, grad_x, part, grad_stride, grad_column, x_stride, weight_stride, rows, columns, span,
-    COUNT: tl.constexpr, LOGITS: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    grad_y, x, weight, y, inverse, grad_x, partials, grad_stride, grad_column, x_stride, weight_stride, rows, columns,
+    span, COUNT: tl.constexpr, LOGITS: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (c, s) walks its span of rows of a strip of columns.
 
@@ -206,10 +206,10 @@ def backward_kernel(
                 result = tl.dot(grad, by, input_precision="ieee")
             result = result - value.to(tl.float32) * shrink[:, None]
             tl.store(grad_x + row[:, None] * columns + column[None, :], result.to(grad_x.dtype.element_ty), mask=mask)
-        if part is not None:
+        if partials is not None:
             sums = times(tl.trans(grad), value, sums, EXACT)
-    if part is not None:
-        out = part + (tl.program_id(1).to(tl.int64) * COUNT + logit[:, None]) * columns + column[None, :]
+    if partials is not None:
+        out = partials + (tl.program_id(1).to(tl.int64) * COUNT + logit[:, None]) * columns + column[None, :]
         tl.store(out, sums, mask=used[:, None] & inside[None, :])
 
 

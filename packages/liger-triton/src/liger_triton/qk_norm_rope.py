@@ -157,11 +157,11 @@ def _launch_backward(
     if not programs:
         zero(grad_q_weight, grad_k_weight)
         return
-    part = q.new_empty((sums, programs, q.shape[3]), dtype=torch.float32) if sums else None
+    partials = q.new_empty((sums, programs, q.shape[3]), dtype=torch.float32) if sums else None
     backward_launch(
         (programs,), above_q, above_k, q, k, grad_q, grad_k, inverse_q, inverse_k, contiguous(q_weight),
         contiguous(k_weight), cos, sin,
-        grad_q_weight, grad_k_weight, part,
+        grad_q_weight, grad_k_weight, partials,
         *above_q.stride()[:3], *above_k.stride()[:3], *q.stride()[:3], *k.stride()[:3], *into_q.stride()[:3],
         *into_k.stride()[:3],
         *_tables(cos, sin, q.shape[0]),
@@ -170,8 +170,8 @@ def _launch_backward(
         weight_offset, Q_TOKENS=q_tile.tokens, Q_HEADS=q_tile.heads, K_TOKENS=k_tile.tokens, K_HEADS=k_tile.heads,
         **options,
     )  # fmt: skip
-    if part is not None:
-        sum_columns(part, grad_q_weight, grad_k_weight)
+    if partials is not None:
+        sum_columns(partials, grad_q_weight, grad_k_weight)
 
 
 def _options(width: int, rotary: int, interleaved: bool, shape: Shape) -> tuple[int, dict[str, object]]:

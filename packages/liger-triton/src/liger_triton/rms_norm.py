@@ -202,14 +202,14 @@ def launch_norm_backward(
     groups = cdiv(count, several)
     size = (2 if grad_summed is None else 3) * x.element_size() * several * block
     programs = groups if direct or not sums else min(groups, 2 * processors(x.device))
-    part = None if direct or not sums else x.new_empty((sums, programs, width), dtype=torch.float32)
+    partials = None if direct or not sums else x.new_empty((sums, programs, width), dtype=torch.float32)
     # A product fused into its distance from the mean would leave its round-off, which inverse makes large where a row
     # is constant.
     backward_launch(
-        (programs + cdiv(width, STRIP) if direct and sums else programs,), *args, part, grad_stride, summed_stride,
+        (programs + cdiv(width, STRIP) if direct and sums else programs,), *args, partials, grad_stride, summed_stride,
         x_stride, count, width,
         programs, offset, ROWS=several, BLOCK=block, STAGES=stages_of(size, x), num_warps=4,
         enable_fp_fusion=mean is None,
     )  # fmt: skip
-    if part is not None:
-        sum_columns(part, grad_weight, grad_bias)
+    if partials is not None:
+        sum_columns(partials, grad_weight, grad_bias)
