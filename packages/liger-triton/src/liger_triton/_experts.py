@@ -11,20 +11,20 @@ from liger_triton.launch import Launcher
 
 
 @triton.jit
-def spread_kernel(x, place, rows, stride, width, tiles, K: tl.constexpr, BLOCK: tl.constexpr):
-    """One program reads one tile of a token's row and writes it to all its places."""
+def spread_kernel(x, slot_rows, rows, stride, width, tiles, K: tl.constexpr, BLOCK: tl.constexpr):
+    """One program reads one tile of a token's row and writes it to the rows of all its slots."""
     token = (tl.program_id(0) // tiles).to(tl.int64)
     column = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     value = tl.load(x + token * stride + column, mask=mask)
     for k in tl.static_range(K):
-        row = tl.load(place + token * K + k)
+        row = tl.load(slot_rows + token * K + k)
         tl.store(rows + row * width + column, value, mask=mask)
 
 
 @triton.jit
 def combine_kernel(
-    rows, place, ends, weight, bias, index, y, width, tiles, groups,
+    rows, slot_rows, ends, weight, bias, index, y, width, tiles, groups,
     WEIGHTED: tl.constexpr, HAS_BIAS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program sums one tile of the rows of one token."""
@@ -35,7 +35,7 @@ def combine_kernel(
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in tl.static_range(K):
         slot = token * K + k
-        row = tl.load(place + slot)
+        row = tl.load(slot_rows + slot)
         mask = inside & (row < last)
         value = tl.load(rows + row * width + column, mask=mask, other=0.0).to(tl.float32)
         if HAS_BIAS:
@@ -155,7 +155,7 @@ def activate_backward_kernel(
     for begin in range(0, width, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         mask = inside[:, None] & (column < width)[None, :]
-        place = row[:, None] * width + column[None, :]
+        offset = row[:, None] * width + column[None, :]
         value, slope, flat, factor, factor_flat = joined_values(
             joined,
             bias,
@@ -174,7 +174,7 @@ def activate_backward_kernel(
             HAS_BIAS,
         )
         if NEEDS_JOINED or NEEDS_WEIGHT:
-            grad = tl.load(pulled + place, mask=mask, other=0.0).to(tl.float32)
+            grad = tl.load(pulled + offset, mask=mask, other=0.0).to(tl.float32)
             total += tl.sum(grad * value * factor, 1)
             grad = grad * scale
         if NEEDS_JOINED:
@@ -188,7 +188,7 @@ def activate_backward_kernel(
             activation = value * factor
             if WEIGHTED:
                 activation = activation * scale
-            tl.store(active + place, activation.to(active.dtype.element_ty), mask=mask)
+            tl.store(active + offset, activation.to(active.dtype.element_ty), mask=mask)
     if NEEDS_WEIGHT:
         if HAS_ALONG:
             total += tl.load(along + slot, mask=inside, other=0.0)
@@ -196,10 +196,12 @@ def activate_backward_kernel(
 
 
 @triton.jit
-def along_kernel(grad_y, bias, index, place, ends, along, stride, width, groups, K: tl.constexpr, BLOCK: tl.constexpr):
+def along_kernel(
+    grad_y, bias, index, slot_rows, ends, along, stride, width, groups, K: tl.constexpr, BLOCK: tl.constexpr
+):
     """One program multiplies the upstream gradient of one slot's token by its expert's bias."""
     slot = tl.program_id(0).to(tl.int64)
-    inside = tl.load(place + slot) < tl.load(ends + groups - 1)
+    inside = tl.load(slot_rows + slot) < tl.load(ends + groups - 1)
     group = tl.load(index + slot).to(tl.int64)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for begin in range(0, width, BLOCK):

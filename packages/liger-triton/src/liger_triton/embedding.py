@@ -63,7 +63,7 @@ def _launch_backward(
         grad_weight.zero_()
         return
     grad_y = rows_of(grad_y)
-    found, order = _prepared(index.contiguous().view(-1), grad_weight)
+    sorted_index, order = _prepared(index.contiguous().view(-1), grad_weight)
     tiles, block = _tiles(width, SUM_TILE)
     spans = cdiv(count, SPAN)
     # The sum that a span begins with if it continues one, and the one that it ends with if that goes beyond it.
@@ -71,12 +71,13 @@ def _launch_backward(
     grid = (spans * tiles,)
     shape = (count, rows, width, tiles, padding)
     spans_launch.after(
-        grid, grad_y, found, order, grad_weight, parts[0], parts[1], grad_y.stride(0), *shape, SPAN=SPAN, BLOCK=block,
-        STAGES=STAGES,
-        num_warps=SUM_WARPS,
+        grid, grad_y, sorted_index, order, grad_weight, parts[0], parts[1], grad_y.stride(0), *shape, SPAN=SPAN,
+        BLOCK=block, STAGES=STAGES, num_warps=SUM_WARPS,
     )  # fmt: skip
     if spans > 1:
-        crossing_launch.after(grid, found, grad_weight, parts[0], parts[1], spans, *shape, SPAN=SPAN, BLOCK=block)
+        crossing_launch.after(
+            grid, sorted_index, grad_weight, parts[0], parts[1], spans, *shape, SPAN=SPAN, BLOCK=block
+        )
 
 
 def _prepared(index: Tensor, grad_weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,15 +87,15 @@ def _prepared(index: Tensor, grad_weight: Tensor) -> tuple[Tensor, Tensor]:
     if not narrow or (count > COMPARED and count**2 > size):
         grad_weight.zero_()
         # 32 bits are sorted in half the time.
-        found, order = torch.sort(index.to(torch.int32) if narrow else index, stable=True)
-        return found, order
-    found, order = (torch.empty(count, dtype=torch.int32, device=index.device) for _ in range(2))
+        sorted_index, order = torch.sort(index.to(torch.int32) if narrow else index, stable=True)
+        return sorted_index, order
+    sorted_index, order = (torch.empty(count, dtype=torch.int32, device=index.device) for _ in range(2))
     ranks = cdiv(count, RANKED)
     prepare_launch(
-        (ranks + cdiv(size, ZEROS),), index, found, order, grad_weight, count, rows, ranks, size, ROWS=RANKED,
+        (ranks + cdiv(size, ZEROS),), index, sorted_index, order, grad_weight, count, rows, ranks, size, ROWS=RANKED,
         OTHERS=OTHERS, BLOCK=ZEROS
     )  # fmt: skip
-    return found, order
+    return sorted_index, order
 
 
 def _tiles(width: int, most: int) -> tuple[int, int]:
@@ -121,35 +122,35 @@ def rows_kernel(index, weight, y, weight_stride, count, rows, width, ROWS: tl.co
 
 @triton.jit
 def prepare_kernel(
-    index, found, order, grad_weight, count, rows, ranks, size, ROWS: tl.constexpr, OTHERS: tl.constexpr,
+    index, sorted_index, order, grad_weight, count, rows, ranks, size, ROWS: tl.constexpr, OTHERS: tl.constexpr,
     BLOCK: tl.constexpr
 ):  # fmt: skip
     """Each of the first `ranks` programs puts ROWS indices in order; the others write BLOCK zeros each, which keeps the
     memory busy meanwhile."""
     program = tl.program_id(0)
     if program < ranks:
-        rank(program, index, found, order, count, rows, ROWS, OTHERS)
+        rank(program, index, sorted_index, order, count, rows, ROWS, OTHERS)
     else:
-        place = (program - ranks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(grad_weight + place, tl.zeros((BLOCK,), dtype=grad_weight.dtype.element_ty), mask=place < size)
+        offset = (program - ranks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(grad_weight + offset, tl.zeros((BLOCK,), dtype=grad_weight.dtype.element_ty), mask=offset < size)
 
 
 @triton.jit
-def rank(program, index, found, order, count, rows, ROWS: tl.constexpr, OTHERS: tl.constexpr):
+def rank(program, index, sorted_index, order, count, rows, ROWS: tl.constexpr, OTHERS: tl.constexpr):
     """Put ROWS indices where they belong in the order: behind all smaller ones and behind earlier equal ones."""
-    place = program * ROWS + tl.arange(0, ROWS)
-    inside = place < count
-    own = narrowed(tl.load(index + place, mask=inside, other=0), rows)
+    entry = program * ROWS + tl.arange(0, ROWS)
+    inside = entry < count
+    key = narrowed(tl.load(index + entry, mask=inside, other=0), rows)
     before = tl.zeros((ROWS, OTHERS), dtype=tl.int32)
     for start in range(0, count, OTHERS):
         others = start + tl.arange(0, OTHERS)
         other = narrowed(tl.load(index + others, mask=others < count, other=0), rows)
         # Larger than all: behind the last one.
         other = tl.where(others < count, other, 2147483647)[None, :]
-        before += ((other < own[:, None]) | ((other == own[:, None]) & (others[None, :] < place[:, None]))).to(tl.int32)
+        before += ((other < key[:, None]) | ((other == key[:, None]) & (others[None, :] < entry[:, None]))).to(tl.int32)
     position = tl.sum(before, 1)
-    tl.store(found + position, own, mask=inside)
-    tl.store(order + position, place, mask=inside)
+    tl.store(sorted_index + position, key, mask=inside)
+    tl.store(order + position, entry, mask=inside)
 
 
 @triton.jit
@@ -160,7 +161,7 @@ def narrowed(index, rows):
 
 @triton.jit
 def spans_kernel(
-    grad_y, found, order, grad_weight, heads, tails, grad_stride, count, rows, width, tiles, padding,
+    grad_y, sorted_index, order, grad_weight, heads, tails, grad_stride, count, rows, width, tiles, padding,
     EARLY: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program sums one tile of columns over one span of the sorted indices, a run of equal ones after the other.
@@ -175,13 +176,13 @@ def spans_kernel(
     mask = column < width
     first = span * SPAN
     last = tl.minimum(first + SPAN, count)
-    before = tl.load(found + first - 1, mask=first > 0, other=-1).to(tl.int64)
-    behind = tl.load(found + last, mask=last < count, other=-1).to(tl.int64)
-    row = tl.load(found + first).to(tl.int64)
+    before = tl.load(sorted_index + first - 1, mask=first > 0, other=-1).to(tl.int64)
+    behind = tl.load(sorted_index + last, mask=last < count, other=-1).to(tl.int64)
+    row = tl.load(sorted_index + first).to(tl.int64)
     continued = (first > 0) & (row == before)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for position in tl.range(first, last, num_stages=STAGES):
-        following = tl.load(found + position).to(tl.int64)
+        following = tl.load(sorted_index + position).to(tl.int64)
         source = tl.load(order + position).to(tl.int64)
         value = tl.load(grad_y + source * grad_stride + column, mask=mask, other=0.0).to(tl.float32)
         ends = following != row
@@ -203,7 +204,7 @@ def spans_kernel(
 
 @triton.jit
 def crossing_kernel(
-    found, grad_weight, heads, tails, spans, count, rows, width, tiles, padding, EARLY: tl.constexpr,
+    sorted_index, grad_weight, heads, tails, spans, count, rows, width, tiles, padding, EARLY: tl.constexpr,
     SPAN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program sums one tile of columns of the run that begins in its span and ends in a later one, if any."""
@@ -214,9 +215,9 @@ def crossing_kernel(
     mask = column < width
     first = span * SPAN
     last = tl.minimum(first + SPAN, count)
-    row = tl.load(found + last - 1).to(tl.int64)
-    before = tl.load(found + first - 1, mask=first > 0, other=-1).to(tl.int64)
-    behind = tl.load(found + last, mask=last < count, other=-1).to(tl.int64)
+    row = tl.load(sorted_index + last - 1).to(tl.int64)
+    before = tl.load(sorted_index + first - 1, mask=first > 0, other=-1).to(tl.int64)
+    behind = tl.load(sorted_index + last, mask=last < count, other=-1).to(tl.int64)
     counted = (row != padding) & (row >= 0) & (row < rows)
     # Sorted: a span whose last index is the one before it holds no other.
     begins = (last < count) & (row == behind) & ((first == 0) | (row != before)) & counted
@@ -228,7 +229,7 @@ def crossing_kernel(
             total += tl.load(heads + span * width + column, mask=mask, other=0.0)
             span += 1
             # The run has come to the next span if that begins with it.
-            going = (span < spans) & (tl.load(found + tl.minimum(span * SPAN, count - 1)).to(tl.int64) == row)
+            going = (span < spans) & (tl.load(sorted_index + tl.minimum(span * SPAN, count - 1)).to(tl.int64) == row)
         tl.store(grad_weight + row * width + column, total.to(grad_weight.dtype.element_ty), mask=mask)
 
 

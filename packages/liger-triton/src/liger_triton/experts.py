@@ -86,12 +86,12 @@ def _allocate(
     x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, biases: Biases, adapters: Adapters, gate: Gate
 ) -> Outputs:  # fmt: skip
     slots = routing.chosen.numel()
-    order, place = (x.new_empty(slots, dtype=torch.int64) for _ in range(2))
+    order, slot_rows = (x.new_empty(slots, dtype=torch.int64) for _ in range(2))
     return (
         dense_like(x),
         x.new_empty(slots, gate_up.shape[1]),
         order,
-        place,
+        slot_rows,
         x.new_empty(down.shape[0], dtype=torch.int32),
     )
 
@@ -103,34 +103,33 @@ def _scratch(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, *rest: 
 
 
 def _launch(
-    y: Tensor, joined: Tensor, order: Tensor, place: Tensor, ends: Tensor, /, x: Tensor, gate_up: Tensor, down: Tensor,
-    routing: Routing,
-    biases: Biases, adapters: Adapters, gate: Gate,
+    y: Tensor, joined: Tensor, order: Tensor, slot_rows: Tensor, ends: Tensor, /, x: Tensor, gate_up: Tensor,
+    down: Tensor, routing: Routing, biases: Biases, adapters: Adapters, gate: Gate,
 ) -> Outputs:  # fmt: skip
-    order, place, ends = grouped(routing.chosen, down.shape[0])
+    order, slot_rows, ends = grouped(routing.chosen, down.shape[0])
     joined = _through(
-        _spread(x, place, routing), gate_up.mT, _turned(adapters.gate_up_a), _turned(adapters.gate_up_b), ends
+        _spread(x, slot_rows, routing), gate_up.mT, _turned(adapters.gate_up_a), _turned(adapters.gate_up_b), ends
     )
     active = joined.new_empty(joined.shape[0], down.shape[2])
     _activate(joined, active, order, ends, routing, biases, gate)
     parts = _through(active, down.mT, _turned(adapters.down_a), _turned(adapters.down_b), ends)
     del active
-    y = _combine(parts, place, ends, routing, routing.weight, biases.down_bias)
-    return y, joined, order, place, ends
+    y = _combine(parts, slot_rows, ends, routing, routing.weight, biases.down_bias)
+    return y, joined, order, slot_rows, ends
 
 
 def _allocate_backward(
     grad_y: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, biases: Biases, adapters: Adapters,
     gate: Gate, joined: Tensor,
-    order: Tensor, place: Tensor, ends: Tensor, needs: list[bool],
+    order: Tensor, slot_rows: Tensor, ends: Tensor, needs: list[bool],
 ) -> Outputs:  # fmt: skip
-    given = (x, gate_up, down, routing.weight, *biases, *adapters)
+    inputs = (x, gate_up, down, routing.weight, *biases, *adapters)
     matrices = (False, True, True, False, False, False, *[True] * len(adapters))
-    wanted = zip(needs, given, matrices, strict=True)
+    wanted = zip(needs, inputs, matrices, strict=True)
     return (
         *(
-            None if t is None or not need else torch.empty_like(t) if kept else dense_like(t)
-            for need, t, kept in wanted
+            None if t is None or not need else torch.empty_like(t) if keeps_layout else dense_like(t)
+            for need, t, keeps_layout in wanted
         ),
         None,
     )
@@ -153,13 +152,13 @@ def _launch_backward(
     grad_down_a: Tensor | None,
     grad_down_b: Tensor | None, scratch: Tensor | None, /, grad_y: Tensor, x: Tensor, gate_up: Tensor, down: Tensor,
     routing: Routing,
-    biases: Biases, adapters: Adapters, gate: Gate, joined: Tensor, order: Tensor, place: Tensor, ends: Tensor,
+    biases: Biases, adapters: Adapters, gate: Gate, joined: Tensor, order: Tensor, slot_rows: Tensor, ends: Tensor,
     needs: list[bool],
 ) -> Outputs:  # fmt: skip
     for_x, for_gate_up, for_down, for_weight, for_gate_up_bias, for_down_bias, *for_adapters = needs
     for_first, for_second = (for_gate_up, *for_adapters[:2]), (for_down, *for_adapters[2:])
     through = for_x or any(for_first) or for_gate_up_bias
-    grads = _spread(grad_y, place, routing)
+    grads = _spread(grad_y, slot_rows, routing)
     # Wᵀ g and w · a may leave float16's range where w · Wᵀ g, (Wᵀ g) · a and the gradient of W do not.
     narrow = grads.dtype == torch.float16
     wide = torch.float32 if narrow else grads.dtype
@@ -173,7 +172,7 @@ def _launch_backward(
     if for_weight:
         grad_weight = dense_like(routing.weight)
     along = (
-        _along_bias(grad_y, place, ends, routing, biases.down_bias)
+        _along_bias(grad_y, slot_rows, ends, routing, biases.down_bias)
         if for_weight and biases.down_bias is not None
         else None
     )
@@ -193,11 +192,11 @@ def _launch_backward(
         if any(for_first):
             matrices = gate_up, *adapters[:2]
             grad_gate_up, grad_gate_up_a, grad_gate_up_b = _of_matrices(
-                grad_joined, _spread(x, place, routing), matrices, ends, for_first
+                grad_joined, _spread(x, slot_rows, routing), matrices, ends, for_first
             )
         if for_x:
             grad_x = _combine(
-                _through(grad_joined, gate_up, adapters.gate_up_b, adapters.gate_up_a, ends), place, ends, routing
+                _through(grad_joined, gate_up, adapters.gate_up_b, adapters.gate_up_a, ends), slot_rows, ends, routing
             )
     return (
         *(grad_x, grad_gate_up, grad_down, grad_weight, grad_gate_up_bias, grad_down_bias),
@@ -233,9 +232,9 @@ def _of_matrices(
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of matrices and of their adapter from rows and the upstream gradients of the products."""
-    own, a, b = matrices
+    base, a, b = matrices
     return (
-        _summed_like(own, grads, rows, ends) if needs[0] else None,
+        _summed_like(base, grads, rows, ends) if needs[0] else None,
         _summed_like(a, grouped_matmul(grads, b, ends), rows, ends)
         if needs[1] and a is not None and b is not None
         else None,
@@ -252,21 +251,21 @@ def _summed_like(matrices: Tensor, left: Tensor, right: Tensor, ends: Tensor) ->
     return grouped_sum(left, right, ends)
 
 
-def _spread(x: Tensor, place: Tensor, routing: Routing) -> Tensor:
-    """Copy the row of each token to the places of all its slots."""
+def _spread(x: Tensor, slot_rows: Tensor, routing: Routing) -> Tensor:
+    """Copy the row of each token to the rows of all its slots."""
     k, width = routing.chosen.shape[1], x.shape[1]
     x, stride = strided_rows(x)
-    rows = x.new_empty(place.shape[0], width)
+    rows = x.new_empty(slot_rows.shape[0], width)
     if rows.numel():
         block = min(WIDE, power_of_two(width))
         tiles = cdiv(width, block)
-        spread_launch((x.shape[0] * tiles,), x, place, rows, stride, width, tiles, K=k, BLOCK=block, num_warps=4)
+        spread_launch((x.shape[0] * tiles,), x, slot_rows, rows, stride, width, tiles, K=k, BLOCK=block, num_warps=4)
     return rows
 
 
 def _combine(
     rows: Tensor,
-    place: Tensor,
+    slot_rows: Tensor,
     ends: Tensor,
     routing: Routing,
     weight: Tensor | None = None,
@@ -279,8 +278,8 @@ def _combine(
         block = min(WIDE, power_of_two(width))
         tiles = cdiv(width, block)
         combine_launch(
-            (tokens * tiles,), rows, place, ends, contiguous(weight), contiguous(bias), contiguous(routing.chosen), y,
-            width, tiles, ends.shape[0],
+            (tokens * tiles,), rows, slot_rows, ends, contiguous(weight), contiguous(bias), contiguous(routing.chosen),
+            y, width, tiles, ends.shape[0],
             WEIGHTED=weight is not None, HAS_BIAS=bias is not None, K=k, BLOCK=block, num_warps=4,
         )  # fmt: skip
     else:
@@ -320,15 +319,15 @@ def _activate_backward(
         grad_weight.zero_()
 
 
-def _along_bias(grad_y: Tensor, place: Tensor, ends: Tensor, routing: Routing, bias: Tensor) -> Tensor:
+def _along_bias(grad_y: Tensor, slot_rows: Tensor, ends: Tensor, routing: Routing, bias: Tensor) -> Tensor:
     """Return, for each slot, the product of its token's upstream gradient and its expert's bias."""
     grad_y, stride = strided_rows(grad_y)
-    along = grad_y.new_empty(place.shape[0], dtype=torch.float32)
+    along = grad_y.new_empty(slot_rows.shape[0], dtype=torch.float32)
     if along.numel():
         width = grad_y.shape[1]
         along_launch(
-            (along.shape[0],), grad_y, contiguous(bias), contiguous(routing.chosen), place, ends, along, stride, width,
-            ends.shape[0],
+            (along.shape[0],), grad_y, contiguous(bias), contiguous(routing.chosen), slot_rows, ends, along, stride,
+            width, ends.shape[0],
             K=routing.chosen.shape[1], BLOCK=min(WIDE, power_of_two(width)), num_warps=4,
         )  # fmt: skip
     return along
@@ -362,6 +361,7 @@ _experts = differentiable(
     ComposedKernel("experts", _allocate, _launch, scratch=_scratch),
     ComposedKernel("experts_backward", _allocate_backward, _launch_backward, "joined", _scratch_backward),
     saves=(
-        "x", "gate_up", "down", *Routing._fields, *Biases._fields, *Adapters._fields, "joined", "order", "place", "ends"
+        "x", "gate_up", "down", *Routing._fields, *Biases._fields, *Adapters._fields, "joined", "order", "slot_rows",
+        "ends",
     ),
 )  # fmt: skip
