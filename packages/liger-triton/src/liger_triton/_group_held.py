@@ -115,8 +115,8 @@ def forward_kernel(
     total = tl.zeros((BLOCK // NEAR, NEAR), dtype=tl.float32)
     values = no_chunks()
     for t in tl.static_range(TILES):
-        place = t * BLOCK + near
-        values += (read(x + place, None if EVEN or t < TILES - 1 else place < size),)
+        offset = t * BLOCK + near
+        values += (read(x + offset, None if EVEN or t < TILES - 1 else offset < size),)
         total += values[t]
     average = tl.div_rn(tl.sum(tl.sum(total, 1), 0), tl.cast(size, tl.float32))
     squares = tl.zeros((BLOCK // NEAR, NEAR), dtype=tl.float32)
@@ -140,8 +140,8 @@ def write_tile(
 ):  # fmt: skip
     """Write a tile of y, up to stop, or if that is None, all of it."""
     begin = first + tl.arange(0, BLOCK // NEAR) * NEAR
-    place = begin[:, None] + tl.arange(0, NEAR)[None, :]
-    mask = None if stop is None else place < stop
+    offset = begin[:, None] + tl.arange(0, NEAR)[None, :]
+    mask = None if stop is None else offset < stop
     value = (value - average) * scale
     # Numbers TOGETHER have one channel, so that one division serves them.
     if TOGETHER == BLOCK:
@@ -151,13 +151,13 @@ def write_tile(
         number = (begin // space)[:, None]
         held = None if stop is None else (begin < stop)[:, None]
     else:
-        number = place // space
+        number = offset // space
         held = mask
     if weight is not None:
         value = value * read(weight + channel + number, held)
     if bias is not None:
         value = value + read(bias + channel + number, held)
-    tl.store(y + place, value.to(y.dtype.element_ty), mask=mask, eviction_policy="evict_first")
+    tl.store(y + offset, value.to(y.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -183,10 +183,10 @@ def backward_kernel(
         total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         for s in tl.static_range(ALONG):
             column = s * BLOCK + tl.arange(0, BLOCK)
-            place = member[:, None] * space + column[None, :]
+            offset = member[:, None] * space + column[None, :]
             mask = None if WHOLE else (member < channels)[:, None] & (column < space)[None, :]
-            grad = read(grad_y + start + place, mask)
-            value = read(x + start + place, mask)
+            grad = read(grad_y + start + offset, mask)
+            value = read(x + start + offset, mask)
             product += grad * ((value - average) * scale)
             total += grad
         # What a thread has: the threads wait for each other once, behind all reads.
@@ -213,14 +213,14 @@ def backward_kernel(
             member = (ACROSS - 1 - back) * ROWS + tl.arange(0, ROWS)
             for s in tl.static_range(ALONG):
                 column = (ALONG - 1 - s) * BLOCK + tl.arange(0, BLOCK)
-                place = member[:, None] * space + column[None, :]
+                offset = member[:, None] * space + column[None, :]
                 mask = None if WHOLE else (member < channels)[:, None] & (column < space)[None, :]
-                grad = read(grad_y + start + place, mask, "evict_first")
-                value = read(x + start + place, mask, "evict_first")
+                grad = read(grad_y + start + offset, mask, "evict_first")
+                value = read(x + start + offset, mask, "evict_first")
                 if weight is not None:
                     grad *= read(weight + first + member, None if WHOLE else member < channels)[:, None]
                 result = (grad - mean_grad - (value - average) * scale * product_mean) * scale
-                tl.store(grad_x + start + place, result.to(grad_x.dtype.element_ty), mask=mask, cache_modifier=".cs")
+                tl.store(grad_x + start + offset, result.to(grad_x.dtype.element_ty), mask=mask, cache_modifier=".cs")
 
 
 @triton.jit

@@ -56,7 +56,7 @@ def merged(count, average, squares):
 
 @triton.jit
 def forward_kernel(
-    x, weight, bias, y, mean, inverse, found, groups, channels, space, part, eps,
+    x, weight, bias, y, mean, inverse, part_moments, groups, channels, space, part_size, eps,
     EARLY: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (r, p) takes part p of group r.
@@ -68,21 +68,21 @@ def forward_kernel(
     rows = tl.num_programs(0)
     parts = tl.num_programs(1)
     size = channels * space
-    start = tl.program_id(1) * part
-    stop = start + tl.minimum(part, size - start)
+    start = tl.program_id(1) * part_size
+    stop = start + tl.minimum(part_size, size - start)
     x += row * size
     if FIRST:
         count, average, squares = moments(x, start, stop, BLOCK)
-        place = found + row * parts + tl.program_id(1)
-        tl.store(place, count)
-        tl.store(place + rows * parts, average)
-        tl.store(place + 2 * rows * parts, squares)
+        target = part_moments + row * parts + tl.program_id(1)
+        tl.store(target, count)
+        tl.store(target + rows * parts, average)
+        tl.store(target + 2 * rows * parts, squares)
     else:
-        if found is None:
+        if part_moments is None:
             count, average, squares = moments(x, start, stop, BLOCK)
         else:
             number = tl.arange(0, PARTS)
-            source = found + row * parts + number
+            source = part_moments + row * parts + number
             count, average, squares = merged(
                 tl.load(source, mask=number < parts, other=0.0),
                 tl.load(source + rows * parts, mask=number < parts, other=0.0),
@@ -109,14 +109,14 @@ def normalize(
     x, weight, bias, y, average, scale, channel, first, space, stop, TOGETHER: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Read a tile of x, and write it as `write_tile` does."""
-    place = first + (tl.arange(0, BLOCK // NEAR) * NEAR)[:, None] + tl.arange(0, NEAR)[None, :]
-    value = read(x + place, None if stop is None else place < stop, "evict_first")
+    offset = first + (tl.arange(0, BLOCK // NEAR) * NEAR)[:, None] + tl.arange(0, NEAR)[None, :]
+    value = read(x + offset, None if stop is None else offset < stop, "evict_first")
     write_tile(y, value, weight, bias, average, scale, channel, first, space, stop, TOGETHER, BLOCK)
 
 
 @triton.jit
 def sum_kernel(
-    grad_y, x, mean, inverse, sums, rows, channels, per_group, space, part,
+    grad_y, x, mean, inverse, sums, rows, channels, per_group, space, part_size,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Program (r, p) sums grad_y · n and grad_y of part p of ROWS channels, n the normalized x.
@@ -129,12 +129,12 @@ def sum_kernel(
     scale = tl.load(inverse + row // per_group, mask=inside, other=0.0)[:, None]
     products = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     totals = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    start = tl.program_id(1) * part
-    for first in tl.range(start, start + tl.minimum(part, space - start), BLOCK, num_stages=3):
-        place = first + tl.arange(0, BLOCK)
-        mask = None if WHOLE else inside[:, None] & (place < space)[None, :]
-        grad = read(grad_y + row[:, None] * space + place[None, :], mask, "evict_last")
-        value = read(x + row[:, None] * space + place[None, :], mask, "evict_last")
+    start = tl.program_id(1) * part_size
+    for first in tl.range(start, start + tl.minimum(part_size, space - start), BLOCK, num_stages=3):
+        column = first + tl.arange(0, BLOCK)
+        mask = None if WHOLE else inside[:, None] & (column < space)[None, :]
+        grad = read(grad_y + row[:, None] * space + column[None, :], mask, "evict_last")
+        value = read(x + row[:, None] * space + column[None, :], mask, "evict_last")
         products += grad * ((value - average) * scale)
         totals += grad
     parts = tl.num_programs(1).to(tl.int64)
@@ -166,10 +166,10 @@ def mean_kernel(
             member = start + tl.arange(0, GROUP)
             mask = member < per_group * parts
             channel = program % groups * per_group + member % per_group
-            place = (sample * parts + member // per_group) * channels + channel
+            offset = (sample * parts + member // per_group) * channels + channel
             factor = 1.0 if weight is None else read(weight + channel, mask)
-            product += read(sums + place, mask) * factor
-            total += read(totals + place, mask) * factor
+            product += read(sums + offset, mask) * factor
+            total += read(totals + offset, mask) * factor
         size = per_group * space
         tl.store(means + program, tl.sum(product, 0) / size)
         tl.store(means + first + program, tl.sum(total, 0) / size)
@@ -183,14 +183,14 @@ def add_rows(sums, gradient, count, channels, column, ROWS: tl.constexpr, STRIP:
         row = tl.arange(0, ROWS)
         total = tl.zeros((ROWS, STRIP), dtype=tl.float32)
         for start in range(0, count, ROWS):
-            place = (start + row).to(tl.int64)[:, None] * channels + column[None, :]
-            total += read(sums + place, (start + row < count)[:, None] & mask[None, :])
+            offset = (start + row).to(tl.int64)[:, None] * channels + column[None, :]
+            total += read(sums + offset, (start + row < count)[:, None] & mask[None, :])
         tl.store(gradient + column, tl.sum(total, 0).to(gradient.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def backward_kernel(
-    grad_y, x, weight, mean, inverse, means, grad_x, rows, channels, per_group, space, part,
+    grad_y, x, weight, mean, inverse, means, grad_x, rows, channels, per_group, space, part_size,
     EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """grad_x = inverse · (g - mean(g) - n · mean(g · n)), with g = grad_y · weight and the means over a group."""
@@ -204,17 +204,17 @@ def backward_kernel(
     product = tl.load(means + group, mask=inside, other=0.0)[:, None]
     total = tl.load(means + rows // per_group + group, mask=inside, other=0.0)[:, None]
     factor = 1.0 if weight is None else read(weight + row % channels, inside)[:, None]
-    start = (tl.num_programs(1) - 1 - tl.program_id(1)) * part
-    tiles = tl.cdiv(tl.minimum(part, space - start), BLOCK)
+    start = (tl.num_programs(1) - 1 - tl.program_id(1)) * part_size
+    tiles = tl.cdiv(tl.minimum(part_size, space - start), BLOCK)
     for passed in tl.range(0, tiles, num_stages=3):
-        place = start + (tiles - 1 - passed) * BLOCK + tl.arange(0, BLOCK)
-        mask = None if WHOLE else inside[:, None] & (place < space)[None, :]
-        grad = read(grad_y + row[:, None] * space + place[None, :], mask, "evict_first")
-        value = read(x + row[:, None] * space + place[None, :], mask, "evict_first")
+        column = start + (tiles - 1 - passed) * BLOCK + tl.arange(0, BLOCK)
+        mask = None if WHOLE else inside[:, None] & (column < space)[None, :]
+        grad = read(grad_y + row[:, None] * space + column[None, :], mask, "evict_first")
+        value = read(x + row[:, None] * space + column[None, :], mask, "evict_first")
         value = (value - average) * scale
         result = (grad * factor - total - value * product) * scale
         tl.store(
-            grad_x + row[:, None] * space + place[None, :],
+            grad_x + row[:, None] * space + column[None, :],
             result.to(grad_x.dtype.element_ty),
             mask=mask,
             eviction_policy="evict_first",

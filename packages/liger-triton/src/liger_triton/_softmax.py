@@ -85,8 +85,8 @@ def split_forward_kernel(
     """One program computes one block of a row, and waits for the maxima and sums of the others."""
     turn = tl.atomic_add(started, 1, sem="relaxed", scope="gpu")
     row = (turn // PARTS).to(tl.int64)
-    part = turn % PARTS
-    column = part * BLOCK + tl.arange(0, BLOCK)
+    block = turn % PARTS
+    column = block * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     EXACT: tl.constexpr = x.dtype.element_ty == tl.float32
     value = tl.load(x + row * x_stride + column, mask=mask, other=float("-inf"), eviction_policy="evict_first").to(
@@ -94,13 +94,13 @@ def split_forward_kernel(
     )
     top = tl.max(value, 0)
     value = power(value - tl.where(top == float("-inf"), 0.0, top), EXACT)
-    found = moments + row * (2 * PARTS)
-    tl.store(found + part, top)
-    tl.store(found + PARTS + part, tl.sum(value, 0))
+    row_moments = moments + row * (2 * PARTS)
+    tl.store(row_moments + block, top)
+    tl.store(row_moments + PARTS + block, tl.sum(value, 0))
     wait_for(started + 1 + row, PARTS)
-    place = tl.arange(0, PLACES)
-    tops = tl.load(found + place, mask=place < PARTS, other=float("-inf"), volatile=True)
-    totals = tl.load(found + PARTS + place, mask=place < PARTS, other=0.0, volatile=True)
+    blocks = tl.arange(0, PLACES)
+    tops = tl.load(row_moments + blocks, mask=blocks < PARTS, other=float("-inf"), volatile=True)
+    totals = tl.load(row_moments + PARTS + blocks, mask=blocks < PARTS, other=0.0, volatile=True)
     highest = tl.max(tops, 0)
     # NaN for a row of nothing but minus infinity, as in one block.
     total = tl.sum(totals * power(tops - highest, EXACT), 0)
@@ -125,18 +125,18 @@ def split_backward_kernel(
     """The gradient of one block of a row, whose sum the programs of the row add up in one order."""
     turn = tl.atomic_add(started, 1, sem="relaxed", scope="gpu")
     row = (turn // PARTS).to(tl.int64)
-    part = turn % PARTS
-    column = part * BLOCK + tl.arange(0, BLOCK)
+    block = turn % PARTS
+    column = block * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     grad = tl.load(grad_y + row * grad_stride + column, mask=mask, other=0.0, eviction_policy="evict_first").to(
         tl.float32
     )
     value = tl.load(y + row * width + column, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    found = moments + row * PARTS
-    tl.store(found + part, tl.sum(grad * value, 0))
+    row_products = moments + row * PARTS
+    tl.store(row_products + block, tl.sum(grad * value, 0))
     wait_for(started + 1 + row, PARTS)
-    place = tl.arange(0, PLACES)
-    product = tl.sum(tl.load(found + place, mask=place < PARTS, other=0.0, volatile=True), 0)
+    blocks = tl.arange(0, PLACES)
+    product = tl.sum(tl.load(row_products + blocks, mask=blocks < PARTS, other=0.0, volatile=True), 0)
     tl.store(
         grad_x + row * width + column,
         (value * (grad - product)).to(grad_x.dtype.element_ty),

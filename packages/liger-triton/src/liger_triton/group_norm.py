@@ -71,15 +71,15 @@ def _launch(
         return
     shape = SMALL if size < 4 * FORWARD.tile and size % FORWARD.tile else FORWARD
     few = rows < processors(x.device)
-    part, parts = parts_of(size, shape.tile, rows, shape.programs * processors(x.device)) if few else (size, 1)
-    found = None if parts == 1 else x.new_empty((3, rows, parts), dtype=torch.float32)
+    part_size, parts = parts_of(size, shape.tile, rows, shape.programs * processors(x.device)) if few else (size, 1)
+    part_moments = None if parts == 1 else x.new_empty((3, rows, parts), dtype=torch.float32)
     options = {
         "PARTS": max(power_of_two(parts), 32 * shape.warps), "TOGETHER": together(space, shape.tile),
         "BLOCK": shape.tile,
         "num_warps": shape.warps,
     }  # fmt: skip
-    args = (x, weight, bias, y, mean, inverse, found, num_groups, channels, space, part, eps)
-    if found is None:
+    args = (x, weight, bias, y, mean, inverse, part_moments, num_groups, channels, space, part_size, eps)
+    if part_moments is None:
         forward_launch((rows, parts), *args, EARLY=False, FIRST=False, **options)
     else:
         forward_launch((rows, parts), *args, EARLY=False, FIRST=True, **options)
@@ -116,7 +116,7 @@ def _launch_backward(
     # Small channels share a program.
     several = max(1, min(64, BACKWARD.tile // columns))
     warps = warps_of(several * columns, BACKWARD.warps)
-    part, parts = parts_of(space, columns, cdiv(rows, several), BACKWARD.programs * processors(x.device))
+    part_size, parts = parts_of(space, columns, cdiv(rows, several), BACKWARD.programs * processors(x.device))
     sums = x.new_empty((2, samples, parts, channels), dtype=torch.float32)
     means = None if grad_x is None else x.new_empty((2, groups), dtype=torch.float32)
     grid = cdiv(rows, several), parts
@@ -126,12 +126,13 @@ def _launch_backward(
         "WHOLE": space % columns == 0 and rows % several == 0,
         "num_warps": warps,
     }
-    sum_launch(grid, grad_y, x, mean, inverse, sums, rows, channels, per_group, space, part, **options)
+    sum_launch(grid, grad_y, x, mean, inverse, sums, rows, channels, per_group, space, part_size, **options)
     finish(sums, means, weight, grad_weight, grad_bias, per_group, space)
     if grad_x is not None:
         backward_launch.after(
-            grid, grad_y, x, weight, mean, inverse, means, grad_x, rows, channels, per_group, space, part, **options
-        )
+            grid, grad_y, x, weight, mean, inverse, means, grad_x, rows, channels, per_group, space, part_size,
+            **options,
+        )  # fmt: skip
 
 
 def finish(
@@ -154,8 +155,8 @@ def finish(
 def parts_of(size: int, tile: int, rows: int, programs: int) -> tuple[int, int]:
     """Return the size of a part, a multiple of the tile, and the parts per row that give about `programs` programs."""
     tiles = cdiv(size, tile)
-    part = cdiv(tiles, min(64, tiles, cdiv(programs, rows))) * tile
-    return part, cdiv(size, part)
+    part_size = cdiv(tiles, min(64, tiles, cdiv(programs, rows))) * tile
+    return part_size, cdiv(size, part_size)
 
 
 _group_norm = differentiable(
