@@ -98,8 +98,8 @@ def quick_statistics(base, theirs, width, BLOCK: tl.constexpr, VECTOR: tl.conste
     their_m = m
     their_anchor = anchor
     their_d = d
-    # The block in which each thread saw its maximum.
-    found = tl.zeros((HALF // VECTOR,), dtype=tl.int32)
+    # The first column of the block in which each thread saw its maximum.
+    block = tl.zeros((HALF // VECTOR,), dtype=tl.int32)
     whole = width // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         x = halves(base + start, HALF, VECTOR, PAIRED, "evict_last")
@@ -107,7 +107,7 @@ def quick_statistics(base, theirs, width, BLOCK: tl.constexpr, VECTOR: tl.conste
         before = m
         m, anchor, d = anchored(m, anchor, d, x)
         their_m, their_anchor, their_d = anchored(their_m, their_anchor, their_d, y)
-        found = tl.where(m > before, start, found)
+        block = tl.where(m > before, start, block)
     offset = tl.arange(0, HALF // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     if whole < width:
         x, mask = masked_halves(base, whole + offset, width, HALF, "evict_last")
@@ -115,11 +115,11 @@ def quick_statistics(base, theirs, width, BLOCK: tl.constexpr, VECTOR: tl.conste
         before = m
         m, anchor, d = anchored(m, anchor, d, tl.where(mask, x, float("-inf")))
         their_m, their_anchor, their_d = anchored(their_m, their_anchor, their_d, tl.where(mask, y, float("-inf")))
-        found = tl.where(m > before, whole, found)
+        block = tl.where(m > before, whole, block)
     top, exp_sum = met_anchored(m, anchor, d)
     their_top, their_sum = met_anchored(their_m, their_anchor, their_d)
-    x, mask = masked_halves(base, found[:, None] + offset, tl.where(m == top, width, 0)[:, None], HALF, "evict_last")
-    y, _ = masked_halves(theirs, found[:, None] + offset, tl.where(m == top, width, 0)[:, None], HALF, "evict_last")
+    x, mask = masked_halves(base, block[:, None] + offset, tl.where(m == top, width, 0)[:, None], HALF, "evict_last")
+    y, _ = masked_halves(theirs, block[:, None] + offset, tl.where(m == top, width, 0)[:, None], HALF, "evict_last")
     their_first = tl.max(tl.max(tl.where(mask & (x == top), y, float("-inf")), 1), 0)
     return top, exp_sum, their_top, their_sum, their_first
 

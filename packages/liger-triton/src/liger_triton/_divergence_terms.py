@@ -78,9 +78,9 @@ def mixed(share, complement, step, smaller):
 @triton.jit
 def mixed_slope(far, ahead, step, smaller, log, mixture, behind, beta, complement, of_teacher, of_student):
     """Return h of a mixture up to a constant, which differs if p/M of the student's largest class is nearly 0."""
-    one = tl.where(ahead, 1.0, smaller)
+    p = tl.where(ahead, 1.0, smaller)
     difference = complement * tl.where(ahead, step, -step)
-    ratio = tl.where(behind, one, difference) / mixture
+    ratio = tl.where(behind, p, difference) / mixture
     factor = beta * of_student - complement * of_teacher
     return factor * ratio - of_student * (log + tl.where(ahead, far, 0.0))
 

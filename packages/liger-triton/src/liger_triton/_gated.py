@@ -91,13 +91,13 @@ def _launch_backward(
         grad_first, grad_second = _halves(grad_gate, None)
     else:
         grad_first, grad_second = (None if g is None else rows_of(g) for g in (grad_gate, grad_up))
-    given = [g for g in (grad_first, grad_second) if g is not None]
-    rows, width, tiles, block = tiles_of(first, second, grad_y, *given)
-    if rows * width == 0 or not given:
+    gradients = [g for g in (grad_first, grad_second) if g is not None]
+    rows, width, tiles, block = tiles_of(first, second, grad_y, *gradients)
+    if rows * width == 0 or not gradients:
         return
     backward_launch(
         (rows * tiles,), grad_y, first, second, grad_first, grad_second,
-        grad_y.stride(0), first.stride(0), second.stride(0), given[0].stride(0), width, tiles, *numbers,
+        grad_y.stride(0), first.stride(0), second.stride(0), gradients[0].stride(0), width, tiles, *numbers,
         ACTIVATION=activation, LIMITED=numbers[0] != math.inf, NEEDS_GATE=grad_first is not None,
         NEEDS_UP=grad_second is not None, BLOCK=block,
         num_warps=TILE_WARPS,
@@ -191,13 +191,13 @@ def backward_kernel(
         second = tl.load(up + row * up_stride + column, mask=mask, other=0.0).to(tl.float32)
         factor, factor_flat = limited(second, limit, shift, LIMITED)
     if NEEDS_GATE:
-        found = tl.where(flat, 0.0, grad * factor * slope * gate_scale)
-        tl.store(grad_gate + row * out_stride + column, found.to(grad_gate.dtype.element_ty), mask=mask)
+        result = tl.where(flat, 0.0, grad * factor * slope * gate_scale)
+        tl.store(grad_gate + row * out_stride + column, result.to(grad_gate.dtype.element_ty), mask=mask)
     if NEEDS_UP:
-        found = grad * value
+        result = grad * value
         if LIMITED:
-            found = tl.where(factor_flat, 0.0, found)
-        tl.store(grad_up + row * out_stride + column, found.to(grad_up.dtype.element_ty), mask=mask)
+            result = tl.where(factor_flat, 0.0, result)
+        tl.store(grad_up + row * out_stride + column, result.to(grad_up.dtype.element_ty), mask=mask)
 
 
 forward_launch = Launcher(forward_kernel)

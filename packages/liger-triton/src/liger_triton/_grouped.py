@@ -144,10 +144,10 @@ def rows_kernel(
         column_mask = (column < columns)[None, :]
         left = rows + row.to(tl.int64)[:, None] * row_stride
         right = matrices + group.to(tl.int64) * matrix_stride + column.to(tl.int64)[None, :] * matrix_column
-        place = out + row.to(tl.int64)[:, None] * columns + column[None, :]
+        target = out + row.to(tl.int64)[:, None] * columns + column[None, :]
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         if ADDS:
-            total += tl.load(place, mask=row_mask & column_mask, other=0.0).to(tl.float32)
+            total += tl.load(target, mask=row_mask & column_mask, other=0.0).to(tl.float32)
         for begin in range(0, inner, INNER):
             at = begin + step
             a = tl.load(left + at[None, :] * inner_stride, mask=row_mask & (at < inner)[None, :], other=0.0)
@@ -155,7 +155,7 @@ def rows_kernel(
                 right + at.to(tl.int64)[:, None] * matrix_inner, mask=(at < inner)[:, None] & column_mask, other=0.0
             )
             total = multiplied(a, b, total, EXACT)
-        tl.store(place, total.to(out.dtype.element_ty), mask=row_mask & column_mask)
+        tl.store(target, total.to(out.dtype.element_ty), mask=row_mask & column_mask)
 
 
 @triton.jit
@@ -189,8 +189,8 @@ def sum_kernel(
             other=0.0,
         )
         total = multiplied(a, b, total, EXACT)
-    place = out + (group.to(tl.int64) * outer + row[:, None]) * columns + column[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), mask=row_mask & column_mask)
+    target = out + (group.to(tl.int64) * outer + row[:, None]) * columns + column[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=row_mask & column_mask)
 
 
 rows_launch: Any = Launcher(rows_kernel)

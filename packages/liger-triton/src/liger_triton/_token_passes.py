@@ -274,8 +274,8 @@ def chosen_kernel(
     upstream = tl.zeros((BLOCK,), dtype=tl.float32)
     for other in range(0, count):
         theirs = tl.load(index + row * count + other, mask=inside, other=-1) - first
-        given = tl.load(gradient + row * count + other, mask=inside, other=0.0)
-        upstream += tl.where(theirs == column, given, 0.0)
+        grad = tl.load(gradient + row * count + other, mask=inside, other=0.0)
+        upstream += tl.where(theirs == column, grad, 0.0)
     if inverse_temperature is not None:
         inverse = tl.load(inverse_temperature + row, mask=inside, other=1.0)
         logit_scale = logit_scale * inverse
@@ -371,8 +371,8 @@ def combined_kernel(
     for k in range(0, count):
         chosen = tl.load(index + row * count + k)
         if (chosen >= 0) & (chosen < classes):
-            part = tl.load(weight + chosen * weight_row + column * weight_column, mask=mask, other=0.0)
-            value += tl.load(slope + row * count + k) * part.to(tl.float32)
+            chosen_weight = tl.load(weight + chosen * weight_row + column * weight_column, mask=mask, other=0.0)
+            value += tl.load(slope + row * count + k) * chosen_weight.to(tl.float32)
     tl.store(out + row * out_stride + column, value.to(out.dtype.element_ty), mask=mask)
 
 

@@ -125,15 +125,15 @@ def find_builtins_once() -> None:
         return
 
     @cache
-    def builtins_of(place: Any) -> list[str]:
-        return [name for name, member in inspect.getmembers(place) if tl.core.is_builtin(member)]
+    def builtins_of(namespace: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(namespace) if tl.core.is_builtin(member)]
 
-    def patch(place: Any, builder: Any, scope: Any) -> None:
-        for name in builtins_of(place):
-            member = getattr(place, name)
+    def patch(namespace: Any, builder: Any, scope: Any) -> None:
+        for name in builtins_of(namespace):
+            member = getattr(namespace, name)
             # All or none of them are replaced already.
             if not tl.core.is_builtin(member):
                 return
-            interpreter._patch_attr(place, name, member, builder, scope)
+            interpreter._patch_attr(namespace, name, member, builder, scope)
 
     interpreter._patch_builtin = patch

@@ -131,11 +131,11 @@ class Launcher:
             self.call_triton(grid, args, options)
             return
         key.extend(options.values())
-        found = self.compiled.get(tuple(key))
-        if found is None:
+        cached = self.compiled.get(tuple(key))
+        if cached is None:
             self.keep(tuple(key), self.call_triton(grid, args, options), len(args), options)
             return
-        start, function, between, constants, in_a_tuple = found
+        start, function, between, constants, in_a_tuple = cached
         x, y = grid if len(grid) == 2 else (grid[0], 1)
         stream = raw_stream(device)
         if in_a_tuple:

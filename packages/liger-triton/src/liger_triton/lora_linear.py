@@ -79,20 +79,20 @@ def reduce(left: Tensor, rows: Tensor, out: Tensor) -> None:
         out.t().copy_(sums.sum(0))
 
 
-def combine(own: Tensor, columns: Tensor, bias: Tensor | None, left: Tensor, right: Tensor, out: Tensor) -> None:
+def combine(base: Tensor, columns: Tensor, bias: Tensor | None, left: Tensor, right: Tensor, out: Tensor) -> None:
     count, width = out.shape
     if (
         not (left.dtype == right.dtype == out.dtype == torch.bfloat16)
         or left.shape[1] > 4 * MOST_RANK
         or not out.numel()
     ):
-        TORCH_PASSES.combine(own, columns, bias, left, right, out)
+        TORCH_PASSES.combine(base, columns, bias, left, right, out)
         return
-    own, inner = rows_of(own), left.shape[1]
+    base, inner = rows_of(base), left.shape[1]
     columns, bias = columns.contiguous(), contiguous(bias)
     combine_launch(
-        (cdiv(count, COMBINE_ROWS), cdiv(width, COMBINE_COLUMNS)), own, columns, bias, left, right, out,
-        own.stride(0), left.stride(0), *right.stride(), out.stride(0), count, width, inner,
+        (cdiv(count, COMBINE_ROWS), cdiv(width, COMBINE_COLUMNS)), base, columns, bias, left, right, out,
+        base.stride(0), left.stride(0), *right.stride(), out.stride(0), count, width, inner,
         HAS_BIAS=bias is not None, ROWS=COMBINE_ROWS, COLUMNS=COMBINE_COLUMNS, INNER=COMBINE_INNER, num_warps=8,
         num_stages=2,
     )  # fmt: skip
@@ -142,11 +142,11 @@ def right_kernel(matrix, out, column_stride, rank_stride, size, rank, BLOCK: tl.
     column, r = (index // rank).to(tl.int64), index % rank
     value = tl.load(matrix + column * column_stride + r * rank_stride, mask=mask, other=0.0)
     high = value.to(out.dtype.element_ty)
-    place = out + column * (4 * rank) + r
-    tl.store(place, high, mask=mask)
-    tl.store(place + rank, high, mask=mask)
-    tl.store(place + 2 * rank, high, mask=mask)
-    tl.store(place + 3 * rank, (value - high.to(tl.float32)).to(out.dtype.element_ty), mask=mask)
+    target = out + column * (4 * rank) + r
+    tl.store(target, high, mask=mask)
+    tl.store(target + rank, high, mask=mask)
+    tl.store(target + 2 * rank, high, mask=mask)
+    tl.store(target + 3 * rank, (value - high.to(tl.float32)).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -167,36 +167,36 @@ def project_kernel(
         inside = start + column < width
         mask = (row < count)[:, None] & inside[None, :]
         value = tl.load(rows + row[:, None] * row_stride + (start + column)[None, :], mask=mask, other=0.0)
-        place = (start + column).to(tl.int64)[:, None] * column_stride + r[None, :] * rank_stride
-        factor = tl.load(matrix + place, mask=inside[:, None] & (r < rank)[None, :], other=0.0)
+        offset = (start + column).to(tl.int64)[:, None] * column_stride + r[None, :] * rank_stride
+        factor = tl.load(matrix + offset, mask=inside[:, None] & (r < rank)[None, :], other=0.0)
         high = factor.to(value.dtype)
         if SPLIT:
             rest = factor - high.to(tl.float32)
             middle = rest.to(value.dtype)
-            part = tl.dot(value, (rest - middle.to(tl.float32)).to(value.dtype))
-            part = tl.dot(value, high, tl.dot(value, middle, part))
+            product = tl.dot(value, (rest - middle.to(tl.float32)).to(value.dtype))
+            product = tl.dot(value, high, tl.dot(value, middle, product))
         else:
-            part = tl.dot(value, high)
-        total += part * scale
+            product = tl.dot(value, high)
+        total += product * scale
     high = total.to(out.dtype.element_ty)
-    place = out + row[:, None] * out_stride + r[None, :]
+    target = out + row[:, None] * out_stride + r[None, :]
     mask = (row < count)[:, None] & (r < rank)[None, :]
-    tl.store(place, high, mask=mask)
+    tl.store(target, high, mask=mask)
     if SPLIT:
         rest = total - high.to(tl.float32)
         middle = rest.to(out.dtype.element_ty)
-        tl.store(place + rank, middle, mask=mask)
-        tl.store(place + 2 * rank, (rest - middle.to(tl.float32)).to(out.dtype.element_ty), mask=mask)
-        tl.store(place + 3 * rank, high, mask=mask)
+        tl.store(target + rank, middle, mask=mask)
+        tl.store(target + 2 * rank, (rest - middle.to(tl.float32)).to(out.dtype.element_ty), mask=mask)
+        tl.store(target + 3 * rank, high, mask=mask)
 
 
 @triton.jit
 def reduce_kernel(
-    left, rows, sums, left_stride, row_stride, count, length, width, rank, one,
+    left, rows, sums, left_stride, row_stride, count, length, width, rank, unit,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """One program sums rowsᵀ @ left over `length` rows for a block of columns, tile by tile as in project_kernel; `one`
-    is 1."""
+    """One program sums rowsᵀ @ left over `length` rows for a block of columns, tile by tile as in project_kernel;
+    `unit` is 1."""
     column, r = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RANK)
     first = tl.program_id(1).to(tl.int64) * length
     total = tl.zeros((COLUMNS, RANK), dtype=tl.float32)
@@ -205,24 +205,24 @@ def reduce_kernel(
         inside = row < count
         mask = inside[:, None] & (column < width)[None, :]
         value = tl.trans(tl.load(rows + row[:, None] * row_stride + column[None, :], mask=mask, other=0.0))
-        place = left + row[:, None] * left_stride + r[None, :]
+        source = left + row[:, None] * left_stride + r[None, :]
         mask = inside[:, None] & (r < rank)[None, :]
-        high = tl.load(place, mask=mask, other=0.0)
+        high = tl.load(source, mask=mask, other=0.0)
         if SPLIT:
-            part = tl.dot(value, tl.load(place + 2 * rank, mask=mask, other=0.0))
-            part = tl.dot(value, tl.load(place + rank, mask=mask, other=0.0), part)
-            part = tl.dot(value, high, part)
+            product = tl.dot(value, tl.load(source + 2 * rank, mask=mask, other=0.0))
+            product = tl.dot(value, tl.load(source + rank, mask=mask, other=0.0), product)
+            product = tl.dot(value, high, product)
         else:
-            part = tl.dot(value, high)
-        total += part * one
-    place = (tl.program_id(1).to(tl.int64) * width + column)[:, None] * rank + r[None, :]
-    tl.store(sums + place, total, mask=(column < width)[:, None] & (r < rank)[None, :])
+            product = tl.dot(value, high)
+        total += product * unit
+    offset = (tl.program_id(1).to(tl.int64) * width + column)[:, None] * rank + r[None, :]
+    tl.store(sums + offset, total, mask=(column < width)[:, None] & (r < rank)[None, :])
 
 
 @triton.jit
 def combine_kernel(
-    own, columns, bias, left, right, out, own_stride, left_stride, right_inner_stride, right_stride, out_stride, count,
-    width, inner,
+    base, columns, bias, left, right, out, base_stride, left_stride, right_inner_stride, right_stride, out_stride,
+    count, width, inner,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -236,10 +236,10 @@ def combine_kernel(
             mask=(row < count)[:, None] & inside[None, :],
             other=0.0,
         )
-        place = (start + k)[:, None] * right_inner_stride + column[None, :] * right_stride
-        total = tl.dot(a, tl.load(right + place, mask=inside[:, None] & (column < width)[None, :], other=0.0), total)
+        offset = (start + k)[:, None] * right_inner_stride + column[None, :] * right_stride
+        total = tl.dot(a, tl.load(right + offset, mask=inside[:, None] & (column < width)[None, :], other=0.0), total)
     mask = (row < count)[:, None] & (column < width)[None, :]
-    value = tl.load(own + row[:, None] * own_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(base + row[:, None] * base_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
     total += value * tl.load(columns + column, mask=column < width, other=0.0)[None, :]
     if HAS_BIAS:
         total += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]

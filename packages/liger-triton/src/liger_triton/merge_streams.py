@@ -103,11 +103,11 @@ def forward_kernel(
     update = read(y + row * y_stride + column, inside)
     for i in tl.static_range(COUNT):
         if res is None:
-            kept = read(x + tl.cast(i, tl.int64) * x_stream + column, inside)
+            mixed = read(x + tl.cast(i, tl.int64) * x_stream + column, inside)
         else:
             weight = read(res + row * res_stride + i * res_out + stream * res_in, stream < COUNT)
-            kept = tl.sum(weight[:, None] * value, 0)
-        total = tl.load(post + row * post_stride + i * post_stream).to(tl.float32) * update + kept
+            mixed = tl.sum(weight[:, None] * value, 0)
+        total = tl.load(post + row * post_stride + i * post_stream).to(tl.float32) * update + mixed
         tl.store(merged + (row * COUNT + i) * width + column, total.to(merged.dtype.element_ty), mask=inside)
 
 

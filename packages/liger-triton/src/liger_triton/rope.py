@@ -48,15 +48,15 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool) -> Any:
-        given = (q,) if k is None else (q, k)
-        ctx.mark_dirty(*given)
+        tensors = (q,) if k is None else (q, k)
+        ctx.mark_dirty(*tensors)
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         ctx.set_materialize_grads(False)
         # A no-op for CPU tensors, which the interpreter takes.
         with torch.cuda.device_of(q):
             _turn(q, k, q, k, cos, sin, interleaved, False)
-        return q if k is None else given
+        return q if k is None else tensors
 
     @staticmethod
     def backward(ctx: Any, grad_q: Tensor | None, grad_k: Tensor | None = None) -> Any:
@@ -76,8 +76,8 @@ def _launch(out_q: Tensor, out_k: Tensor, /, q: Tensor, k: Tensor, cos: Tensor, 
 
 def _allocate_backward(grad_out_q: Tensor | None, grad_out_k: Tensor | None, *rest: Any) -> Outputs:
     needs = rest[-1]
-    given = zip(needs, (grad_out_q, grad_out_k), strict=True)
-    return tuple(torch.empty_like(g) if need and g is not None else None for need, g in given)
+    pairs = zip(needs, (grad_out_q, grad_out_k), strict=True)
+    return tuple(torch.empty_like(g) if need and g is not None else None for need, g in pairs)
 
 
 def _launch_backward(
