@@ -126,7 +126,7 @@ HEADLESS = re.compile(
 
 # Names that say nothing about the thing, and the packages that have none of them.
 GENERIC = {"found", "given", "place", "asked", "kept", "told", "made", "came", "part", "own", "one"}
-NAMED = ("liger-bench", "liger-hf", "liger-train", "liger-verify")
+NAMED = ("liger-bench", "liger-hf", "liger-inductor", "liger-train", "liger-triton", "liger-verify")
 
 pytestmark = pytest.mark.cpu
 
