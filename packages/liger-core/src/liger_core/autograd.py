@@ -67,15 +67,15 @@ class _Derivative:
         _check_names(forward, backward, saves, public)
         self.forward, self.backward, self.public = forward, backward, public
         inputs, outputs = _names(forward.schema.arguments), _names(forward.schema.returns)
-        place = {name: i for i, name in enumerate([*inputs, *outputs])}
+        position = {name: i for i, name in enumerate([*inputs, *outputs])}
         wanted = _names(backward.schema.arguments)[:-1]
         gradients = [name for name in wanted if name in _upstream(forward, public)]
         options = [name for name in wanted if name not in gradients and name not in saves]
         self.inputs = set(inputs)
         self.early = inputs[-1] == "needs"
-        self.targets = [(place[names[0]], place[names[-1]]) for names in map(_inputs_of, _results(backward))]
+        self.targets = [(position[names[0]], position[names[-1]]) for names in map(_inputs_of, _results(backward))]
         self.upstream = [outputs.index(name.removeprefix("grad_")) for name in gradients]
-        self.saved, self.options = [place[name] for name in saves], [place[name] for name in options]
+        self.saved, self.options = [position[name] for name in saves], [position[name] for name in options]
         values = {name: i for i, name in enumerate([*gradients, *saves, *options])}
         self.order = [values[name] for name in wanted]
 

@@ -88,9 +88,9 @@ class Backend:
 
     def table(self, known: Mapping[str, Op[..., Any]]) -> dict[str, Implementation]:
         """Return a table op name → implementation, each with the signature of its reference."""
-        given = self.implementations() if callable(self.implementations) else self.implementations
+        implementations = self.implementations() if callable(self.implementations) else self.implementations
         table: dict[str, Implementation] = {}
-        for op, value in given.items():
+        for op, value in implementations.items():
             implementation = value if isinstance(value, Implementation) else Implementation(value)
             name = op.name if isinstance(op, Op) else str(op)
             if name not in known:

@@ -57,34 +57,34 @@ def main() -> None:
         sys.exit(1)
 
 
-def _add_commands(app: typer.Typer, found: Registry) -> None:
+def _add_commands(app: typer.Typer, registry: Registry) -> None:
     """Add the commands of every plugin; one that fails here loses only its own."""
     parts: dict[Plugin, typer.Typer] = {}
     names: dict[str, list[Plugin]] = {}
-    for plugin, hook in found.hooks("liger_commands"):
-        part = typer.Typer()
-        with blaming(found, [plugin], "its commands"):
-            attempt("its hook liger_commands", partial(hook.function, **dict.fromkeys(hook.argnames, part)))
+    for plugin, hook in registry.hooks("liger_commands"):
+        plugin_app = typer.Typer()
+        with blaming(registry, [plugin], "its commands"):
+            attempt("its hook liger_commands", partial(hook.function, **dict.fromkeys(hook.argnames, plugin_app)))
             # Typer builds all commands when it runs one, so a command that cannot be built would break the others.
-            for name in attempt("building its commands", partial(_names, part)):
+            for name in attempt("building its commands", partial(_names, plugin_app)):
                 names.setdefault(name, []).append(plugin)
-            parts[plugin] = part
+            parts[plugin] = plugin_app
     for name, rivals in names.items():
-        keeps = keeper(found, "command", name, rivals, "all commands of ")
+        keeps = keeper(registry, "command", name, rivals, "all commands of ")
         for plugin in rivals:
             if plugin is not keeps:
                 parts.pop(plugin, None)
-    for part in parts.values():
-        app.registered_commands += part.registered_commands
-        app.registered_groups += part.registered_groups
+    for plugin_app in parts.values():
+        app.registered_commands += plugin_app.registered_commands
+        app.registered_groups += plugin_app.registered_groups
 
 
-def _names(part: typer.Typer) -> list[str]:
-    return list(typer.main.get_group(part).commands)
+def _names(plugin_app: typer.Typer) -> list[str]:
+    return list(typer.main.get_group(plugin_app).commands)
 
 
-def _print_versions(asked: bool) -> None:
-    if asked:
+def _print_versions(show: bool) -> None:
+    if show:
         print("\n".join(f"{name} {version or 'not installed'}" for name, version in _versions().items()))
         raise typer.Exit
 
@@ -113,7 +113,7 @@ def doctor(as_json: AsJson = False) -> None:
     """
     import torch
 
-    found = registry()
+    loaded = registry()
     try:
         selection.settle()
         wrong = None
@@ -131,54 +131,54 @@ def doctor(as_json: AsJson = False) -> None:
                 "priority": backend.priority,
                 "automatic": backend.automatic,
                 "from": backend.distribution,
-                "ops": sorted(found.implementations.get(name, {})),
-                "unavailable": found.unavailable.get(name),
+                "ops": sorted(loaded.implementations.get(name, {})),
+                "unavailable": loaded.unavailable.get(name),
             }
-            for name, backend in found.backends.items()
+            for name, backend in loaded.backends.items()
         },
-        "failed_plugins": found.failed,
-        "disabled_plugins": [name for name in found.disabled if name in found.installed],
+        "failed_plugins": loaded.failed,
+        "disabled_plugins": [name for name in loaded.disabled if name in loaded.installed],
         "notes": [
             f"{DISABLE}: no plugin named {name!r}; installed: "
-            f"{', '.join(found.installed)}.{nearest(name, found.installed)}"
-            for name in found.disabled
-            if name not in found.installed
+            f"{', '.join(loaded.installed)}.{nearest(name, loaded.installed)}"
+            for name in loaded.disabled
+            if name not in loaded.installed
         ],
         selection.VARIABLE: os.environ.get(selection.VARIABLE),
         "selection_error": wrong,
-        "selected": {} if wrong else {name: selection.selected(op)[0] for name, op in found.ops.items()},
+        "selected": {} if wrong else {name: selection.selected(op)[0] for name, op in loaded.ops.items()},
     }
     if as_json:
         print(json.dumps(report))
     else:
         _print_report(report)
-    if found.failed or wrong:
+    if loaded.failed or wrong:
         raise typer.Exit(1)
 
 
 def ops(as_json: AsJson = False) -> None:
     """List every op, what it does, and which backends implement it."""
-    found = registry()
+    loaded = registry()
     rows = {
         name: {
             "summary": (op.__doc__ or "").strip().splitlines()[0],
             "signature": str(op.signature),
-            "backends": [b for b, table in found.implementations.items() if name in table],
+            "backends": [b for b, table in loaded.implementations.items() if name in table],
             "selected": selection.selected(op)[0],
         }
-        for name, op in found.ops.items()
+        for name, op in loaded.ops.items()
     }
     if as_json:
         print(json.dumps(rows))
         return
     console = output()
-    columns = [Column("op"), *(Column(name) for name in found.backends), Column("summary", prose=True)]
+    columns = [Column("op"), *(Column(name) for name in loaded.backends), Column("summary", prose=True)]
     cells = [
-        [name, *("✓" if b in row["backends"] else "–" for b in found.backends), str(row["summary"])]
+        [name, *("✓" if b in row["backends"] else "–" for b in loaded.backends), str(row["summary"])]
         for name, row in rows.items()
     ]
     print_table(console, columns, cells)
-    for name, reason in found.unavailable.items():
+    for name, reason in loaded.unavailable.items():
         console.print(f"{name} is unavailable: {reason}")
 
 

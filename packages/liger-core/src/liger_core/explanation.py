@@ -40,10 +40,10 @@ def explain(op: Op[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     if not isinstance(op, Op):
         raise OptionError(f"explain: op must be an op such as liger_core.rms_norm, got {op!r}")
     args, kwargs = op.checked(args, kwargs)
-    found = registry()
+    loaded = registry()
     first = args[0] if args else kwargs[op.first]
     device = first.device.type
-    if found.ops.get(op.name) is not op:
+    if loaded.ops.get(op.name) is not op:
         return Explanation(op.name, "reference", "no plugin that is loaded offers this op", {})
     name, source = selected(op)
     if op.layout is not None:
@@ -51,29 +51,29 @@ def explain(op: Op[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         args, kwargs = tree_map_only(
             torch.Tensor, lambda value: value.to_local() if hasattr(value, "to_local") else value, (args, kwargs)
         )
-    verdicts = {b: _verdict(found, op, b, device, args, kwargs) for b in found.backends}
+    verdicts = {b: _verdict(loaded, op, b, device, args, kwargs) for b in loaded.backends}
     candidates = {b: verdict.words for b, verdict in verdicts.items()} | {
-        b: f"not loaded: {why}" for b, why in found.left_out.items()
+        b: f"not loaded: {why}" for b, why in loaded.left_out.items()
     }
     if name != AUTO:
         ends = "" if verdicts[name].runs is not False else ", so the call raises BackendError"
         return Explanation(
             op.name,
             name,
-            f"selected by {source}; {candidates[name]}{ends}{_compiled(found, op, name, first)}",
+            f"selected by {source}; {candidates[name]}{ends}{_compiled(loaded, op, name, first)}",
             candidates,
         )
-    tried = [*ranking(found, op).get(device, []), "reference"]
+    tried = [*ranking(loaded, op).get(device, []), "reference"]
     declined = [b for b in tried if verdicts[b].runs is False]
     best, *after = (b for b in tried if b not in declined)
     why = "; ".join(f"{b!r} {candidates[b]}" for b in declined) if declined else f"highest priority on {device} tensors"
     if verdicts[best].runs is None:
         why += f"; if it declines, {in_words(after[0])} is tried next"
-    return Explanation(op.name, best, f"auto ({source}): {why}{_compiled(found, op, best, first)}", candidates)
+    return Explanation(op.name, best, f"auto ({source}): {why}{_compiled(loaded, op, best, first)}", candidates)
 
 
-def _compiled(found: Registry, op: Op[..., Any], backend: str, first: Any) -> str:
-    most = found.handed_over.get(backend, {}).get(op.name, 0)
+def _compiled(registry: Registry, op: Op[..., Any], backend: str, first: Any) -> str:
+    most = registry.handed_over.get(backend, {}).get(op.name, 0)
     return f"; a compiled region gets the reference up to {most:,} elements" if most and first.numel() <= most else ""
 
 
@@ -84,11 +84,11 @@ class _Verdict(NamedTuple):
     words: str
 
 
-def _verdict(found: Registry, op: Op[..., Any], name: str, device: str, args: Any, kwargs: Any) -> _Verdict:
-    backend = found.backends[name]
-    if name in found.unavailable:
-        return _Verdict(False, f"unavailable: {found.unavailable[name]}")
-    if op.name not in found.implementations[name]:
+def _verdict(registry: Registry, op: Op[..., Any], name: str, device: str, args: Any, kwargs: Any) -> _Verdict:
+    backend = registry.backends[name]
+    if name in registry.unavailable:
+        return _Verdict(False, f"unavailable: {registry.unavailable[name]}")
+    if op.name not in registry.implementations[name]:
         return _Verdict(False, f"does not implement {op.name}")
     if name == "reference":
         return _Verdict(True, "can run")
@@ -96,7 +96,7 @@ def _verdict(found: Registry, op: Op[..., Any], name: str, device: str, args: An
         return _Verdict(False, f"runs on {' and '.join(backend.device_types)} tensors, got a {device} tensor")
     if not (backend.supports_fake_tensors and FakeTensorMode):
         return _Verdict(None, "can run unless it declines, which only the call itself shows")
-    return _on_fakes(found.implementations[name][op.name], args, kwargs)
+    return _on_fakes(registry.implementations[name][op.name], args, kwargs)
 
 
 def _on_fakes(implementation: Callable[..., Any], args: Any, kwargs: Any) -> _Verdict:

@@ -61,26 +61,26 @@ def run_locally(op: str, layout: Layout, call: Callable[..., Any], arguments: Ma
         alone = [
             p.is_shard() and tensors[name].shape[p.dim] == 1 and names[name][p.dim] in longer for p in placements[name]
         ]
-        placements[name] = [Replicate() if one else p for p, one in zip(placements[name], alone, strict=True)]
+        placements[name] = [Replicate() if repeated else p for p, repeated in zip(placements[name], alone, strict=True)]
     local = {name: _local(value, mesh, placements[name], split) for name, value in tensors.items()}
     results = call(**{**arguments, **local})
 
     def spread(value: Tensor, like: str) -> Any:
         if like in names:
-            own, shapes = names[like], dict(zip(names[like], tensors[like].shape, strict=True))
+            dimensions, shapes = names[like], dict(zip(names[like], tensors[like].shape, strict=True))
         else:
-            own = _named(like, value.dim())
+            dimensions = _named(like, value.dim())
             shapes = {
                 named: size for name in tensors for named, size in zip(names[name], tensors[name].shape, strict=True)
             }
         # Of a dimension that is whole, an op may change the size.
         sizes = [
             shapes[name] if name is not None and name in split else here
-            for name, here in zip(own, value.shape, strict=True)
+            for name, here in zip(dimensions, value.shape, strict=True)
         ]
         stride = _dense(value.stride(), sizes)
         return DTensor.from_local(
-            value, mesh, _placements(own, split), run_check=False, shape=torch.Size(sizes), stride=stride
+            value, mesh, _placements(dimensions, split), run_check=False, shape=torch.Size(sizes), stride=stride
         )
 
     if isinstance(results, tuple):

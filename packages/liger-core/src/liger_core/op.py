@@ -218,9 +218,9 @@ class Op(Generic[P, R]):
     def _on_ranks(self, layout: Layout | Callable[..., Layout], args: Any, kwargs: Any) -> R:
         """Run the op on the local tensors of DTensors, never in place: their memory does not belong to this call."""
         arguments = self.signature.bind(*args, **kwargs).arguments
-        given = {name: False if name in OVERWRITING else value for name, value in arguments.items()}
-        layout = layout if isinstance(layout, Layout) else layout(**given)
-        return run_locally(self.name, layout, self, given)  # type: ignore[no-any-return]
+        out_of_place = {name: False if name in OVERWRITING else value for name, value in arguments.items()}
+        layout = layout if isinstance(layout, Layout) else layout(**out_of_place)
+        return run_locally(self.name, layout, self, out_of_place)  # type: ignore[no-any-return]
 
     def __reduce__(self) -> str:
         """Return the op's name: like a function, an op is pickled by name and copied as itself."""
@@ -266,18 +266,18 @@ def _settled(op: str, dtypes: Dtypes, arguments: Mapping[str, Any]) -> dict[str,
     """
     result = dict(arguments)
     for group in dtypes.alike:
-        given: dict[str, torch.Tensor] = {name: arguments[name] for name in group if arguments.get(name) is not None}
-        if not given:
+        tensors: dict[str, torch.Tensor] = {name: arguments[name] for name in group if arguments.get(name) is not None}
+        if not tensors:
             continue
-        first, *others = given
-        found = {value.dtype for value in given.values()}
-        low = autocast_dtype(given[first].device.type)
+        first, *others = tensors
+        tensor_dtypes = {value.dtype for value in tensors.values()}
+        low = autocast_dtype(tensors[first].device.type)
         # An in-place op must write to the caller's tensor, not to a copy in another dtype.
-        if low is None or arguments.get("inplace") or (dtypes.matmul and torch.float64 in found):
-            checks.same_dtype(op, first, given[first], **{name: given[name] for name in others})
+        if low is None or arguments.get("inplace") or (dtypes.matmul and torch.float64 in tensor_dtypes):
+            checks.same_dtype(op, first, tensors[first], **{name: tensors[name] for name in others})
             continue
-        dtype = low if dtypes.matmul else reduce(torch.promote_types, found)
-        result |= {name: value.to(dtype) for name, value in given.items()}
+        dtype = low if dtypes.matmul else reduce(torch.promote_types, tensor_dtypes)
+        result |= {name: value.to(dtype) for name, value in tensors.items()}
     return result
 
 

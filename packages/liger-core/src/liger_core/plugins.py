@@ -122,7 +122,7 @@ def forget() -> None:
 
 
 @contextmanager
-def blaming(found: Registry, plugins: list[Plugin], ignored: str, *, backend: str = "") -> Iterator[None]:
+def blaming(registry: Registry, plugins: list[Plugin], ignored: str, *, backend: str = "") -> Iterator[None]:
     """Record a PluginError in this block as a fault of these plugins and warn; the rest of the block is skipped."""
     try:
         yield
@@ -130,11 +130,11 @@ def blaming(found: Registry, plugins: list[Plugin], ignored: str, *, backend: st
         fault = f"{plugins[0]}: {error}" if len(plugins) == 1 else str(error)
         names = list(dict.fromkeys(plugin.name for plugin in plugins if plugin != OURSELVES))
         for name in names:
-            faults = found.failed.setdefault(name, [])
+            faults = registry.failed.setdefault(name, [])
             if fault not in faults:
                 faults.append(fault)
         if backend:
-            found.left_out[backend] = fault
+            registry.left_out[backend] = fault
         end, whom = " " if fault[-1] in ".?" else ". ", "the plugin" if len(names) == 1 else "one of them"
         switches = " or ".join(f"{DISABLE}={name}" for name in names)
         warnings.warn(f"{fault}{end}Ignoring {ignored}; set {switches} to disable {whom}", RuntimeWarning, stacklevel=5)
@@ -156,24 +156,24 @@ def _load_all() -> Registry:
     manager.add_hookspecs(hookspecs)
     for plugin in _own:
         manager.register(plugin, CORE)
-    found = Registry(manager, disabled=tuple(filter(None, os.environ.get(DISABLE, "").replace(" ", "").split(","))))
-    found.plugins[CORE] = OURSELVES
+    registry = Registry(manager, disabled=tuple(filter(None, os.environ.get(DISABLE, "").replace(" ", "").split(","))))
+    registry.plugins[CORE] = OURSELVES
     # In the order of names, so that nothing depends on the order of installation.
     entries = sorted((_plugin(entry), entry.value, entry) for entry in importlib.metadata.entry_points(group=GROUP))
-    found.installed = tuple(dict.fromkeys(plugin.name for plugin, _, _ in entries))
-    candidates = [(plugin, plugin.name, entry) for plugin, _, entry in entries if plugin.name not in found.disabled]
-    for plugin, entry in one_of_each(found, "plugin", [(OURSELVES, CORE, None), *candidates]):
+    registry.installed = tuple(dict.fromkeys(plugin.name for plugin, _, _ in entries))
+    candidates = [(plugin, plugin.name, entry) for plugin, _, entry in entries if plugin.name not in registry.disabled]
+    for plugin, entry in one_of_each(registry, "plugin", [(OURSELVES, CORE, None), *candidates]):
         if entry:
-            with blaming(found, [plugin], "the plugin"):
-                _load(found, plugin, entry)
-    for _, op in one_of_each(found, "op", offers(found, "liger_ops", Op)):
-        found.ops[op.name] = op
-    for plugin, backend in one_of_each(found, "backend", offers(found, "liger_backends", Backend)):
-        with blaming(found, [plugin], f"backend {backend.name!r}", backend=backend.name):
-            _add_backend(found, plugin, backend)
+            with blaming(registry, [plugin], "the plugin"):
+                _load(registry, plugin, entry)
+    for _, op in one_of_each(registry, "op", offers(registry, "liger_ops", Op)):
+        registry.ops[op.name] = op
+    for plugin, backend in one_of_each(registry, "backend", offers(registry, "liger_backends", Backend)):
+        with blaming(registry, [plugin], f"backend {backend.name!r}", backend=backend.name):
+            _add_backend(registry, plugin, backend)
     # An op that a plugin defines brings its reference with it.
-    found.implementations[REFERENCE] = {name: op.reference for name, op in found.ops.items()}
-    return found
+    registry.implementations[REFERENCE] = {name: op.reference for name, op in registry.ops.items()}
+    return registry
 
 
 def _plugin(entry: importlib.metadata.EntryPoint) -> Plugin:
@@ -181,17 +181,17 @@ def _plugin(entry: importlib.metadata.EntryPoint) -> Plugin:
     return Plugin(entry.name, (entry.dist and entry.dist.name) or "an unknown distribution")
 
 
-def _load(found: Registry, plugin: Plugin, entry: importlib.metadata.EntryPoint) -> None:
+def _load(registry: Registry, plugin: Plugin, entry: importlib.metadata.EntryPoint) -> None:
     module = attempt(f"importing {entry.value}", entry.load)
-    attempt("looking for its hooks", lambda: _check_hooks(found.manager, module))
+    attempt("looking for its hooks", lambda: _check_hooks(registry.manager, module))
     try:
-        attempt("registering its hooks", lambda: found.manager.register(module, plugin.name))
+        attempt("registering its hooks", lambda: registry.manager.register(module, plugin.name))
     except PluginError:
         # pluggy has kept the hooks before the one that it refused.
-        if found.manager.has_plugin(plugin.name):
-            found.manager.unregister(name=plugin.name)
+        if registry.manager.has_plugin(plugin.name):
+            registry.manager.unregister(name=plugin.name)
         raise
-    found.plugins[plugin.name] = plugin
+    registry.plugins[plugin.name] = plugin
 
 
 def _check_hooks(manager: pluggy.PluginManager, module: object) -> None:
@@ -208,10 +208,10 @@ def _check_hooks(manager: pluggy.PluginManager, module: object) -> None:
         raise PluginError(f"it must have one of the hooks {', '.join(known)}, it has none")
 
 
-def offers(found: Registry, hook: str, kind: type[T]) -> Iterator[tuple[Plugin, str, T]]:
+def offers(registry: Registry, hook: str, kind: type[T]) -> Iterator[tuple[Plugin, str, T]]:
     """Yield (plugin, name, item) for every item that the plugins return from a hook."""
-    for plugin, implementation in found.hooks(hook):
-        with blaming(found, [plugin], f"what {hook} returns"):
+    for plugin, implementation in registry.hooks(hook):
+        with blaming(registry, [plugin], f"what {hook} returns"):
             items = attempt(f"its hook {hook}", partial(_items, implementation))
             for item in items:
                 if not isinstance(item, kind):
@@ -226,21 +226,21 @@ def _items(implementation: pluggy.HookImpl) -> list[Any]:
     return list(returned)
 
 
-def one_of_each(found: Registry, kind: str, offered: Iterable[tuple[Plugin, str, T]]) -> list[tuple[Plugin, T]]:
+def one_of_each(registry: Registry, kind: str, offered: Iterable[tuple[Plugin, str, T]]) -> list[tuple[Plugin, T]]:
     """Yield the offers with unique names. Of several with one name, only this project's stays, if any."""
     by_name: dict[str, list[tuple[Plugin, T]]] = {}
     for plugin, name, item in offered:
         by_name.setdefault(name, []).append((plugin, item))
-    kept: list[tuple[Plugin, T]] = []
+    unique: list[tuple[Plugin, T]] = []
     for name, rivals in by_name.items():
         keeps = keeper(
-            found, kind, name, [plugin for plugin, _ in rivals], "" if kind == "plugin" else f"the {kind} of "
+            registry, kind, name, [plugin for plugin, _ in rivals], "" if kind == "plugin" else f"the {kind} of "
         )
-        kept += [rival for rival in rivals if rival[0] is keeps][:1]
-    return kept
+        unique += [rival for rival in rivals if rival[0] is keeps][:1]
+    return unique
 
 
-def keeper(found: Registry, kind: str, name: str, rivals: list[Plugin], ignored: str) -> Plugin | None:
+def keeper(registry: Registry, kind: str, name: str, rivals: list[Plugin], ignored: str) -> Plugin | None:
     """Return the plugin that keeps a name: the only one that uses it, or this project's.
 
     All others are reported, in whichever order they were loaded.
@@ -250,18 +250,18 @@ def keeper(found: Registry, kind: str, name: str, rivals: list[Plugin], ignored:
     keeps = next((plugin for plugin in rivals if plugin.ours), None)
     lost = dict.fromkeys(str(plugin) for plugin in rivals if plugin is not keeps)
     left_out = name if kind == "backend" and keeps is None else ""
-    with blaming(found, list(dict.fromkeys(rivals)), f"{ignored}{' and '.join(lost)}", backend=left_out):
+    with blaming(registry, list(dict.fromkeys(rivals)), f"{ignored}{' and '.join(lost)}", backend=left_out):
         raise PluginError(f"{kind} {name!r} must be offered once, got it from {' and '.join(map(str, rivals))}")
     return keeps
 
 
-def _add_backend(found: Registry, plugin: Plugin, backend: Backend) -> None:
+def _add_backend(registry: Registry, plugin: Plugin, backend: Backend) -> None:
     backend.check()
     reason = attempt(f"backend {backend.name!r}: its availability check", backend.unavailable)
     if reason is None:
-        table = attempt(f"backend {backend.name!r}: loading it", lambda: backend.table(found.ops))
-        found.implementations[backend.name] = {op: each.function for op, each in table.items()}
-        found.handed_over[backend.name] = {op: each.handed_over for op, each in table.items()}
+        table = attempt(f"backend {backend.name!r}: loading it", lambda: backend.table(registry.ops))
+        registry.implementations[backend.name] = {op: each.function for op, each in table.items()}
+        registry.handed_over[backend.name] = {op: each.handed_over for op, each in table.items()}
     else:
-        found.unavailable[backend.name] = reason
-    found.backends[backend.name] = replace(backend, distribution=plugin.distribution)
+        registry.unavailable[backend.name] = reason
+    registry.backends[backend.name] = replace(backend, distribution=plugin.distribution)

@@ -247,8 +247,10 @@ grouped_mm = TORCH.look_up(
 
 
 def _operators(names: tuple[str, ...], purpose: str) -> frozenset[Any]:
-    found = (TORCH.look_up(f"torch:ops.aten.{name}.default", purpose, "They are recomputed.", None) for name in names)
-    return frozenset(operator for operator in found if operator is not None)
+    candidates = (
+        TORCH.look_up(f"torch:ops.aten.{name}.default", purpose, "They are recomputed.", None) for name in names
+    )
+    return frozenset(operator for operator in candidates if operator is not None)
 
 
 MATMULS = _operators(("_scaled_mm", "_grouped_mm"), "Partial checkpointing keeps the outputs of matmuls.")

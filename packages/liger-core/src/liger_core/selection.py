@@ -161,30 +161,30 @@ def _environment() -> None:
         _layers.append(_parse(registry(), text, f"{VARIABLE}={text}", None))
 
 
-def _parse(found: Registry, text: str, source: str, only: list[str] | None) -> _Layer:
+def _parse(registry: Registry, text: str, source: str, only: list[str] | None) -> _Layer:
     default: str | None = None
     by_op: dict[str, str] = {}
-    for part in (p.strip() for p in text.split(",")):
-        name, equals, value = part.partition("=")
+    for entry in (p.strip() for p in text.split(",")):
+        name, equals, value = entry.partition("=")
         if equals:
-            _known_op(found, name.strip(), source)
-            by_op[name.strip()] = _known_backend(found, value.strip(), source)
+            _known_op(registry, name.strip(), source)
+            by_op[name.strip()] = _known_backend(registry, value.strip(), source)
         elif default is not None:
             raise BackendError(
-                f"{source}: one backend for all ops must be given, got {default!r} and {part!r}; write op=backend for "
+                f"{source}: one backend for all ops must be given, got {default!r} and {entry!r}; write op=backend for "
                 "one op"
             )
         else:
-            default = _known_backend(found, part, source)
+            default = _known_backend(registry, entry, source)
     if only is not None:
         for name in only:
-            _known_op(found, name, source)
+            _known_op(registry, name, source)
             if default is not None:
                 by_op.setdefault(name, default)
         default = None
     for name, backend in by_op.items():
-        if backend != AUTO and name not in found.implementations[backend]:
-            able = [b for b, table in found.implementations.items() if name in table]
+        if backend != AUTO and name not in registry.implementations[backend]:
+            able = [b for b, table in registry.implementations.items() if name in table]
             raise BackendError(
                 f"{source}: backend {backend!r} must implement {name}, it does not; {name} is implemented by: "
                 f"{', '.join(able)}"
@@ -192,47 +192,47 @@ def _parse(found: Registry, text: str, source: str, only: list[str] | None) -> _
     return _Layer(source, default, by_op)
 
 
-def _known_op(found: Registry, name: str, source: str) -> None:
-    if name not in found.ops:
+def _known_op(registry: Registry, name: str, source: str) -> None:
+    if name not in registry.ops:
         raise BackendError(
-            f"{source}: no op named {name!r}; known: {', '.join(sorted(found.ops))}.{nearest(name, found.ops)}"
+            f"{source}: no op named {name!r}; known: {', '.join(sorted(registry.ops))}.{nearest(name, registry.ops)}"
         )
 
 
-def _known_backend(found: Registry, name: str, source: str) -> str:
+def _known_backend(registry: Registry, name: str, source: str) -> str:
     if name == AUTO:
         return name
-    if name in found.left_out:
-        raise BackendError(f"{source}: backend {name!r} must be loaded, it is not: {found.left_out[name]}")
-    if name not in found.backends:
+    if name in registry.left_out:
+        raise BackendError(f"{source}: backend {name!r} must be loaded, it is not: {registry.left_out[name]}")
+    if name not in registry.backends:
         faults = "".join(
-            f" {fault[0].upper()}{fault[1:]}{'' if fault[-1] in '.?' else '.'}" for fault in found.faults()
+            f" {fault[0].upper()}{fault[1:]}{'' if fault[-1] in '.?' else '.'}" for fault in registry.faults()
         )
         raise BackendError(
             f"{source}: no backend named {name!r}; installed: "
-            f"{', '.join(sorted(found.backends))}.{nearest(name, found.backends)}{faults}"
+            f"{', '.join(sorted(registry.backends))}.{nearest(name, registry.backends)}{faults}"
         )
-    if name in found.unavailable:
-        raise BackendError(f"{source}: backend {name!r} must be available, it is not: {found.unavailable[name]}")
+    if name in registry.unavailable:
+        raise BackendError(f"{source}: backend {name!r} must be available, it is not: {registry.unavailable[name]}")
     return name
 
 
-def _choose(found: Registry, op: Op[..., Any]) -> tuple[str, str]:
+def _choose(registry: Registry, op: Op[..., Any]) -> tuple[str, str]:
     """Return (backend or auto, what selected it) for one op, from the strongest layer that has it."""
     for layer in reversed(_layers):
         name = layer.by_op.get(op.name, layer.default)
         if name is None:
             continue
-        if name == AUTO or op.name in found.implementations[name]:
+        if name == AUTO or op.name in registry.implementations[name]:
             return name, layer.source
         return AUTO, f"{layer.source}, but {name!r} does not implement {op.name}"
     return AUTO, "the default"
 
 
-def ranking(found: Registry, op: Op[..., Any]) -> dict[str, list[str]]:
+def ranking(registry: Registry, op: Op[..., Any]) -> dict[str, list[str]]:
     """Return a table device type → the backends that `auto` tries, by descending priority, without the reference."""
-    others = {name: backend for name, backend in found.backends.items() if backend.automatic and name != "reference"}
-    able = [backend for name, backend in others.items() if op.name in found.implementations.get(name, {})]
+    others = {name: backend for name, backend in registry.backends.items() if backend.automatic and name != "reference"}
+    able = [backend for name, backend in others.items() if op.name in registry.implementations.get(name, {})]
     ranked: dict[str, list[str]] = {}
     for backend in sorted(able, key=lambda backend: (-backend.priority, backend.name)):
         for device in backend.device_types:
@@ -240,21 +240,21 @@ def ranking(found: Registry, op: Op[..., Any]) -> dict[str, list[str]]:
     return ranked
 
 
-def automatic(found: Registry, op: Op[..., Any]) -> dict[str, str]:
+def automatic(registry: Registry, op: Op[..., Any]) -> dict[str, str]:
     """Return a table device type → the backend that `auto` tries first."""
-    return {device: names[0] for device, names in ranking(found, op).items()}
+    return {device: names[0] for device, names in ranking(registry, op).items()}
 
 
-def _apply(found: Registry) -> None:
+def _apply(registry: Registry) -> None:
     settled = {}
-    for op in found.ops.values():
-        name, source = settled[op.name] = _choose(found, op)
+    for op in registry.ops.values():
+        name, source = settled[op.name] = _choose(registry, op)
         if name == AUTO:
-            op.choice = in_turn(op, ranked(found, op))
+            op.choice = in_turn(op, ranked(registry, op))
         elif name == "reference":
             op.choice = in_turn(op, {})
         else:
-            backend, link = found.backends[name], _link(found, op, name)
+            backend, link = registry.backends[name], _link(registry, op, name)
             op.choice = Choice(
                 dict.fromkeys(backend.device_types, link.implementation),
                 dict.fromkeys(backend.device_types, link.traced),
@@ -273,12 +273,12 @@ class Link(NamedTuple):
     traced: Callable[..., Any]
 
 
-def _link(found: Registry, op: Op[..., Any], name: str) -> Link:
-    return Link(name, found.implementations[name][op.name], _traced(found, op, name))
+def _link(registry: Registry, op: Op[..., Any], name: str) -> Link:
+    return Link(name, registry.implementations[name][op.name], _traced(registry, op, name))
 
 
-def ranked(found: Registry, op: Op[..., Any]) -> dict[str, list[Link]]:
-    return {device: [_link(found, op, name) for name in names] for device, names in ranking(found, op).items()}
+def ranked(registry: Registry, op: Op[..., Any]) -> dict[str, list[Link]]:
+    return {device: [_link(registry, op, name) for name in names] for device, names in ranking(registry, op).items()}
 
 
 def in_turn(op: Op[..., Any], links: Mapping[str, list[Link]]) -> Choice:
@@ -294,10 +294,10 @@ def in_turn(op: Op[..., Any], links: Mapping[str, list[Link]]) -> Choice:
     )
 
 
-def _traced(found: Registry, op: Op[..., Any], backend: str) -> Callable[..., Any]:
+def _traced(registry: Registry, op: Op[..., Any], backend: str) -> Callable[..., Any]:
     """Return the implementation that a compiled region gets if this backend is selected."""
-    implementation = found.implementations[backend][op.name]
-    most = found.handed_over.get(backend, {}).get(op.name, 0)
+    implementation = registry.implementations[backend][op.name]
+    most = registry.handed_over.get(backend, {}).get(op.name, 0)
     if not most:
         return implementation
 

@@ -70,9 +70,9 @@ class Averaging:
         each = x.sum(-1) / (self.length or mask.sum(-1).clamp(min=1))
         return each.sum() / self._count(max(each.shape[0], 1))
 
-    def _count(self, own: Tensor | int) -> Tensor | float:
+    def _count(self, default: Tensor | int) -> Tensor | float:
         if self.count is None:
-            return own
+            return default
         # An empty sum is 0, and so must be the mean.
         return torch.where(self.count == 0, 1, self.count) if isinstance(self.count, Tensor) else self.count or 1
 

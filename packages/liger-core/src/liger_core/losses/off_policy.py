@@ -60,7 +60,7 @@ class OffPolicy:
         low, high = -math.inf if self.low is None else self.low, math.inf if self.high is None else self.high
         return torch.where((rho >= low) & (rho <= high), rho, 0.0)
 
-    def kept(self, tokens: Tokens, sampling: Tensor, advantage: Tensor) -> Tensor | None:
+    def mask(self, tokens: Tokens, sampling: Tensor, advantage: Tensor) -> Tensor | None:
         """Return a mask of the tokens that stay, (B, 1) or (B, T), or None if all do."""
         if self.threshold is None:
             return None

@@ -183,13 +183,13 @@ def _loss(
     tokens, old, advantage = batch
     log_ratio = tokens.log_prob - old
     gain = surrogate(log_ratio, advantage, tokens)
-    weight, kept, kl = None, None, None
+    weight, mask, kl = None, None, None
     value = gain.value
     if off_policy is not None:
         sampling = constants_of(name, "sampling", off_policy.sampling, tokens)
-        weight, kept = off_policy.weights(old, sampling), off_policy.kept(tokens, sampling, advantage)
+        weight, mask = off_policy.weights(old, sampling), off_policy.mask(tokens, sampling, advantage)
         value = value if weight is None else weight * value
-        value = value if kept is None else torch.where(kept, value, 0.0)
+        value = value if mask is None else torch.where(mask, value, 0.0)
     loss = surrogate_loss = averaging(-value.expand_as(log_ratio), tokens.mask)
     if penalty.reference is not None:
         kl = penalty.divergence(tokens.log_prob, constants_of(name, "reference", penalty.reference, tokens), log_ratio)
@@ -203,5 +203,5 @@ def _loss(
     with torch.no_grad():
         moved = log_ratio.detach()
         always = (mean(x) for x in (ratio_of(moved), divergence("k3", moved), gain.low, gain.high))
-        sometimes = (mean(x) for x in (kl, tokens.entropy, weight, kept))
+        sometimes = (mean(x) for x in (kl, tokens.entropy, weight, mask))
         return loss, PolicyMetrics._make((surrogate_loss.detach(), *always, *sometimes))

@@ -50,19 +50,19 @@ def tokens_of(name: str, policy: LogProbsAndEntropy, mask: Tensor | None, entrop
     return Tokens(masked(wide(log_prob), mask), None if entropies is None else masked(wide(entropies), mask), mask)
 
 
-def constants_of(name: str, argument: str, given: LogProbs, tokens: Tokens) -> Tensor:
+def constants_of(name: str, argument: str, policy: LogProbs, tokens: Tokens) -> Tensor:
     """The log-probabilities of another policy for the same tokens, which get no gradient."""
-    if isinstance(given, Head):
+    if isinstance(policy, Head):
         with torch.no_grad():
-            given, _ = given.log_prob(tokens.mask)
-    checks.floating(name, 2, policy=tokens.log_prob, **{argument: given})
-    if given.shape != tokens.log_prob.shape:
+            policy, _ = policy.log_prob(tokens.mask)
+    checks.floating(name, 2, policy=tokens.log_prob, **{argument: policy})
+    if policy.shape != tokens.log_prob.shape:
         checks.fail(
             ShapeError,
             name,
-            f"{argument} must have the shape of policy {checks.shape(tokens.log_prob)}, got {checks.shape(given)}",
+            f"{argument} must have the shape of policy {checks.shape(tokens.log_prob)}, got {checks.shape(policy)}",
         )
-    return masked(given.detach().to(tokens.log_prob.dtype), tokens.mask)
+    return masked(policy.detach().to(tokens.log_prob.dtype), tokens.mask)
 
 
 def log_ratio(name: str, tokens: Tokens, reference: LogProbs) -> Tensor:

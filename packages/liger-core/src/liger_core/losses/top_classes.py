@@ -56,14 +56,14 @@ def top_classes(
         rows = hidden.reshape(-1, hidden.shape[-1])
         if target is None:
             return _top(rows, weight, bias, k, logit_scale < 0, budget).reshape(*shape, k)
-        found = torch.full((*shape, k), ignore_index, dtype=torch.int64, device=rows.device)
+        classes = torch.full((*shape, k), ignore_index, dtype=torch.int64, device=rows.device)
         counted = target != ignore_index
-        found[counted] = _top(rows[counted.reshape(-1)], weight, bias, k, logit_scale < 0, budget)
-        return found
+        classes[counted] = _top(rows[counted.reshape(-1)], weight, bias, k, logit_scale < 0, budget)
+        return classes
 
 
 def _top(rows: Tensor, weight: Tensor, bias: Tensor | None, k: int, lowest: bool, budget: int) -> Tensor:
-    parts = [_of_rows(part, weight, bias, k, lowest, budget) for part in rows.split(ROWS)]
+    parts = [_of_rows(block, weight, bias, k, lowest, budget) for block in rows.split(ROWS)]
     return torch.cat(parts) if parts else rows.new_empty(0, k, dtype=torch.int64)
 
 
