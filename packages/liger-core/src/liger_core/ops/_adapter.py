@@ -29,8 +29,8 @@ def check_shapes(
         wanted = f"b{suffix} must have shape (outputs, {a.shape[0]}) to match a{suffix} {checks.shape(a)}"
         checks.fail(ShapeError, op, f"{wanted}, got {checks.shape(b)}")
     if (weight is None) == (base is None):
-        given = "neither" if base is None else "both"
-        checks.fail(OptionError, op, f"either weight{suffix} or base{suffix} must be given, got {given}")
+        got = "neither" if base is None else "both"
+        checks.fail(OptionError, op, f"either weight{suffix} or base{suffix} must be given, got {got}")
     if weight is not None and weight.shape != (b.shape[0], x.shape[-1]):
         wanted = f"weight{suffix} must have shape {(b.shape[0], x.shape[-1])} to match b{suffix} and x"
         checks.fail(ShapeError, op, f"{wanted}, got {checks.shape(weight)}")
@@ -58,20 +58,20 @@ def check_dtypes(
     low = autocast_dtype(x.device.type)
     if low is None:
         checks.same_dtype(op, "x", x, **{f"weight{suffix}": weight, f"bias{suffix}": bias})
-    own = low or x.dtype
-    if base is not None and base.dtype not in (own, accumulator(own)):
+    expected = low or x.dtype
+    if base is not None and base.dtype not in (expected, accumulator(expected)):
         checks.fail(
             DtypeError,
             op,
-            f"base{suffix} must have dtype {own} like x, or {accumulator(own)}, got {base.dtype}; cast it",
+            f"base{suffix} must have dtype {expected} like x, or {accumulator(expected)}, got {base.dtype}; cast it",
         )
     # Outside autocast, b has the dtype of a.
     for factor in (a,) if low is None else (a, b):
-        if factor.dtype not in (own, accumulator(own)) and not (
+        if factor.dtype not in (expected, accumulator(expected)) and not (
             low is not None and factor.dtype in (torch.float32, x.dtype)
         ):
             sentence = (
-                f"a{suffix} and b{suffix} must have dtype {own} like x, or {accumulator(own)}, got {factor.dtype}; "
-                "cast them"
+                f"a{suffix} and b{suffix} must have dtype {expected} like x, or {accumulator(expected)}, "
+                f"got {factor.dtype}; cast them"
             )
             checks.fail(DtypeError, op, sentence)

@@ -43,10 +43,10 @@ def composed_op(
         signature = signature.replace(parameters=list(signature.parameters.values())[2:])
 
         def implementation(passes: Any, kernel_class: Callable[..., Any], supported: Supported = _accept) -> Any:
-            made = kernels(passes, kernel_class)
+            instance = kernels(passes, kernel_class)
 
             # A partial function adds no frame to a call.
-            call: Any = functools.partial(function, made, supported)
+            call: Any = functools.partial(function, instance, supported)
             functools.update_wrapper(call, function)
             call.__signature__ = signature
             return call if wrap is None else wrap(call)

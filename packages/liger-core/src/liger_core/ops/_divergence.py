@@ -77,7 +77,7 @@ class DivergenceOptions(NamedTuple):
     partial: bool = False
 
     @classmethod
-    def given(cls, kind: Kind, beta: float, temperature: float = 1.0, **more: Any) -> DivergenceOptions:
+    def from_arguments(cls, kind: Kind, beta: float, temperature: float = 1.0, **more: Any) -> DivergenceOptions:
         """Return the options for the arguments of an op."""
         formula = {"forward_kl": FORWARD, "reverse_kl": REVERSE, "total_variation": VARIATION}.get(kind, MIXTURE)
         of_teacher, of_student = {"skewed_kl": (1.0, 0.0), "skewed_reverse_kl": (0.0, 1.0)}.get(
@@ -150,8 +150,8 @@ class TorchDivergencePasses(TorchPasses):
             if options.formula != FORWARD:
                 moments[:, 5] = torch.where(q != 0, q * slope, 0.0).sum(-1)
             if options.hard_weight and labels is not None:
-                own = (x.gather(-1, _inside(labels, x)[:, None])[:, 0] - moments[:, 0]) * options.temperature
-                hard = moments[:, 6].log() - own
+                of_label = (x.gather(-1, _inside(labels, x)[:, None])[:, 0] - moments[:, 0]) * options.temperature
+                hard = moments[:, 6].log() - of_label
                 hard = torch.where((labels < 0) | (labels >= x.shape[1]), float("nan"), hard)
                 loss = (1.0 - options.hard_weight) * loss + options.hard_weight * hard
             results.loss[rows] = torch.where(counted, loss, 0.0)
@@ -186,8 +186,8 @@ class TorchDivergencePasses(TorchPasses):
             out[rows, 2] = 0.0
             if options.hard_weight and target is not None:
                 labels = target[rows]
-                own = x.gather(-1, _inside(labels, x)[:, None])[:, 0]
-                out[rows, 2] = torch.where((labels >= 0) & (labels < x.shape[1]), own, 0.0)
+                of_label = x.gather(-1, _inside(labels, x)[:, None])[:, 0]
+                out[rows, 2] = torch.where((labels >= 0) & (labels < x.shape[1]), of_label, 0.0)
 
 
 TORCH_DIVERGENCES = TorchDivergencePasses()
@@ -281,9 +281,9 @@ def _log_ratio(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(difference.abs() < 0.5 * NEAR, difference.log1p(), (a / b).log())
 
 
-def _either(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
+def _either(condition: Tensor, value: float, other: float, like: Tensor) -> Tensor:
     """Select one of two numbers, in the dtype of a tensor; from numbers alone, torch.where would return float32."""
-    return torch.where(condition, like.new_full((), one), other)
+    return torch.where(condition, like.new_full((), value), other)
 
 
 def _steps(far: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -18,7 +18,7 @@ def grouped(index: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the slots of index (tokens, k), counted row by row, in the order of their groups 0 … count - 1.
 
     order  (slots,)   the slot of each row; slots of one group keep their order, and those that name no group come last
-    place  (slots,)   the row of each slot
+    row    (slots,)   the row of each slot
     ends   (count,)   where the rows of each group end, int32
     """
     flat = index.reshape(-1)
@@ -49,8 +49,8 @@ def adapted_linear(rows: Tensor, matrices: Tensor, a: Tensor | None, b: Tensor |
     a  (groups, rank, inner)
     b  (groups, outer, rank)
     """
-    own = grouped_linear(rows, matrices, ends)
-    return own if a is None or b is None else own + grouped_linear(grouped_linear(rows, a, ends), b, ends)
+    y = grouped_linear(rows, matrices, ends)
+    return y if a is None or b is None else y + grouped_linear(grouped_linear(rows, a, ends), b, ends)
 
 
 def _allocate(rows: Tensor, matrices: Tensor, ends: Tensor) -> Outputs:

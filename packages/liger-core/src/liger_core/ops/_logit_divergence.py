@@ -49,10 +49,10 @@ def logit_divergence(
             temperature: float = 1.0,
             reduction: Reduction = "mean",
             normalizer: Tensor | float | None = None,
-            **own: Any,
+            **options: Any,
         ) -> None:
             _check_logits(name, student, teacher, temperature, reduction, normalizer)
-            check(**own)
+            check(**options)
 
         def all_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
             yield from _samples(device, dtype)

@@ -34,7 +34,7 @@ class RankPasses(NamedTuple):
     project  (rows, factor (rank, columns), scale, out): scale · rows @ factorᵀ as a left factor, see `factor_columns`
     reduce   (left factor, rows, out (rank, columns)): the sum over all rows of factorᵀ @ rows
     right    (matrix (columns, rank), dtype of rows): the right factor that a left one is multiplied with
-    combine  (own, columns, bias, left factor, right, out): columns · own + left @ right + bias, rounded once
+    combine  (unscaled, columns, bias, left factor, right, out): columns · unscaled + left @ right + bias, rounded once
     dot      (rows, other, out (columns,)): the sum over all rows of rows · other
     """
 
@@ -109,10 +109,10 @@ def reduce(left: Tensor, rows: Tensor, out: Tensor) -> None:
     torch.sum(matmul(left[:, : 3 * rank].t(), rows).unflatten(0, (3, -1)), 0, out=out)
 
 
-def combine(own: Tensor, columns: Tensor, bias: Tensor | None, left: Tensor, right: Tensor, out: Tensor) -> None:
+def combine(unscaled: Tensor, columns: Tensor, bias: Tensor | None, left: Tensor, right: Tensor, out: Tensor) -> None:
     for rows in row_blocks(out, REFERENCE_BLOCK):
-        made = matmul(left[rows], right).addcmul_(own[rows].to(columns.dtype), columns)
-        out[rows] = made if bias is None else made.add_(bias)
+        sums = matmul(left[rows], right).addcmul_(unscaled[rows].to(columns.dtype), columns)
+        out[rows] = sums if bias is None else sums.add_(bias)
 
 
 def dot(rows: Tensor, other: Tensor, out: Tensor) -> None:
@@ -139,7 +139,7 @@ class LowRank:
         self.scaled = differentiable(
             make_kernel("lora_linear_scaled", self._allocate_scaled, self._launch_scaled),
             make_kernel("lora_linear_scaled_backward", self._allocate_scaled_backward, self._launch_scaled_backward),
-            saves=("x", "weight", "a", "b", "base", "columns", "own", "projected"),
+            saves=("x", "weight", "a", "b", "base", "columns", "layer_output", "projected"),
         )
 
     def __call__(
@@ -197,8 +197,8 @@ class LowRank:
         needs: list[bool],
     ) -> Outputs:  # fmt: skip
         """Reuse the upstream gradient as the gradient of base."""
-        made = self._allocate_backward(grad_y, x, weight, a, b, projected, scale, [*needs[:5], False])
-        return (*made[:5], grad_y if needs[5] else None)
+        gradients = self._allocate_backward(grad_y, x, weight, a, b, projected, scale, [*needs[:5], False])
+        return (*gradients[:5], grad_y if needs[5] else None)
 
     def _launch_backward(
         self, gradients: LowRankGradients, /, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor,
@@ -236,8 +236,8 @@ class LowRank:
         if grad_bias is not None:
             grad_bias.copy_(grad_y.sum(0, dtype=accumulator(grad_y.dtype)))
 
-    # With a factor for each column: y = columns · own + projected (columns · b)ᵀ + bias, where own is x weightᵀ or
-    # base.
+    # With a factor for each column: y = columns · unscaled + projected (columns · b)ᵀ + bias, where unscaled is
+    # x weightᵀ or base.
 
     def _allocate_scaled(
         self, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: Tensor | None,
@@ -249,29 +249,29 @@ class LowRank:
         return y, None if weight is None else torch.empty_like(y)
 
     def _launch_scaled(
-        self, y: Tensor, own: Tensor | None, /, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor,
+        self, y: Tensor, layer_output: Tensor | None, /, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor,
         bias: Tensor | None,
         base: Tensor | None, columns: Tensor, projected: Tensor, scale: float,
     ) -> None:  # fmt: skip
-        if weight is not None and own is not None:
-            multiply(own, x, weight.t())
-        given = base if own is None else own
-        assert given is not None
+        if weight is not None and layer_output is not None:
+            multiply(layer_output, x, weight.t())
+        unscaled = base if layer_output is None else layer_output
+        assert unscaled is not None
         right = self.passes.right(scaled_rows(b, columns), x.dtype).t()
-        self.passes.combine(given, columns, bias, projected, right, y)
+        self.passes.combine(unscaled, columns, bias, projected, right, y)
 
     def _allocate_scaled_backward(
         self, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, base: Tensor | None,
         columns: Tensor,
-        own: Tensor | None, projected: Tensor, scale: float, needs: list[bool],
+        layer_output: Tensor | None, projected: Tensor, scale: float, needs: list[bool],
     ) -> Outputs:  # fmt: skip
-        made = self._allocate_backward(grad_y, x, weight, a, b, projected, scale, needs[:6])
-        return *made, torch.empty_like(columns) if needs[6] else None
+        gradients = self._allocate_backward(grad_y, x, weight, a, b, projected, scale, needs[:6])
+        return *gradients, torch.empty_like(columns) if needs[6] else None
 
     def _launch_scaled_backward(
         self, gradients: LowRankGradients, grad_columns: Tensor | None, /, grad_y: Tensor, x: Tensor,
         weight: Tensor | None, a: Tensor,
-        b: Tensor, base: Tensor | None, columns: Tensor, own: Tensor | None, projected: Tensor, scale: float,
+        b: Tensor, base: Tensor | None, columns: Tensor, layer_output: Tensor | None, projected: Tensor, scale: float,
         needs: list[bool],
     ) -> None:  # fmt: skip
         of_layer = grad_y
@@ -295,9 +295,9 @@ class LowRank:
         if grad_b is not None:
             torch.mul(product, columns[:, None], out=grad_b)
         if grad_columns is not None:
-            given = base if own is None else own
-            assert given is not None
-            self.passes.dot(grad_y, given, grad_columns)
+            unscaled = base if layer_output is None else layer_output
+            assert unscaled is not None
+            self.passes.dot(grad_y, unscaled, grad_columns)
             grad_columns += (product * b).sum(1)
 
 
@@ -339,8 +339,8 @@ def add_product(base: Tensor | None, left: Tensor, right: Tensor, out: Tensor) -
     elif base is not None and left.dtype != out.dtype == base.dtype == torch.float32 and left.is_cuda:
         torch.addmm(base, left, right, out_dtype=torch.float32, out=out)
     else:
-        made = matmul(left, right)
-        out.copy_(made if base is None else base + made)
+        product = matmul(left, right)
+        out.copy_(product if base is None else base + product)
 
 
 @functools.cache

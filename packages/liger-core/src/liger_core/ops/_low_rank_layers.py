@@ -85,12 +85,12 @@ class Gradients(NamedTuple):
     grad_base_3: Tensor | None
 
 
-class Part(NamedTuple):
+class Branch(NamedTuple):
     """One layer in the backward pass, with its upstream gradient."""
 
     grad_y: Tensor
     layer: Layer
-    made: LayerGradients
+    gradients: LayerGradients
 
 
 class LowRankLayers:
@@ -109,22 +109,22 @@ class LowRankLayers:
         )
 
     def __call__(
-        self, x: Tensor, weights: Sequence[Tensor | None], a: Any, b: Any, scale: float, own: Own
+        self, x: Tensor, weights: Sequence[Tensor | None], a: Any, b: Any, scale: float, terms: Own
     ) -> tuple[Tensor, ...]:
-        self.project.check_plain((x, *weights, *a, *b, *own), "lora_linears")
+        self.project.check_plain((x, *weights, *a, *b, *terms), "lora_linears")
         # Constants for autograd: the gradients of x and of every a through them are part of the backward pass below.
         with torch.no_grad():
             projected = self.project(x, *a, scale)
         layers = Layers._make(tensor for layer in zip(weights, a, b, projected, strict=True) for tensor in layer)
-        made: Outputs = self.linears(x, layers, own, scale)
-        return tuple(y for y in made if y is not None)
+        outputs: Outputs = self.linears(x, layers, terms, scale)
+        return tuple(y for y in outputs if y is not None)
 
     def _allocate_project(self, x: Tensor, a: Tensor, a_2: Tensor, a_3: Tensor | None, scale: float) -> Outputs:
-        def made(a: Tensor) -> Tensor:
+        def factor(a: Tensor) -> Tensor:
             columns, dtype = factor_columns(x, a, a.shape[0])
             return torch.empty(x.shape[0], columns, dtype=dtype, device=x.device)
 
-        return made(a), made(a_2), None if a_3 is None else made(a_3)
+        return factor(a), factor(a_2), None if a_3 is None else factor(a_3)
 
     def _launch_project(
         self, projected: Tensor, projected_2: Tensor, projected_3: Tensor | None, /, x: Tensor, a: Tensor, a_2: Tensor,
@@ -140,8 +140,8 @@ class LowRankLayers:
             assert out is not None
             out.view(of_layer.shape).copy_(of_layer)
 
-    def _allocate(self, x: Tensor, layers: Layers, own: Own, scale: float) -> Outputs:
-        bases = own[1::2]
+    def _allocate(self, x: Tensor, layers: Layers, terms: Own, scale: float) -> Outputs:
+        bases = terms[1::2]
         return tuple(
             None
             if b is None
@@ -150,9 +150,9 @@ class LowRankLayers:
         )
 
     def _launch(
-        self, y: Tensor, y_2: Tensor, y_3: Tensor | None, /, x: Tensor, layers: Layers, own: Own, scale: float
+        self, y: Tensor, y_2: Tensor, y_3: Tensor | None, /, x: Tensor, layers: Layers, terms: Own, scale: float
     ) -> None:
-        for out, layer, bias, base in zip((y, y_2, y_3), _layers(layers), own[::2], own[1::2], strict=False):
+        for out, layer, bias, base in zip((y, y_2, y_3), _layers(layers), terms[::2], terms[1::2], strict=False):
             assert out is not None
             compute(self.passes, out, x, layer.weight, layer.b, bias, base, layer.projected)
 
@@ -161,19 +161,19 @@ class LowRankLayers:
         scale: float,
         needs: list[bool],
     ) -> Outputs:  # fmt: skip
-        def like(tensor: Tensor | None, asked: bool) -> Tensor | None:
+        def like(tensor: Tensor | None, needed: bool) -> Tensor | None:
             return (
                 torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-                if asked and tensor is not None
+                if needed and tensor is not None
                 else None
             )
 
-        made = [like(x, needs[0])]
+        gradients = [like(x, needs[0])]
         for number, (grad, layer) in enumerate(zip((grad_y, grad_y_2, grad_y_3), _layers(layers), strict=False)):
-            asked = [grad is not None and need for need in needs[1 + 5 * number : 6 + 5 * number]]
-            made += [like(tensor, need) for tensor, need in zip(layer, asked, strict=False)][:3]
-            made += [x.new_empty(layer.b.shape[0]) if asked[3] else None, like(grad, asked[4])]
-        return (*made, *[None] * (len(Gradients._fields) - len(made)))
+            layer_needs = [grad is not None and need for need in needs[1 + 5 * number : 6 + 5 * number]]
+            gradients += [like(tensor, need) for tensor, need in zip(layer, layer_needs, strict=False)][:3]
+            gradients += [x.new_empty(layer.b.shape[0]) if layer_needs[3] else None, like(grad, layer_needs[4])]
+        return (*gradients, *[None] * (len(Gradients._fields) - len(gradients)))
 
     def _recycle_backward(
         self, grad_y: Tensor | None, grad_y_2: Tensor | None, grad_y_3: Tensor | None, x: Tensor, layers: Layers,
@@ -182,10 +182,10 @@ class LowRankLayers:
     ) -> Outputs:  # fmt: skip
         """Reuse each upstream gradient as the gradient of its base."""
         of_bases = {5: grad_y, 10: grad_y_2, 15: grad_y_3}
-        others = [need and place not in of_bases for place, need in enumerate(needs)]
-        made = self._allocate_backward(grad_y, grad_y_2, grad_y_3, x, layers, scale, others)
+        others = [need and index not in of_bases for index, need in enumerate(needs)]
+        gradients = self._allocate_backward(grad_y, grad_y_2, grad_y_3, x, layers, scale, others)
         return tuple(
-            of_bases[place] if place in of_bases and needs[place] else value for place, value in enumerate(made)
+            of_bases[index] if index in of_bases and needs[index] else value for index, value in enumerate(gradients)
         )
 
     def _launch_backward(
@@ -193,56 +193,56 @@ class LowRankLayers:
         x: Tensor, layers: Layers,
         scale: float, needs: list[bool],
     ) -> None:  # fmt: skip
-        parts = []
+        branches = []
         for number, (grad, layer) in enumerate(zip((grad_y, grad_y_2, grad_y_3), _layers(layers), strict=False)):
             if grad is None:
                 continue
-            made = LayerGradients._make(gradients[1 + 5 * number : 6 + 5 * number])
-            if made.grad_base is not None and made.grad_base is not grad:
-                made.grad_base.copy_(grad)
+            layer_gradients = LayerGradients._make(gradients[1 + 5 * number : 6 + 5 * number])
+            if layer_gradients.grad_base is not None and layer_gradients.grad_base is not grad:
+                layer_gradients.grad_base.copy_(grad)
             # As in _low_rank.py: nothing that a more precise upstream gradient would add to.
-            part = Part(grad.to(x.dtype) if layer.a.dtype == x.dtype else grad, layer, made)
-            self._of_layer(part, x)
-            parts.append(part)
+            branch = Branch(grad.to(x.dtype) if layer.a.dtype == x.dtype else grad, layer, layer_gradients)
+            self._of_layer(branch, x)
+            branches.append(branch)
         if gradients.grad_x is None:
-            parts = [part for part in parts if part.made.grad_a is not None]
-        if parts:
-            self._of_input(gradients.grad_x, parts, x, scale)
+            branches = [branch for branch in branches if branch.gradients.grad_a is not None]
+        if branches:
+            self._of_input(gradients.grad_x, branches, x, scale)
 
-    def _of_layer(self, part: Part, x: Tensor) -> None:
+    def _of_layer(self, branch: Branch, x: Tensor) -> None:
         """Compute a layer's gradients of b, weight and bias, which need only x aᵀ, x and the upstream gradient."""
-        grad_y, layer, made = part
-        if made.grad_b is not None:
-            self.passes.reduce(layer.projected, grad_y, made.grad_b.t())
-        if made.grad_weight is not None:
-            multiply(made.grad_weight, grad_y.t(), x)
-        if made.grad_bias is not None:
-            made.grad_bias.copy_(grad_y.sum(0, dtype=accumulator(grad_y.dtype)))
+        grad_y, layer, gradients = branch
+        if gradients.grad_b is not None:
+            self.passes.reduce(layer.projected, grad_y, gradients.grad_b.t())
+        if gradients.grad_weight is not None:
+            multiply(gradients.grad_weight, grad_y.t(), x)
+        if gradients.grad_bias is not None:
+            gradients.grad_bias.copy_(grad_y.sum(0, dtype=accumulator(grad_y.dtype)))
 
-    def _of_input(self, grad_x: Tensor | None, parts: list[Part], x: Tensor, scale: float) -> None:
+    def _of_input(self, grad_x: Tensor | None, branches: list[Branch], x: Tensor, scale: float) -> None:
         """Compute the gradients of x and of every a.
 
         The gradients that went back through each b lie side by side: one matmul each with x and with all of a.
         """
-        matrices = [part.layer.a for part in parts]
-        joint, grad_y = torch.cat(matrices), parts[0].grad_y
+        matrices = [branch.layer.a for branch in branches]
+        joint, grad_y = torch.cat(matrices), branches[0].grad_y
         columns, dtype = factor_columns(grad_y, joint, joint.shape[0])
         back = torch.empty(x.shape[0], columns, dtype=dtype, device=x.device)
-        for part, place in zip(parts, _split(back, matrices), strict=True):
-            of_layer = torch.empty(place.flatten(1).shape, dtype=dtype, device=x.device)
-            self.passes.project(part.grad_y, part.layer.b.t(), scale, of_layer)
-            place.copy_(of_layer.view(place.shape))
+        for branch, block in zip(branches, _split(back, matrices), strict=True):
+            of_layer = torch.empty(block.flatten(1).shape, dtype=dtype, device=x.device)
+            self.passes.project(branch.grad_y, branch.layer.b.t(), scale, of_layer)
+            block.copy_(of_layer.view(block.shape))
         if grad_x is not None:
             right = self.passes.right(joint.t(), grad_y.dtype).t()
             # One after the other into the same memory, without a gradient of x for each layer.
-            large = [(part.grad_y, part.layer.weight) for part in parts if part.layer.weight is not None]
+            large = [(branch.grad_y, branch.layer.weight) for branch in branches if branch.layer.weight is not None]
             add_all(None, back, right, large, grad_x)
-        if any(part.made.grad_a is not None for part in parts):
+        if any(branch.gradients.grad_a is not None for branch in branches):
             total = torch.empty_like(joint)
             self.passes.reduce(back, x, total)
-            for part, grad_a in zip(parts, total.split([len(matrix) for matrix in matrices]), strict=True):
-                if part.made.grad_a is not None:
-                    part.made.grad_a.copy_(grad_a)
+            for branch, grad_a in zip(branches, total.split([len(matrix) for matrix in matrices]), strict=True):
+                if branch.gradients.grad_a is not None:
+                    branch.gradients.grad_a.copy_(grad_a)
 
 
 def _layers(layers: Layers) -> list[Layer]:

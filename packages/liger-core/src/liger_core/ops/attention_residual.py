@@ -30,7 +30,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     def n(*shape: int, scale: float = 1.0) -> Tensor:
         return normal(device, dtype, *shape, scale=scale)
 
-    def given(depth: int, rows: int, width: int) -> tuple[Tensor, ...]:
+    def call(depth: int, rows: int, width: int) -> tuple[Tensor, ...]:
         # Scores of a few units at every width: those of hundreds leave the gradients to the round-off of one score,
         # which is a matter of luck.
         return n(depth, rows, width), n(width, scale=2.5 / width**0.5), n(width)
@@ -39,15 +39,15 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     # Of 48 rows some have close scores, whose gradients round-off does not dominate, also where scores are thirty times
     # as large.
     yield Sample("one_block", (n(3, 4, 12, 64), n(64, scale=0.3), n(64)), why="the width is a power of two")
-    yield Sample("odd_width", given(4, 5, 100), why="masks on rows and columns")
-    yield Sample("many_rows", given(2, 420, 2600), why="programs of the backward walk several rows, on a GPU too")
-    yield Sample("whole_row", given(3, 6, 4096), why="every chunk of a row is full")
-    yield Sample("last_chunk", given(3, 3, 2200), why="only the last chunk of a row is masked")
+    yield Sample("odd_width", call(4, 5, 100), why="masks on rows and columns")
+    yield Sample("many_rows", call(2, 420, 2600), why="programs of the backward walk several rows, on a GPU too")
+    yield Sample("whole_row", call(3, 6, 4096), why="every chunk of a row is full")
+    yield Sample("last_chunk", call(3, 3, 2200), why="only the last chunk of a row is masked")
     yield Sample(
-        "one_layer", given(1, 5, 40), why="a softmax of one score: y is the layer, and the query has no gradient"
+        "one_layer", call(1, 5, 40), why="a softmax of one score: y is the layer, and the query has no gradient"
     )
-    yield Sample("deep", given(17, 3, 40), why="many layers, one after the other")
-    yield Sample("weightless", given(3, 48, 72)[:2], why="keys are normalized without a weight")
+    yield Sample("deep", call(17, 3, 40), why="many layers, one after the other")
+    yield Sample("weightless", call(3, 48, 72)[:2], why="keys are normalized without a weight")
     yield Sample(
         "zero_query",
         (n(3, 5, 72), torch.zeros_like(n(72)), n(72)),
@@ -60,17 +60,17 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         (n(3, 5, 72), normal(device, wide, 72, scale=0.3), normal(device, wide, 72)),
         why="float32 parameters",
     )
-    yield Sample("frozen_query", given(3, 48, 72), frozen=("query",), why="the gradient of the weight alone")
-    yield Sample("frozen_weights", given(3, 48, 72), frozen=("query", "weight"), why="no work for weight gradients")
-    yield Sample("frozen_layers", given(3, 48, 72), frozen=("layers",), why="only weight gradients")
+    yield Sample("frozen_query", call(3, 48, 72), frozen=("query",), why="the gradient of the weight alone")
+    yield Sample("frozen_weights", call(3, 48, 72), frozen=("query", "weight"), why="no work for weight gradients")
+    yield Sample("frozen_layers", call(3, 48, 72), frozen=("layers",), why="only weight gradients")
     yield Sample(
-        "strided_rows", (n(3, 5, 160)[..., :72], *given(3, 5, 72)[1:]), why="a slice is read through its strides"
+        "strided_rows", (n(3, 5, 160)[..., :72], *call(3, 5, 72)[1:]), why="a slice is read through its strides"
     )
     yield Sample(
-        "depth_inside", (n(5, 3, 72).transpose(0, 1), *given(3, 5, 72)[1:]), why="the layers of a row are neighbors"
+        "depth_inside", (n(5, 3, 72).transpose(0, 1), *call(3, 5, 72)[1:]), why="the layers of a row are neighbors"
     )
     yield Sample(
-        "transposed", (n(3, 72, 5).mT, *given(3, 5, 72)[1:]), why="the last dimension of layers is not contiguous"
+        "transposed", (n(3, 72, 5).mT, *call(3, 5, 72)[1:]), why="the last dimension of layers is not contiguous"
     )
     yield Sample("one_row", (n(3, 40), n(40, scale=0.3), n(40)), why="no dimension between depth and width")
     yield Sample("empty", (n(3, 0, 64), n(64), n(64)), why="no rows: nothing is launched, gradients are zero")
@@ -116,8 +116,8 @@ def workloads() -> Iterator[Workload]:
 
 def work(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Work:
     size = layers.numel() * layers.element_size()
-    one = size // max(1, layers.shape[0])
-    return Work(size + one, 3 * size + 2 * one)
+    layer_size = size // max(1, layers.shape[0])
+    return Work(size + layer_size, 3 * size + 2 * layer_size)
 
 
 @op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)

@@ -359,8 +359,8 @@ def experts(
     Shazeer et al. 2017, arXiv:1701.06538; Guo et al. 2025, arXiv:2512.14080.
     """
     (tokens, k), (count, hidden, inner) = index.shape, down.shape
-    order, place, ends = grouped(index, count)
-    own, expert = (index >= 0) & (index < count), index.clamp(0, count - 1).long()
+    order, row, ends = grouped(index, count)
+    valid, expert = (index >= 0) & (index < count), index.clamp(0, count - 1).long()
     wide = accumulator(x.dtype)
     rows = x.unsqueeze(1).expand(tokens, k, hidden).reshape(tokens * k, hidden).index_select(0, order)
     joined = adapted_linear(rows, gate_up, gate_up_a, gate_up_b, ends).to(wide)
@@ -371,7 +371,7 @@ def experts(
     if gate_up.shape[1] != inner:
         gate, up = (joined[:, 0::2], joined[:, 1::2]) if interleaved else joined.chunk(2, dim=-1)
     out = adapted_linear(joined_gate(gate, up, activation, limit, alpha, shift).to(x.dtype), down, down_a, down_b, ends)
-    parts = out.index_select(0, place).view(tokens, k, hidden).to(wide)
+    parts = out.index_select(0, row).view(tokens, k, hidden).to(wide)
     if down_bias is not None:
         parts = parts + embedding(expert, down_bias.to(wide))
-    return (parts * weight.masked_fill(~own, 0.0).to(wide).unsqueeze(-1)).sum(1).to(x.dtype)
+    return (parts * weight.masked_fill(~valid, 0.0).to(wide).unsqueeze(-1)).sum(1).to(x.dtype)

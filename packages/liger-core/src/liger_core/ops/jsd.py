@@ -73,5 +73,5 @@ def jsd(
     arXiv:2306.13649 (GKD), equation 1.
     """
     supported(student, teacher)
-    options = DivergenceOptions.given("jsd", beta, temperature)
+    options = DivergenceOptions.from_arguments("jsd", beta, temperature)
     return divergence(student, teacher, options, reduction, normalizer)

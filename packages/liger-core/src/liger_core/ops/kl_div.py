@@ -80,5 +80,5 @@ def kl_div(
     if skew != 0.0:
         kind = "skewed_reverse_kl" if reverse else "skewed_kl"
     # The mixture is named by the teacher's share of it.
-    options = DivergenceOptions.given(kind, 1.0 - skew if reverse else skew, temperature)
+    options = DivergenceOptions.from_arguments(kind, 1.0 - skew if reverse else skew, temperature)
     return divergence(student, teacher, options, reduction, normalizer)

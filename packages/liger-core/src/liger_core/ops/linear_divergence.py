@@ -257,9 +257,9 @@ def workloads() -> Iterator[Workload]:
             ]
             return (*heads[0], *heads[1]), dict(options)
 
-        made = workload(make, axis, quick, N=rows, H=width, T=teacher, V=classes)
+        base = workload(make, axis, quick, N=rows, H=width, T=teacher, V=classes)
         mode = "-".join(map(str, options.values()))
-        return replace(made, name=f"{made.name}-{mode}") if mode else made
+        return replace(base, name=f"{base.name}-{mode}") if mode else base
 
     yield of_size(512, 128, 192, 8192, quick=True)
     for kind in KINDS[:4]:
@@ -378,7 +378,7 @@ def linear_divergence(
         target, pack, ignore_index = rows.new_zeros(rows.shape[0], dtype=torch.int64), False, -100
     theirs = teacher_hidden.reshape(-1, teacher_hidden.shape[-1])
     head, teacher = Head(rows, weight, target.reshape(-1), bias), Teacher(theirs, teacher_weight, teacher_bias)
-    options = DivergenceOptions.given(
+    options = DivergenceOptions.from_arguments(
         kind, beta, temperature, hard_weight=hard_weight, ignore_index=ignore_index, logit_scale=logit_scale,
         softcap=softcap,
         teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap,

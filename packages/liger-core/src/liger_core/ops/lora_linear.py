@@ -56,10 +56,10 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     wide, n = accumulator(dtype), functools.partial(normal, device)
 
     def call(
-        rows: tuple[int, ...] = (5,), inner: int = 16, outer: int = 40, rank: int = 4, own: torch.dtype = wide
+        rows: tuple[int, ...] = (5,), inner: int = 16, outer: int = 40, rank: int = 4, adapter_dtype: torch.dtype = wide
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x, weight = n(dtype, *rows, inner), n(dtype, outer, inner, scale=inner**-0.5)
-        return x, weight, n(own, rank, inner, scale=inner**-0.5), n(own, outer, rank, scale=0.3)
+        return x, weight, n(adapter_dtype, rank, inner, scale=inner**-0.5), n(adapter_dtype, outer, rank, scale=0.3)
 
     def without(*sizes: Any) -> tuple[Any, ...]:
         """Return the arguments of a call without the weight."""
@@ -198,14 +198,14 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 def workloads() -> Iterator[Workload]:
     def make(rows: int, inner: int, outer: int, rank: int, dora: bool) -> Callable[..., Any]:
         def draw(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            own = accumulator(dtype)
+            wide = accumulator(dtype)
             x, weight = normal(device, dtype, rows, inner), normal(device, dtype, outer, inner, scale=inner**-0.5)
-            options = {"column_scale": 1.0 + 0.1 * normal(device, own, outer)} if dora else {}
+            options = {"column_scale": 1.0 + 0.1 * normal(device, wide, outer)} if dora else {}
             return (
                 x,
                 weight,
-                normal(device, own, rank, inner, scale=inner**-0.5),
-                normal(device, own, outer, rank, scale=0.02),
+                normal(device, wide, rank, inner, scale=inner**-0.5),
+                normal(device, wide, outer, rank, scale=0.02),
                 2.0,
             ), options
 
@@ -214,8 +214,8 @@ def workloads() -> Iterator[Workload]:
     def of_size(
         rows: int, inner: int, outer: int, rank: int = 16, axis: str = "", quick: bool = False, dora: bool = False
     ) -> Workload:
-        made = workload(make(rows, inner, outer, rank, dora), axis, quick, N=rows, K=inner, M=outer, R=rank)
-        return Workload(made.name + "-dora" * dora, made.make, made.quick, ("weight",), made.axis)
+        base = workload(make(rows, inner, outer, rank, dora), axis, quick, N=rows, K=inner, M=outer, R=rank)
+        return Workload(base.name + "-dora" * dora, base.make, base.quick, ("weight",), base.axis)
 
     yield of_size(512, 256, 256, quick=True)
     for sizes in USUAL:
@@ -232,8 +232,8 @@ def work(
 ) -> Work:  # fmt: skip
     """The matmuls of the layer itself; what the adapter adds is small, and could be done in the same passes."""
     outer, inner, rows = b.shape[0], x.shape[-1], x.numel() // x.shape[-1]
-    own, size = (a.numel() + b.numel()) * a.element_size(), x.element_size()
-    moved = (x.numel() + rows * outer) * size + own
+    adapter_size, size = (a.numel() + b.numel()) * a.element_size(), x.element_size()
+    moved = (x.numel() + rows * outer) * size + adapter_size
     operations = 2 * rows * inner * outer if weight is not None else 0
     if weight is None:
         added = 2 * rows * a.shape[0] * (inner + outer)
@@ -316,8 +316,8 @@ def implementation(  # type: ignore[no-untyped-def]
             a, b = a.to(x.dtype), b.to(x.dtype)
         columns = None if column_scale is None else column_scale.to(accumulator(x.dtype))
         rows = x.reshape(-1, x.shape[-1])
-        given = None if base is None else base.reshape(-1, b.shape[0])
-        y: Tensor = loop(rows, weight, a, b, float(scale), bias, given, columns)
+        base_rows = None if base is None else base.reshape(-1, b.shape[0])
+        y: Tensor = loop(rows, weight, a, b, float(scale), bias, base_rows, columns)
         return y.view(*x.shape[:-1], b.shape[0])
 
     return lora_linear

@@ -42,11 +42,11 @@ def check(
     elif any(tensor is not None for tensor in of_third.values()):
         alone = ", ".join(name for name, tensor in of_third.items() if tensor is not None)
         checks.fail(OptionError, NAME, f"a third layer must have a_3 and b_3, got {alone}")
-    for suffix, own, first, second, added, given in layers:
-        check_shapes(NAME, x, own, first, second, added, given, suffix)
-        no_bias_beside(NAME, added, given, suffix)
-        check_dtypes(NAME, x, own, first, second, added, given, suffix)
-    names = [f"weight{suffix}" if given is None else f"base{suffix}" for suffix, *_, given in layers]
+    for suffix, matrix, first, second, added, layer_output in layers:
+        check_shapes(NAME, x, matrix, first, second, added, layer_output, suffix)
+        no_bias_beside(NAME, added, layer_output, suffix)
+        check_dtypes(NAME, x, matrix, first, second, added, layer_output, suffix)
+    names = [f"weight{suffix}" if layer_output is None else f"base{suffix}" for suffix, *_, layer_output in layers]
     if len({name[0] for name in names}) > 1:
         checks.fail(OptionError, NAME, f"all layers must have a weight, or all a base, got {', '.join(names)}")
 
@@ -54,22 +54,23 @@ def check(
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     wide = accumulator(dtype)
 
-    def layer(inner: int, outer: int, rank: int, own: torch.dtype = wide) -> tuple[Tensor, Tensor, Tensor]:
+    def layer(inner: int, outer: int, rank: int, kind: torch.dtype = wide) -> tuple[Tensor, Tensor, Tensor]:
         weight = normal(device, dtype, outer, inner, scale=inner**-0.5)
-        return weight, normal(device, own, rank, inner, scale=inner**-0.5), normal(device, own, outer, rank, scale=0.3)
+        factors = normal(device, kind, rank, inner, scale=inner**-0.5), normal(device, kind, outer, rank, scale=0.3)
+        return weight, *factors
 
-    def two(rows: tuple[int, ...], inner: int, outer: int, rank: int, own: torch.dtype = wide) -> tuple[Any, ...]:
-        return normal(device, dtype, *rows, inner), *layer(inner, outer, rank, own), *layer(inner, outer, rank, own)
+    def two(rows: tuple[int, ...], inner: int, outer: int, rank: int, kind: torch.dtype = wide) -> tuple[Any, ...]:
+        return normal(device, dtype, *rows, inner), *layer(inner, outer, rank, kind), *layer(inner, outer, rank, kind)
 
     def three(rows: tuple[int, ...], inner: int, *sizes: tuple[int, int]) -> tuple[Any, ...]:
         return normal(device, dtype, *rows, inner), *(tensor for size in sizes for tensor in layer(inner, *size))
 
     def without(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Without the weights."""
-        return tuple(None if place % 3 == 1 else value for place, value in enumerate(arguments))
+        """Return the arguments without the weights."""
+        return tuple(None if index % 3 == 1 else value for index, value in enumerate(arguments))
 
-    def n(*shape: int, own: torch.dtype = dtype) -> Tensor:
-        return normal(device, own, *shape)
+    def n(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return normal(device, kind, *shape)
 
     why, wide_ranks = "all ranks together are more than a kernel multiplies at once", ((24, 32), (16, 30), (40, 20))
     square, ranks, sizes = ((64, 16), (16, 16), (16, 16)), ((41, 3), (30, 8), (17, 5)), ((40, 4), (20, 4), (12, 4))
@@ -87,7 +88,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     one_biased, one_bias = three((5,), 16, *sizes), {"bias_2": n(20)}
     bases = {"base": n(2, 5, 40), "base_2": n(2, 5, 20), "base_3": n(2, 5, 12)}
     quantized = without(three((2, 5), 16, *sizes))
-    precise = {"base": n(5, 40, own=wide), "base_2": n(5, 40, own=wide)}
+    precise = {"base": n(5, 40, kind=wide), "base_2": n(5, 40, kind=wide)}
     weights = ("weight", "weight_2", "weight_3")
     yield from sample_table(
         (),
@@ -147,12 +148,12 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 def workloads() -> Iterator[Workload]:
     def make(rows: int, inner: int, outer: tuple[int, ...], rank: int) -> Callable[..., Any]:
         def draw(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            own = accumulator(dtype)
+            wide = accumulator(dtype)
             layers = [
                 (
                     normal(device, dtype, columns, inner, scale=inner**-0.5),
-                    normal(device, own, rank, inner, scale=inner**-0.5),
-                    normal(device, own, columns, rank, scale=0.02),
+                    normal(device, wide, rank, inner, scale=inner**-0.5),
+                    normal(device, wide, columns, rank, scale=0.02),
                 )
                 for columns in outer
             ]
@@ -163,8 +164,8 @@ def workloads() -> Iterator[Workload]:
         return draw
 
     def of_size(rows: int, inner: int, outer: tuple[int, ...], rank: int = 16, quick: bool = False) -> Workload:
-        made = workload(make(rows, inner, outer, rank), "", quick, N=rows, K=inner, M=sum(outer), R=rank)
-        return Workload(made.name, made.make, made.quick, ("weight", "weight_2", "weight_3"), made.axis)
+        base = workload(make(rows, inner, outer, rank), "", quick, N=rows, K=inner, M=sum(outer), R=rank)
+        return Workload(base.name, base.make, base.quick, ("weight", "weight_2", "weight_3"), base.axis)
 
     yield of_size(512, 256, (256, 128, 128), quick=True)
     for sizes in USUAL:
@@ -185,12 +186,12 @@ def work(
     moved = x.numel() * size
     forward: list[Product] = []
     full: list[Product] = []
-    for name, (own, first, second) in zip(("weight", "weight_2", "weight_3"), factors, strict=False):
+    for name, (matrix, first, second) in zip(("weight", "weight_2", "weight_3"), factors, strict=False):
         outer = second.shape[0]
         # A base is read, a weight too.
-        moved += rows * outer * size + (rows * outer if own is None else own.numel()) * size
+        moved += rows * outer * size + (rows * outer if matrix is None else matrix.numel()) * size
         moved += (first.numel() + second.numel()) * first.element_size()
-        if own is not None:
+        if matrix is not None:
             forward.append(Product(rows, inner, outer, "right"))
             full += [forward[-1], Product(rows, outer, inner, "", "x"), Product(outer, rows, inner, "left", name)]
     operations = sum(2 * p.rows * p.inner * p.columns for p in forward)
@@ -254,19 +255,19 @@ def implementation(  # type: ignore[no-untyped-def]
         """
         if supported is not None:
             supported(x, a)
-        weights, own = [weight, weight_2, weight_3], Own(bias, base, bias_2, base_2, bias_3, base_3)
+        weights, terms = [weight, weight_2, weight_3], Own(bias, base, bias_2, base_2, bias_3, base_3)
         first, second = [a, a_2, a_3], [b, b_2, b_3]
         low = autocast_dtype(x.device.type)
         if low is not None:
             x, *weights = (None if t is None else t.to(low) for t in (x, *weights))  # type: ignore[assignment]
-            own = Own._make(t if t is None or place % 2 else t.to(low) for place, t in enumerate(own))
+            terms = Own._make(t if t is None or index % 2 else t.to(low) for index, t in enumerate(terms))
         if a.dtype not in (x.dtype, accumulator(x.dtype)):
             first, second = ([None if t is None else t.to(x.dtype) for t in factors] for factors in (first, second))
-        given = Own._make(
-            t if t is None or not place % 2 else t.reshape(-1, t.shape[-1]) for place, t in enumerate(own)
+        flat_terms = Own._make(
+            t if t is None or not index % 2 else t.reshape(-1, t.shape[-1]) for index, t in enumerate(terms)
         )
-        made = loop(x.reshape(-1, x.shape[-1]), weights, first, second, float(scale), given)
-        return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in made)
+        outputs = loop(x.reshape(-1, x.shape[-1]), weights, first, second, float(scale), flat_terms)
+        return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in outputs)
 
     return lora_linears
 

@@ -29,7 +29,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     def n(*shape: int) -> Tensor:
         return normal(device, dtype, *shape)
 
-    def given(positions: int, streams: int, width: int) -> tuple[Tensor, ...]:
+    def call(positions: int, streams: int, width: int) -> tuple[Tensor, ...]:
         return n(positions, streams, width), n(positions, width), n(positions, streams), n(positions, streams, streams)
 
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -37,38 +37,40 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample(
         "one_block", (n(2, 3, 4, 64), n(2, 3, 64), n(2, 3, 4), n(2, 3, 4, 4)), why="streams and width are powers of two"
     )
-    yield Sample("odd_width", given(5, 3, 100), why="masks on streams and columns")
-    yield Sample("wide", given(2, 4, 2100), why="several tiles of columns, which a coefficient's gradient sums")
-    yield Sample("one_stream", given(4, 1, 40), why="an ordinary residual with two factors")
-    yield Sample("eight_streams", given(3, 8, 40), why="the most streams in registers")
-    yield Sample("unmixed", given(5, 4, 72)[:3], why="the streams are kept as they are")
-    yield Sample("unmixed_wide", given(2, 3, 2100)[:3], why="the streams are kept, in several tiles")
+    yield Sample("odd_width", call(5, 3, 100), why="masks on streams and columns")
+    yield Sample("wide", call(2, 4, 2100), why="several tiles of columns, which a coefficient's gradient sums")
+    yield Sample("one_stream", call(4, 1, 40), why="an ordinary residual with two factors")
+    yield Sample("eight_streams", call(3, 8, 40), why="the most streams in registers")
+    yield Sample("unmixed", call(5, 4, 72)[:3], why="the streams are kept as they are")
+    yield Sample("unmixed_wide", call(2, 3, 2100)[:3], why="the streams are kept, in several tiles")
     yield Sample(
         "float32_coefficients", (n(5, 4, 72), n(5, 72), coefficients[:, 4:8],
             coefficients[:, 8:].unflatten(-1, (4, 4))),
         why="parts of one float32 projection, read through their strides",
     )  # fmt: skip
-    yield Sample("transposed_res", (*given(5, 4, 72)[:3], n(5, 4, 4).mT), why="the matrix is read through its strides")
-    yield Sample("frozen_res", given(5, 4, 72), frozen=("res",), why="x is not read again")
-    yield Sample("frozen_coefficients", given(5, 4, 72), frozen=("post", "res"), why="only sums over streams")
-    yield Sample("frozen_x", given(5, 4, 72), frozen=("x",), why="no gradient of the streams")
-    yield Sample("frozen_y", given(5, 4, 72), frozen=("y",), why="no gradient of the layer's output")
-    yield Sample("only_post", given(5, 4, 72), frozen=("x", "y", "res"), why="only the sum over columns of y")
+    yield Sample("transposed_res", (*call(5, 4, 72)[:3], n(5, 4, 4).mT), why="the matrix is read through its strides")
+    yield Sample("frozen_res", call(5, 4, 72), frozen=("res",), why="x is not read again")
+    yield Sample("frozen_coefficients", call(5, 4, 72), frozen=("post", "res"), why="only sums over streams")
+    yield Sample("frozen_x", call(5, 4, 72), frozen=("x",), why="no gradient of the streams")
+    yield Sample("frozen_y", call(5, 4, 72), frozen=("y",), why="no gradient of the layer's output")
+    yield Sample("only_post", call(5, 4, 72), frozen=("x", "y", "res"), why="only the sum over columns of y")
     yield Sample(
         "wide_output",
         (n(5, 4, 72), normal(device, wide, 5, 72), n(5, 4), n(5, 4, 4)),
         why="a float32 layer over narrow streams",
     )
     yield Sample(
-        "strided_rows", (n(5, 4, 160)[..., :72], n(5, 160)[:, :72], *given(5, 4, 1)[2:]), why="slices are read in place"
+        "strided_rows",
+        (n(5, 4, 160)[..., :72], n(5, 160)[:, :72], *call(5, 4, 1)[2:]),
+        why="slices are read in place",
     )
     yield Sample(
         "transposed",
-        (n(5, 72, 4).mT, n(72, 5).t(), *given(5, 4, 72)[2:]),
+        (n(5, 72, 4).mT, n(72, 5).t(), *call(5, 4, 72)[2:]),
         why="the last dimension of x is not contiguous",
     )
     yield Sample("one_position", (n(4, 40), n(40), n(4), n(4, 4)), why="no leading dimension")
-    yield Sample("empty", given(0, 4, 64), why="no positions: nothing is launched")
+    yield Sample("empty", call(0, 4, 64), why="no positions: nothing is launched")
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
@@ -108,8 +110,8 @@ def workloads() -> Iterator[Workload]:
 
 
 def work(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None = None) -> Work:
-    streams, one = x.numel() * x.element_size(), y.numel() * y.element_size()
-    return Work(2 * streams + one, (4 if res is None else 5) * streams + 3 * one)
+    streams, layer_size = x.numel() * x.element_size(), y.numel() * y.element_size()
+    return Work(2 * streams + layer_size, (4 if res is None else 5) * streams + 3 * layer_size)
 
 
 @op(

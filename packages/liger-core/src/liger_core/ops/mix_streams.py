@@ -61,8 +61,8 @@ def workloads() -> Iterator[Workload]:
 
 def work(x: Tensor, pre: Tensor) -> Work:
     streams = x.numel() * x.element_size()
-    one = streams // max(1, x.shape[-2])
-    return Work(streams + one, 3 * streams + 2 * one)
+    layer_size = streams // max(1, x.shape[-2])
+    return Work(streams + layer_size, 3 * streams + 2 * layer_size)
 
 
 @op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)

@@ -83,8 +83,8 @@ def workloads() -> Iterator[Workload]:
 
 
 def work(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Work:
-    size, own = x.numel() * x.element_size(), weight.numel() * weight.element_size()
-    return Work(size + own, 3 * size + 3 * own)
+    size, weight_size = x.numel() * x.element_size(), weight.numel() * weight.element_size()
+    return Work(size + weight_size, 3 * size + 3 * weight_size)
 
 
 @op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)

@@ -61,7 +61,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     )
     columns = arguments(n(2, 4, 16, 5).transpose(2, 3), n(2, 2, 5, 16))
     per_batch, shared = (torch.stack([cos, sin]), torch.stack([sin, cos])), (cos[None], sin[None])
-    inter, part, wide = table(5, 24, **pairs), table(5, 8, **pairs), angles(device, torch.float32, 5, 16)
+    inter, narrow, wide = table(5, 24, **pairs), table(5, 8, **pairs), angles(device, torch.float32, 5, 16)
     yield from sample_table(
         ("cos", "sin"),
         ("column_strides", columns, {}, "neighboring columns of q are not neighbors in memory"),
@@ -75,7 +75,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
             "rounds before the weight",
         ),
         ("interleaved", call(2, 4, 2, 5, 24, inter), pairs, "neighboring columns are a pair"),
-        ("interleaved_partial", call(1, 3, 1, 5, 20, part), pairs, "interleaved, partial, odd pairs"),
+        ("interleaved_partial", call(1, 3, 1, 5, 20, narrow), pairs, "interleaved, partial, odd pairs"),
         ("per_batch", call(2, 3, 3, 5, 16, per_batch), {}, "cos and sin differ by batch row"),
         ("shared_batch", call(3, 2, 1, 5, 16, shared), {}, "cos and sin have a batch of one"),
     )

@@ -48,8 +48,8 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     slices = heads_of_tokens(packed[..., :96].unflatten(-1, (6, 16)), packed[..., 96:128].unflatten(-1, (2, 16)))
     per_batch, shared = (torch.stack([cos, sin]), torch.stack([sin, cos])), (cos[None], sin[None])
     expanded, pairs = (cos[None].expand(3, 5, 16), sin[None].expand(3, 5, 16)), {"interleaved": True}
-    inter, part = (angles(device, dtype, 5, rotary, **pairs) for rotary in (24, 8))
-    full, one, long = (angles(device, *sizes) for sizes in ((torch.float32, 5, 16), (dtype, 1, 12), (dtype, 37, 6)))
+    inter, narrow = (angles(device, dtype, 5, rotary, **pairs) for rotary in (24, 8))
+    full, single, long = (angles(device, *sizes) for sizes in ((torch.float32, 5, 16), (dtype, 1, 12), (dtype, 37, 6)))
     yield from sample_table(
         ("cos", "sin"),
         ("plain", plain, {}, "as many key heads as query heads"),
@@ -61,7 +61,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         ("shared_batch", call(3, 2, 1, 5, 16, shared), {}, "cos and sin have a batch of one"),
         ("expanded_batch", call(3, 2, 1, 5, 16, expanded), {}, "cos and sin are expanded: stride 0 over the batch"),
         ("interleaved", call(2, 4, 2, 5, 24, inter), pairs, "neighboring columns are a pair"),
-        ("interleaved_partial", call(1, 3, 1, 5, 20, part), pairs, "interleaved, partial, odd pairs"),
+        ("interleaved_partial", call(1, 3, 1, 5, 20, narrow), pairs, "interleaved, partial, odd pairs"),
     )
     halves = n(5, 16), n(5, 16)
     yield from sample_table(
@@ -69,7 +69,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         ("unequal_halves", call(1, 2, 2, 5, 16, halves), {}, "the two halves of cos and sin need not be equal"),
         ("float32_table", call(1, 2, 2, 5, 16, full), {}, "cos and sin in another dtype than q"),
         ("frozen_key", call(1, 2, 2, 5, 16, usual), {}, "only the query's gradient", "k"),
-        ("one_token", call(2, 3, 1, 1, 12, one), {}, "one token, rotary width not a power of two"),
+        ("one_token", call(2, 3, 1, 1, 12, single), {}, "one token, rotary width not a power of two"),
         ("many_tokens", call(1, 2, 1, 37, 6, long), {}, "several tokens per program, tokens not a multiple of them"),
         ("unrelated_heads", call(2, 5, 3, 5, 16, usual), {}, "the heads of q and k need not divide each other"),
         ("no_query_heads", call(2, 0, 3, 5, 16, usual), {}, "without queries the keys turn all the same"),
@@ -173,10 +173,10 @@ def rope(
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     rotary = cos.shape[-1]
-    part = x[..., :rotary].to(cos.dtype)
+    columns = x[..., :rotary].to(cos.dtype)
     if interleaved:
-        turned = torch.stack((-part[..., 1::2], part[..., 0::2]), dim=-1).flatten(-2)
+        turned = torch.stack((-columns[..., 1::2], columns[..., 0::2]), dim=-1).flatten(-2)
     else:
-        turned = torch.cat((-part[..., rotary // 2 :], part[..., : rotary // 2]), dim=-1)
-    y = (part * cos + turned * sin).to(x.dtype)
+        turned = torch.cat((-columns[..., rotary // 2 :], columns[..., : rotary // 2]), dim=-1)
+    y = (columns * cos + turned * sin).to(x.dtype)
     return y if rotary == x.shape[-1] else torch.cat((y, x[..., rotary:]), dim=-1)

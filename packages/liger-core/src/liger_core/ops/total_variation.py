@@ -39,5 +39,5 @@ def total_variation(
     Wen et al. 2023, arXiv:2307.15190 (f-DISTILL).
     """
     supported(student, teacher)
-    options = DivergenceOptions.given("total_variation", 0.5, temperature)
+    options = DivergenceOptions.from_arguments("total_variation", 0.5, temperature)
     return divergence(student, teacher, options, reduction, normalizer)

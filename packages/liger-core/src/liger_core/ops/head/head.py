@@ -334,8 +334,8 @@ def head_workload(
             target[torch.randperm(rows, device=device)[: rows // 2]] = -100
         return (hidden, weight, target), dict(options)
 
-    made = workload(make, axis, quick, N=rows, H=width, V=classes)
-    return replace(made, name=f"{made.name}-{mode}") if mode else made
+    base = workload(make, axis, quick, N=rows, H=width, V=classes)
+    return replace(base, name=f"{base.name}-{mode}") if mode else base
 
 
 def head_series() -> Iterator[Workload]:
