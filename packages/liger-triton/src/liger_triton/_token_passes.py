@@ -33,7 +33,7 @@ class TritonTokenPasses:
             (rows,), logits, counted, options.inverse_temperature, weight, sums.moments, sums.prediction,
             logits.stride(0), width, first, options.logit_scale, options.softcap or 1.0,
             HAS_SOFTCAP=options.softcap is not None, KEEPS_LOWEST=plain, CONTINUES=first > 0,
-            ENTROPY=sums.asked.with_entropy, MEAN=sums.asked.with_mean, COLLISION=sums.asked.with_collision,
+            ENTROPY=sums.extras.with_entropy, MEAN=sums.extras.with_mean, COLLISION=sums.extras.with_collision,
             BLOCK=block, VECTOR=min(VECTOR, block), num_warps=STATISTICS.warps, enable_fp_fusion=fuses(block),
         )  # fmt: skip
 

@@ -76,14 +76,14 @@ class RowResults(NamedTuple):
     entropy: Tensor | None
 
 
-def row_results(like: Tensor, asked: ResultOptions) -> RowResults:
+def row_results(like: Tensor, extras: ResultOptions) -> RowResults:
     """Allocate the results for as many rows as the tensor has, on its device."""
     rows, dtype, device = like.shape[0], accumulator(like.dtype), like.device
     return RowResults(
         torch.empty(rows, dtype=dtype, device=device),
         torch.empty(rows, 2, dtype=dtype, device=device),
-        torch.empty(rows, dtype=torch.int64, device=device) if asked.with_prediction else None,
-        torch.empty(rows, dtype=dtype, device=device) if asked.with_entropy else None,
+        torch.empty(rows, dtype=torch.int64, device=device) if extras.with_prediction else None,
+        torch.empty(rows, dtype=dtype, device=device) if extras.with_entropy else None,
     )
 
 

@@ -96,13 +96,13 @@ class Sums(NamedTuple):
     """The sums of rows over the classes seen so far: m, d, Σ e·(x - m), Σ w·(x - anchor), Σ e², the anchor, and the
     class of m.
 
-    The anchor is the median of the first three x. The columns of `moments` are all but the class; those that `asked`
+    The anchor is the median of the first three x. The columns of `moments` are all but the class; those that `extras`
     does not name are not computed.
     """
 
     moments: Tensor
     prediction: Tensor | None
-    asked: ResultOptions
+    extras: ResultOptions
 
 
 class TokenPasses(Protocol):
@@ -189,16 +189,16 @@ class TorchTokenPasses:
             below = x - top[:, None]
             e = below.exp()
             moments[:, 0] = top
-            if sums.asked.with_entropy:
+            if sums.extras.with_entropy:
                 moments[:, 2] = (moments[:, 2] + moments[:, 1] * step.clamp(min=LEAST)) * shrink
                 moments[:, 2] += (e * below.clamp(min=LEAST)).sum(-1)
             moments[:, 1] = moments[:, 1] * shrink + e.sum(-1)
-            if sums.asked.with_mean:
+            if sums.extras.with_mean:
                 apart = x - moments[:, 5:]
                 moments[:, 3] += (
                     apart.sum(-1) if options.class_weight is None else apart @ options.class_weight.to(x.dtype)
                 )
-            if sums.asked.with_collision:
+            if sums.extras.with_collision:
                 moments[:, 4] = moments[:, 4] * shrink.square() + e.square().sum(-1)
 
     def selected(self, logits: Tensor, index: Tensor, options: LogitOptions, out: Tensor, first: int) -> None:
@@ -208,20 +208,20 @@ class TorchTokenPasses:
 
     def derivative(self, logits: Tensor, slopes: Slopes, options: LogitOptions, out: Tensor, first: int) -> None:
         for rows in blocks(logits):
-            part = slopes.of(rows)
+            block = slopes.of(rows)
             x = _transformed(logits[rows], options, rows)
-            below, total = x - part.moments[:, :1], part.moments[:, 1:2]
-            a, b, q, c = part.terms.split(1, -1)
+            below, total = x - block.moments[:, :1], block.moments[:, 1:2]
+            a, b, q, c = block.terms.split(1, -1)
             p = below.exp() / total
             slope = (a + b * below.clamp(min=LEAST) + q * p) * p
             slope += c if options.class_weight is None else c * options.class_weight.to(slope.dtype)
-            inside, local = _local(part.classes, first, logits.shape[1])
-            slope.scatter_add_(-1, local, torch.where(inside, part.gradient, 0.0))
+            inside, local = _local(block.classes, first, logits.shape[1])
+            slope.scatter_add_(-1, local, torch.where(inside, block.gradient, 0.0))
             scale, softcap = _scale_and_cap(options, rows)
             slope = slope * scale
             if softcap is not None:
                 slope = slope * (1.0 - (x / softcap).square())
-            out[rows] = torch.where(part.counted[:, None], slope, 0.0).to(out.dtype)
+            out[rows] = torch.where(block.counted[:, None], slope, 0.0).to(out.dtype)
 
     def exponentials(
         self, logits: Tensor, counted: Tensor, options: LogitOptions, moments: Tensor, total: Tensor, first: int

@@ -207,11 +207,11 @@ class CrossEntropyKernels:
             differentiable(reduced, derivative, saves, public) for public in (1, 5)
         )
 
-    def _allocate(self, logits: Tensor, target: Tensor, options: RowOptions, asked: ResultOptions) -> Outputs:
-        return row_results(logits, asked)
+    def _allocate(self, logits: Tensor, target: Tensor, options: RowOptions, extras: ResultOptions) -> Outputs:
+        return row_results(logits, extras)
 
     def _launch(
-        self, results: RowResults, /, logits: Tensor, target: Tensor, options: RowOptions, asked: ResultOptions
+        self, results: RowResults, /, logits: Tensor, target: Tensor, options: RowOptions, extras: ResultOptions
     ) -> None:
         if logits.shape[0]:
             self.passes.losses(logits, target, results, options, None, False)
@@ -228,15 +228,15 @@ class CrossEntropyKernels:
 
     def _allocate_reduced(
         self, logits: Tensor, target: Tensor, divide: Tensor | None, options: RowOptions, mean: bool,
-        asked: ResultOptions,
+        extras: ResultOptions,
     ) -> Outputs:  # fmt: skip
-        results = row_results(logits, asked)
+        results = row_results(logits, extras)
         scalar = results.loss.new_empty
         return ReducedResults(scalar(()), *results[1:], scalar(()) if mean else None)
 
     def _launch_reduced(
         self, results: ReducedResults, /, logits: Tensor, target: Tensor, divide: Tensor | None, options: RowOptions,
-        mean: bool, asked: ResultOptions,
+        mean: bool, extras: ResultOptions,
     ) -> None:  # fmt: skip
         loss, moments, prediction, entropy, inverse = results
         rows = RowResults(moments.new_empty(logits.shape[0]), moments, prediction, entropy)
@@ -301,9 +301,9 @@ def cross_entropy(
     supported(logits)
     flat, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, 1.0, weight)
-    asked = ResultOptions(with_entropy=return_metrics, with_prediction=return_metrics)
+    extras = ResultOptions(with_entropy=return_metrics, with_prediction=return_metrics)
     if reduction == "none":
-        loss, *rows = kernels.rows(flat, labels, options, asked)
+        loss, *rows = kernels.rows(flat, labels, options, extras)
         loss = loss.reshape(target.shape)
         return (loss, metrics_of(target, options, rows, reduction, None)) if return_metrics else loss
     divide: Tensor | None = None
@@ -311,6 +311,6 @@ def cross_entropy(
         divide = denominator(labels, weight, ignore_index, normalizer, accumulator(flat.dtype))
     mean = reduction == "mean"
     if not return_metrics:
-        return kernels.reduced(flat, labels, divide, options, mean, asked)
-    loss, *rows, inverse = kernels.reduced_with_results(flat, labels, divide, options, mean, asked)
+        return kernels.reduced(flat, labels, divide, options, mean, extras)
+    loss, *rows, inverse = kernels.reduced_with_results(flat, labels, divide, options, mean, extras)
     return loss, metrics_of(target, options, rows, reduction, inverse)

@@ -205,10 +205,10 @@ def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[
 
     def allocate(
         head: Head, token_weight: Tensor | None, divide: Tensor | None, options: RowOptions, chunks: ChunkOptions,
-        asked: ResultOptions,
+        extras: ResultOptions,
         needs: list[bool],
     ) -> Outputs:  # fmt: skip
-        results, cut = row_results(head.hidden, asked), chunks.chunks(head.hidden, head.weight.shape[0])
+        results, cut = row_results(head.hidden, extras), chunks.chunks(head.hidden, head.weight.shape[0])
         scalar = results.loss.new_empty
         return (
             scalar(()),
@@ -228,7 +228,7 @@ def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[
     def launch(
         results: RowResults, scale: Tensor | None, sums: Sums, /, head: Head, token_weight: Tensor | None,
         divide: Tensor | None,
-        options: RowOptions, chunks: ChunkOptions, asked: ResultOptions, needs: list[bool],
+        options: RowOptions, chunks: ChunkOptions, extras: ResultOptions, needs: list[bool],
     ) -> None:  # fmt: skip
         rows = CountedRows(head.hidden, head.target, options.ignore_index, head.weight.shape[0], chunks.pack)
         cut, factors = chunks.chunks(head.hidden, head.weight.shape[0]), token_weight
@@ -239,10 +239,10 @@ def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[
         head, factors, inner = head.taken(rows), rows.take(factors), rows.like(results)
         gradients = HeadGradients(rows, head, sums, ALONE, cut.rows, cut.dtype)
         for tile in Tiles(head, cut):
-            part, of_tile = tile.rows, RowResults._make(None if r is None else r[tile.rows] for r in inner)
-            factor = None if factors is None else factors[part]
-            passes.losses(tile.logits, head.target[part], of_tile, options, factor, any(needs))
-            gradients.add(part, tile.classes, tile.slope)
+            tile_rows, of_tile = tile.rows, RowResults._make(None if r is None else r[tile.rows] for r in inner)
+            factor = None if factors is None else factors[tile_rows]
+            passes.losses(tile.logits, head.target[tile_rows], of_tile, options, factor, any(needs))
+            gradients.add(tile_rows, tile.classes, tile.slope)
         gradients.finish()
         rows.scatter(inner, results)
         torch.sum(results.loss if token_weight is None else results.loss * token_weight, dim=0, out=loss)
@@ -354,7 +354,7 @@ def linear_cross_entropy(
     hidden, weight, bias = autocast_inputs(hidden, weight, bias)
     head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), bias)
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight)
-    chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
+    chunks = ChunkOptions.from_arguments(accumulate_dtype, chunk, budget, pack, main_grad)
     # A scalar does not widen what it multiplies: token_weight / normalizer in float16 would be 0 for long batches.
     wide = accumulator(hidden.dtype)
     factor = None if token_weight is None else token_weight.reshape(-1).to(wide)
@@ -364,9 +364,9 @@ def linear_cross_entropy(
     # The gradients of a sharded head need the statistics of all shards, so that they are those of the tokens.
     if reduction == "none" or vocab is not None:
         logits = LogitOptions(logit_scale, softcap, None, class_weight if label_smoothing else None)
-        asked = ResultOptions(return_metrics, z_loss > 0, label_smoothing > 0, with_prediction=return_metrics)
+        extras = ResultOptions(return_metrics, z_loss > 0, label_smoothing > 0, with_prediction=return_metrics)
         each = head._replace(target=head.target[:, None])
-        results = kernels.tokens(each, logits, ignore_index, False, chunks, vocabulary(weight, vocab), asked)
+        results = kernels.tokens(each, logits, ignore_index, False, chunks, vocabulary(weight, vocab), extras)
         rows = [results.moments, results.prediction, results.entropy]
         loss = _loss_of_rows(results, head.target, options)
         loss = loss if factor is None else loss * factor
@@ -375,8 +375,8 @@ def linear_cross_entropy(
         else:
             loss = loss.sum() if divide is None else loss.sum() / divide
     else:
-        asked = ResultOptions(with_entropy=return_metrics, with_prediction=return_metrics)
-        loss, *rows = kernels.reduced(head, factor, divide, options, chunks, asked)
+        extras = ResultOptions(with_entropy=return_metrics, with_prediction=return_metrics)
+        loss, *rows = kernels.reduced(head, factor, divide, options, chunks, extras)
     if not return_metrics:
         return loss
     inverse = None if divide is None else divide.reciprocal()

@@ -383,7 +383,7 @@ def linear_divergence(
         softcap=softcap,
         teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap,
     )  # fmt: skip
-    chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
+    chunks = ChunkOptions.from_arguments(accumulate_dtype, chunk, budget, pack, main_grad)
     if reduction == "none":
         values: Tensor = loop.rows(head, teacher, options, chunks, vocabulary(weight, vocab))
         return values.reshape(shape)

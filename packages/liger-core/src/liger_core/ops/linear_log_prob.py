@@ -387,7 +387,7 @@ def linear_log_prob(
         logit_scale, softcap = logit_scale / temperature, None if softcap is None else softcap / temperature
     wide = logits_dtype is not None and logits_dtype != hidden.dtype
     options = LogitOptions(logit_scale, softcap, inverse)
-    chunks = ChunkOptions.given(accumulate_dtype, chunk, budget, pack, main_grad)
+    chunks = ChunkOptions.from_arguments(accumulate_dtype, chunk, budget, pack, main_grad)
     every = return_statistics
     requested = ResultOptions(every or return_entropy, every, False, every, every, every)
     head = Head(rows, weight, index, bias)

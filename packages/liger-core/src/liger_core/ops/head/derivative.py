@@ -29,10 +29,10 @@ from liger_core.ops.head.shards import RowSum
 
 
 class HeadDerivative:
-    """Sums the derivative by hidden while tiles go by, in the memory that keeps it: of one chosen class a row, or E for
-    several.
+    """Sums the derivative by hidden while tiles go by.
 
-    local  the chosen classes (N, K) of this shard; others are outside
+    memory  for the derivative, of one chosen class a row, or for E of several
+    local   the chosen classes (N, K) of this shard; others are outside
     """
 
     def __init__(
@@ -41,19 +41,19 @@ class HeadDerivative:
         head: Head,
         options: LogitOptions,
         cut: Cut,
-        kept: Tensor,
+        memory: Tensor,
         local: Tensor,
         ranks: RowSum,
     ) -> None:
         self.passes, self.head, self.options, self.local, self.ranks = passes, head, options, local, ranks
-        self.kept = kept[: head.hidden.shape[0]]
-        wide = accumulator(kept.dtype)
-        self.total = self.kept if kept.dtype == wide else torch.empty_like(self.kept[: cut.rows], dtype=wide)
-        self.top = self.total.new_zeros(self.kept.shape[0])
+        self.memory = memory[: head.hidden.shape[0]]
+        wide = accumulator(memory.dtype)
+        self.total = self.memory if memory.dtype == wide else torch.empty_like(self.memory[: cut.rows], dtype=wide)
+        self.top = self.total.new_zeros(self.memory.shape[0])
 
     def sum_of(self, rows: slice) -> Tensor:
         """Return the memory of E for these rows."""
-        return self.kept[rows] if self.total is self.kept else self.total[: rows.stop - rows.start]
+        return self.memory[rows] if self.total is self.memory else self.total[: rows.stop - rows.start]
 
     def add(self, tile: Tile, options: LogitOptions, moments: Tensor) -> None:
         """Add the classes of a tile to the sums of its rows and to E; the tile's logits are overwritten."""
@@ -63,8 +63,8 @@ class HeadDerivative:
         multiply(total, tile.logits, self.head.weight[tile.classes], None if first == 0 else total)
 
     def finish(self, rows: slice, moments: Tensor, selected: Tensor) -> None:
-        """Turn the sums of these rows into what is kept, from their moments over all shards and the targets' logits."""
-        total, kept, local = self.sum_of(rows), self.kept[rows], self.local[rows]
+        """Turn the sums of these rows into the derivative, from their moments over all shards and the targets' x."""
+        total, derivative, local = self.sum_of(rows), self.memory[rows], self.local[rows]
         options = self.options.of(rows, slice(None))
         factor = (self.top[rows] - moments[:, 0]).exp() / moments[:, 1] * options.unit(moments[:, 0])
         if not self.head.weight.shape[0]:
@@ -72,14 +72,14 @@ class HeadDerivative:
         # An ignored row has no gradient, whatever its logits are.
         counted = self.head.target[rows]
         index = torch.where(counted[:, None], local, -1) if local.shape[1] == 1 else local[:, :0]
-        slope = chosen_slopes(options, selected, kept.dtype)[:, : index.shape[1]]
-        out = total if self.ranks.shared else kept
+        slope = chosen_slopes(options, selected, derivative.dtype)[:, : index.shape[1]]
+        out = total if self.ranks.shared else derivative
         self.passes.combined(out, total, torch.where(counted, -factor, 0.0), self.head.weight, index, slope)
         if self.ranks.shared:
             self.ranks.start(total)
             self.ranks.end(total)
-            if total is not kept:
-                kept.copy_(total)
+            if total is not derivative:
+                derivative.copy_(total)
 
 
 def chosen_slopes(options: LogitOptions, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -88,8 +88,9 @@ def chosen_slopes(options: LogitOptions, x: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def derived(
-    passes: TokenPasses, out: Tensor, kept: Tensor, gradient: Tensor, weight: Tensor, chosen: Tensor, slope: Tensor
-) -> None:
-    """out = the gradient of hidden, from what is kept and the gradients (N, K) of the log-probabilities."""
+    passes: TokenPasses, out: Tensor, derivative: Tensor, gradient: Tensor, weight: Tensor, chosen: Tensor,
+    slope: Tensor,
+) -> None:  # fmt: skip
+    """Write the gradient of hidden into out, from the derivative and the gradients (N, K) of the log-probabilities."""
     several = slice(None if gradient.shape[1] > 1 else 0)
-    passes.combined(out, kept, gradient.sum(-1), weight, chosen[:, several], (gradient * slope)[:, several])
+    passes.combined(out, derivative, gradient.sum(-1), weight, chosen[:, several], (gradient * slope)[:, several])

@@ -77,27 +77,27 @@ class Pair:
             self.options = options._replace(ignore_index=-1, partial=True)
 
     def tiles(
-        self, cut: Cut, theirs: int, kept: Tensor | None = None
+        self, cut: Cut, theirs: int, memory: Tensor | None = None
     ) -> Iterator[tuple[Tile, Iterator[tuple[slice, Tensor, Tensor]]]]:
         """Yield some rows of the student over all classes, part by part: (rows, logits, logits of the teacher)."""
         every = slice(0, self.head.weight.shape[0])
-        cut = cut._replace(classes=max(1, every.stop), kept=every.stop)
+        cut = cut._replace(classes=max(1, every.stop), kept_classes=every.stop)
         teacher = Tiles(self.teacher, cut._replace(rows=theirs))
 
         def parts(tile: Tile) -> Iterator[tuple[slice, Tensor, Tensor]]:
-            for part in slices(tile.rows, theirs):
+            for rows in slices(tile.rows, theirs):
                 yield (
-                    part,
-                    tile.logits[part.start - tile.rows.start : part.stop - tile.rows.start],
-                    teacher.logits(part, every),
+                    rows,
+                    tile.logits[rows.start - tile.rows.start : rows.stop - tile.rows.start],
+                    teacher.logits(rows, every),
                 )
 
-        for tile in Tiles(self.head, cut, kept):
+        for tile in Tiles(self.head, cut, memory):
             yield tile, parts(tile)
 
     def compare(
         self,
-        part: slice,
+        rows: slice,
         ours: Tensor,
         theirs: Tensor,
         results: DivergenceResults,
@@ -106,11 +106,11 @@ class Pair:
     ) -> None:
         """Compute the results of these rows, and with gradient that of their logits, which overwrites those of the
         student."""
-        results = results.of(part)
+        results = results.of(rows)
         if self.vocab.group is None:
-            self.passes.divergences(ours, theirs, self.head.target[part], results, self.options, factor, gradient)
+            self.passes.divergences(ours, theirs, self.head.target[rows], results, self.options, factor, gradient)
             return
-        options, target, moments = self.options, self.local[part], results.moments
+        options, target, moments = self.options, self.local[rows], results.moments
         if ours.shape[1]:
             self.passes.divergences(ours, theirs, target, results, options, None, False)
         else:
@@ -128,19 +128,19 @@ class Pair:
         if options.hard_weight:
             hard = moments[:, 6].log() - (sums[:, 2] - moments[:, 0]) * options.temperature
             loss = (1.0 - options.hard_weight) * loss + options.hard_weight * torch.where(
-                self.invalid[part], float("nan"), hard
+                self.invalid[rows], float("nan"), hard
             )
-        results.loss.copy_(torch.where(self.counted[part], loss, 0.0))
+        results.loss.copy_(torch.where(self.counted[rows], loss, 0.0))
         if gradient:
-            self.differentiate(part, ours, theirs, moments, torch.ones_like(loss) if factor is None else factor)
+            self.differentiate(rows, ours, theirs, moments, torch.ones_like(loss) if factor is None else factor)
 
-    def differentiate(self, part: slice, ours: Tensor, theirs: Tensor, moments: Tensor, factor: Tensor) -> None:
+    def differentiate(self, rows: slice, ours: Tensor, theirs: Tensor, moments: Tensor, factor: Tensor) -> None:
         """Overwrite the student's logits of these rows by their gradient."""
         if not ours.shape[1]:
             return
         if self.vocab.group is not None and self.options.hard_weight:
-            factor = torch.where(self.invalid[part], float("nan"), factor)
-        self.passes.divergence_gradients(ours, theirs, self.local[part], moments, factor, self.options, ours)
+            factor = torch.where(self.invalid[rows], float("nan"), factor)
+        self.passes.divergence_gradients(ours, theirs, self.local[rows], moments, factor, self.options, ours)
 
 
 class DivergenceLoop:
@@ -161,7 +161,7 @@ class DivergenceLoop:
         self.rows = differentiable(
             make_kernel("linear_divergence_rows", self._allocate_rows, self._launch_rows),
             make_kernel("linear_divergence_rows_backward", self._allocate_rows_backward, self._launch_rows_backward),
-            saves=(*Head._fields, *Teacher._fields, "moments", "number", "kept", "main_grad"),
+            saves=(*Head._fields, *Teacher._fields, "moments", "number", "slopes", "main_grad"),
         )
 
     def _allocate_reduced(
@@ -185,8 +185,8 @@ class DivergenceLoop:
         factor = inverse.expand(pair.head.hidden.shape[0]) if inverse is not None and scale is None else None
         gradients = HeadGradients(pair.rows, pair.head, sums, vocab, cut.rows, cut.dtype)
         for tile, parts in pair.tiles(cut if gradient else cut._replace(rows=theirs), theirs):
-            for part, ours, other in parts:
-                pair.compare(part, ours, other, results, None if factor is None else factor[part], gradient)
+            for rows, ours, other in parts:
+                pair.compare(rows, ours, other, results, None if factor is None else factor[rows], gradient)
             gradients.add(tile.rows, tile.classes, tile.slope)
         gradients.finish()
         torch.sum(results.loss, dim=0, out=loss)
@@ -212,48 +212,48 @@ class DivergenceLoop:
         )
 
     def _launch_rows(
-        self, loss: Tensor, moments: Tensor, number: Tensor, kept: Tensor | None, /, head: Head, teacher: Teacher,
+        self, loss: Tensor, moments: Tensor, number: Tensor, slopes: Tensor | None, /, head: Head, teacher: Teacher,
         options: DivergenceOptions, chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool],
     ) -> None:  # fmt: skip
         whole, (cut, theirs) = DivergenceResults(loss, moments), _cut(head, teacher, chunks, vocab)
         if not any(needs):
             cut = cut._replace(rows=theirs)
-        elif kept is not None:
+        elif slopes is not None:
             cut, theirs = cut._replace(rows=max(1, head.hidden.shape[0])), _keeps(head, teacher, chunks, vocab)
         pair = Pair(self.passes, head, teacher, options, chunks, vocab)
         number.fill_(pair.rows.number)
         results = pair.rows.like(whole)
-        if kept is not None:
-            kept[pair.head.hidden.shape[0] :].zero_()
-        for _, parts in pair.tiles(cut, theirs, kept):
-            for part, ours, other in parts:
-                pair.compare(part, ours, other, results, None, kept is not None)
+        if slopes is not None:
+            slopes[pair.head.hidden.shape[0] :].zero_()
+        for _, parts in pair.tiles(cut, theirs, slopes):
+            for rows, ours, other in parts:
+                pair.compare(rows, ours, other, results, None, slopes is not None)
         pair.rows.scatter(results, whole)
 
     def _allocate_rows_backward(
-        self, grad_loss: Tensor, head: Head, teacher: Teacher, moments: Tensor, number: Tensor, kept: Tensor | None,
+        self, grad_loss: Tensor, head: Head, teacher: Teacher, moments: Tensor, number: Tensor, slopes: Tensor | None,
         options: DivergenceOptions, chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool],
     ) -> Outputs:  # fmt: skip
         return new_gradients(head, chunks.main_grad, needs)
 
     def _launch_rows_backward(
         self, gradients: Gradients, /, grad_loss: Tensor, head: Head, teacher: Teacher, moments: Tensor, number: Tensor,
-        kept: Tensor | None, options: DivergenceOptions, chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool],
+        slopes: Tensor | None, options: DivergenceOptions, chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool],
     ) -> None:  # fmt: skip
         cut, theirs = _cut(head, teacher, chunks, vocab)
         pair = Pair(self.passes, head, teacher, options, chunks, vocab, int(number))
         factor, largest = _factors(pair.rows.take(grad_loss), pair.counted, head.hidden.dtype)
-        most = cut.rows if kept is None else _keeps(pair.head, teacher, chunks, vocab)
+        most = cut.rows if slopes is None else _keeps(pair.head, teacher, chunks, vocab)
         main_grad = chunks.main_grad if needs[1] else None
         sums = HeadGradients(pair.rows, pair.head, gradients, vocab, most, cut.dtype, main_grad, largest)
-        if kept is None:
+        if slopes is None:
             moments = pair.rows.take(moments)
             for tile, parts in pair.tiles(cut, theirs):
-                for part, ours, other in parts:
-                    pair.differentiate(part, ours, other, moments[part], factor[part])
+                for rows, ours, other in parts:
+                    pair.differentiate(rows, ours, other, moments[rows], factor[rows])
                 sums.add(tile.rows, tile.classes, tile.slope)
         else:
-            sums.add_unweighted(kept[: pair.head.hidden.shape[0]], factor)
+            sums.add_unweighted(slopes[: pair.head.hidden.shape[0]], factor)
         sums.finish()
 
 

@@ -233,9 +233,9 @@ class SumsBackward:
     ) -> Outputs:  # fmt: skip
         """Reuse sums that have the dtype of the gradient: scaling them in place saves a copy."""
         fresh = [need and t is not None and t.dtype != weight.dtype for need, t in zip(needs, sums, strict=True)]
-        made = self.allocate(grad_loss, weight, scale, sums, main_grad, fresh)
-        kept = sums if main_grad is None else sums._replace(sum_weight=None)
-        return tuple(t if need and new is None else new for need, t, new in zip(needs, kept, made, strict=True))
+        grads = self.allocate(grad_loss, weight, scale, sums, main_grad, fresh)
+        reused = sums if main_grad is None else sums._replace(sum_weight=None)
+        return tuple(t if need and new is None else new for need, t, new in zip(needs, reused, grads, strict=True))
 
     def launch(
         self, gradients: Gradients, /, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums,

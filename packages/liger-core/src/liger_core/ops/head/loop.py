@@ -53,15 +53,15 @@ KEPT_BLOCKS = 8
 class Cut(NamedTuple):
     """How logits are cut into tiles.
 
-    rows     of a tile
-    classes  of a tile
-    kept     classes before the first tile, whose logits are kept for the backward pass
-    dtype    in which gradients of weight are summed over groups of rows
+    rows          of a tile
+    classes       of a tile
+    kept_classes  classes before the first tile, whose logits are kept for the backward pass
+    dtype         in which gradients of weight are summed over groups of rows
     """
 
     rows: int
     classes: int
-    kept: int
+    kept_classes: int
     dtype: torch.dtype
 
     def blocks(self, classes: int, stays: int = 0) -> list[slice]:
@@ -69,10 +69,10 @@ class Cut(NamedTuple):
 
         Without any class there is an empty tile: the other ranks wait for this one.
         """
-        middle = max(self.kept, stays)
+        middle = max(self.kept_classes, stays)
         starts = [
-            *([0] if self.kept else []),
-            *range(self.kept, middle, self.classes),
+            *([0] if self.kept_classes else []),
+            *range(self.kept_classes, middle, self.classes),
             *range(middle, classes, self.classes),
         ]
         return list(map(slice, starts, [*starts[1:], classes])) or [slice(0, 0)]
@@ -91,7 +91,7 @@ class Cut(NamedTuple):
         (rows, width), classes, dtype = head.hidden.shape, head.weight.shape[0], head.hidden.dtype
         total, length, copied = accumulator(dtype), min(self.rows, rows), 0
         logit = total if wide else dtype
-        held = 0 if self.kept == classes else self.tile(rows) * logit.itemsize
+        held = 0 if self.kept_classes == classes else self.tile(rows) * logit.itemsize
         if slopes and logit != dtype:
             held += self.tile(rows) * dtype.itemsize
         if slopes and needs[0] and self.classes < classes and dtype != total:
@@ -101,7 +101,7 @@ class Cut(NamedTuple):
             copied = max(copied, length * (self.classes + width))
         if head.hidden.is_cpu:
             # A matmul that is summed in another dtype copies what it multiplies.
-            held += 4 * max(copied, blocks * min(length * max(self.kept, self.classes), REFERENCE_BLOCK))
+            held += 4 * max(copied, blocks * min(length * max(self.kept_classes, self.classes), REFERENCE_BLOCK))
         return held
 
 
@@ -183,9 +183,9 @@ def tiling(
     wanted = min(BLOCK, -(-classes // BLOCKS))
     spare = (held - count * beside) // (count * item)
     if spare >= min(wanted, NARROW):
-        kept = (spare - wanted) * item // logit
+        room = (spare - wanted) * item // logit
         return Cut(
-            count, min(wanted, _rounded(spare, classes)), _rounded(kept, classes - wanted) if kept > 0 else 0, once
+            count, min(wanted, _rounded(spare, classes)), _rounded(room, classes - wanted) if room > 0 else 0, once
         )
     length = _rounded(held // (beside + wanted * item), count)
     block = _rounded((held - length * beside) // (length * item), classes)
@@ -215,7 +215,7 @@ def summing(
     if (
         chunk
         or (shared and several)
-        or tiling(rows, width, classes, dtype, device, False, budget=budget).kept == classes
+        or tiling(rows, width, classes, dtype, device, False, budget=budget).kept_classes == classes
     ):
         return None
     held -= min(64 * rows, held // 64) + (rows * width * wide.itemsize if several else 0)
@@ -252,7 +252,7 @@ class ChunkOptions(NamedTuple):
     main_grad: Tensor | None
 
     @classmethod
-    def given(
+    def from_arguments(
         cls,
         accumulate_dtype: torch.dtype | None,
         chunk: Chunk,
@@ -296,7 +296,7 @@ class ChunkOptions(NamedTuple):
         # Ranks meet once for each group of rows, so that these must be the same on all, however uneven their shards
         # are.
         tiles = cut(classes)._replace(rows=cut(vocab.usual()).rows)
-        return tiles if classes else tiles._replace(kept=0)
+        return tiles if classes else tiles._replace(kept_classes=0)
 
 
 class Tile(NamedTuple):
@@ -311,13 +311,14 @@ class Tile(NamedTuple):
 class Tiles:
     """The logits of a head, a tile at a time, in memory that the tiles share.
 
-    kept  the logits of the first `cut.kept` classes, or memory for them; None if no logits are kept
-    wide  the matmul writes logits in float32
+    kept_logits  the logits of the first `cut.kept_classes` classes, or memory for them; None if no logits are kept
+    wide         the matmul writes logits in float32
     """
 
-    def __init__(self, head: Head, cut: Cut, kept: Tensor | None = None, wide: bool = False) -> None:
-        self.head, self.kept, self.rows, self.classes = head, kept, head.hidden.shape[0], head.weight.shape[0]
-        self.cut = cut._replace(kept=0) if kept is None else cut
+    def __init__(self, head: Head, cut: Cut, kept_logits: Tensor | None = None, wide: bool = False) -> None:
+        self.head, self.kept_logits = head, kept_logits
+        self.rows, self.classes = head.hidden.shape[0], head.weight.shape[0]
+        self.cut = cut._replace(kept_classes=0) if kept_logits is None else cut
         self.dtype = accumulator(head.hidden.dtype) if wide else head.hidden.dtype
         self.memory: dict[torch.dtype, Tensor] = {}
 
@@ -325,7 +326,7 @@ class Tiles:
         """Compute each tile; logits that are kept in their place."""
         for rows, classes in self._places():
             logits = self.logits(
-                rows, classes, self.kept[rows] if self.kept is not None and classes.start == 0 else None
+                rows, classes, self.kept_logits[rows] if self.kept_logits is not None and classes.start == 0 else None
             )
             yield Tile(rows, classes, logits, logits)
 
@@ -335,16 +336,16 @@ class Tiles:
         The gradient may overwrite kept logits, or has memory of its own.
         """
         stays = 0
-        if self.kept is not None and not overwrite:
+        if self.kept_logits is not None and not overwrite:
             # Logits that must stay are taken block by block.
-            stays, self.cut = self.cut.kept, self.cut._replace(kept=0)
-            if self.cut.classes == self.classes and self.kept.dtype == self.head.hidden.dtype:
+            stays, self.cut = self.cut.kept_classes, self.cut._replace(kept_classes=0)
+            if self.cut.classes == self.classes and self.kept_logits.dtype == self.head.hidden.dtype:
                 self.cut = self.cut._replace(classes=_rounded(-(-self.classes // KEPT_BLOCKS), self.classes))
         for rows, classes in self._places(stays):
-            if self.kept is not None and classes.stop <= self.cut.kept:
-                logits = slope = self.kept[rows]
-            elif self.kept is not None and classes.stop <= stays:
-                logits, slope = self.kept[rows, classes], self._view(rows, classes, self.head.hidden.dtype)
+            if self.kept_logits is not None and classes.stop <= self.cut.kept_classes:
+                logits = slope = self.kept_logits[rows]
+            elif self.kept_logits is not None and classes.stop <= stays:
+                logits, slope = self.kept_logits[rows, classes], self._view(rows, classes, self.head.hidden.dtype)
             else:
                 logits = self.logits(rows, classes)
                 slope = (

@@ -117,16 +117,16 @@ def run_distributed(function: Callable[..., Any], hidden: Any, weight: Any, **op
         sentence = "reduction='mean' needs a normalizer where rows are distributed"
         checks.fail(OptionError, op, f"{sentence}: the number of tokens on all ranks; got None")
     local = functools.partial(_local, op, mesh, placed, rows, bool(over), split)
-    own = {name: local(name, value) for name, value in options.items()}
+    arguments = {name: local(name, value) for name, value in options.items()}
     if over:
         # As DTensor shards: all ranks have the same number of rows, until there are no more. In plain numbers, which a
         # compiler can trace.
         classes, most = weight.shape[0], -(-weight.shape[0] // mesh.size(over[0]))
         start = min(most * mesh.get_local_rank(over[0]), classes)
-        own["vocab"] = VocabShard(mesh.get_group(over[0]), start, classes, spread and _in_order(hidden, over[0]))
+        arguments["vocab"] = VocabShard(mesh.get_group(over[0]), start, classes, spread and _in_order(hidden, over[0]))
     # Every rank of the vocabulary has all these rows, and all of their gradient.
     x = hidden.redistribute(mesh, rows).to_local(grad_placements=rows) if spread else hidden
-    results = function(x, local("weight", weight), **own)
+    results = function(x, local("weight", weight), **arguments)
     if not spread:
         return results
     summed = [Partial() if i in split else Replicate() for i in range(mesh.ndim)]
@@ -201,7 +201,7 @@ class Exchange(NamedTuple):
     """
 
     vocab: Vocabulary
-    asked: ResultOptions
+    extras: ResultOptions
 
     def merge(self, moments: Tensor, selected: Tensor, prediction: Tensor | None, weights: Tensor | float) -> None:
         """Reduce this shard's sums over all shards, in place; `weights` is the sum of this shard's class weights."""
@@ -209,7 +209,7 @@ class Exchange(NamedTuple):
             return
         bits = torch.int32 if moments.dtype == torch.float32 else torch.int64
         columns = [moments]
-        if self.asked.with_mean:
+        if self.extras.with_mean:
             column = moments.new_empty(moments.shape[0], 1)
             columns.append(column.copy_(weights) if isinstance(weights, Tensor) else column.fill_(weights))
         # Several chosen classes take more than the moments do, and only one rank has x of each.
@@ -236,7 +236,7 @@ class Exchange(NamedTuple):
         moments[:, 0] = highest
         moments[:, 1] = (total * shrink).sum(0)
         moments[:, 2] = ((distance + total * step.clamp(min=LEAST)) * shrink).sum(0)
-        if self.asked.with_mean:
+        if self.extras.with_mean:
             moments[:, 3] = (weighted + (anchor - anchor[0]) * every[:, :, MOMENTS]).sum(0)
         moments[:, 4] = (squares * shrink.square()).sum(0)
         moments[:, 5] = anchor[0]
@@ -264,16 +264,16 @@ def _everyone(mine: Tensor, vocab: Vocabulary) -> Tensor:
     return gathered.view(vocab.ranks, *mine.shape)
 
 
-def start_sum(part: Tensor, vocab: Vocabulary) -> None:
+def start_sum(tensor: Tensor, vocab: Vocabulary) -> None:
     """Start to sum a tensor over the ranks, in place."""
     if vocab.group is not None:
-        _c10d.all_reduce_(part, "sum", vocab.group)
+        _c10d.all_reduce_(tensor, "sum", vocab.group)
 
 
-def end_sum(part: Tensor, vocab: Vocabulary) -> None:
+def end_sum(tensor: Tensor, vocab: Vocabulary) -> None:
     """Wait for the sum, on the device."""
     if vocab.group is not None:
-        _c10d.wait_tensor(part)
+        _c10d.wait_tensor(tensor)
 
 
 class RowSum:

@@ -46,7 +46,7 @@ class TokenResults(NamedTuple):
     moments: Tensor
     selected: Tensor
     number: Tensor
-    kept: Tensor | None
+    kept_logits: Tensor | None
     derivative: Tensor | None
 
 
@@ -80,7 +80,7 @@ class TokenLoop:
                 self._scratch_backward,
             ),
             saves=(
-                *Head._fields, "main_grad", "kept", "derivative", "moments", "selected", "number",
+                *Head._fields, "main_grad", "kept_logits", "derivative", "moments", "selected", "number",
                 "inverse_temperature", "class_weight",
             ),
             public=10,
@@ -92,21 +92,23 @@ class TokenLoop:
 
     def _allocate(
         self, head: Head, options: LogitOptions, ignore_index: int, wide: bool, chunks: ChunkOptions, vocab: Vocabulary,
-        asked: ResultOptions, needs: list[bool],
+        extras: ResultOptions, needs: list[bool],
     ) -> Outputs:  # fmt: skip
         rows, dtype, device = head.hidden.shape[0], accumulator(head.hidden.dtype), head.hidden.device
-        derives = _derivative_cut(head, wide, chunks, vocab, asked, needs) is not None
-        kept = chunks.tiles(head, wide, vocab).kept if any(needs) and not derives else 0
+        derives = _derivative_cut(head, wide, chunks, vocab, extras, needs) is not None
+        kept_classes = chunks.tiles(head, wide, vocab).kept_classes if any(needs) and not derives else 0
         several = head.target.shape[1] > 1
         return TokenResults._make(
             (
                 torch.empty(head.target.shape, dtype=dtype, device=device),
-                *(torch.empty(rows, dtype=dtype, device=device) if asks else None for asks in asked[:5]),
-                torch.empty(rows, dtype=torch.int64, device=device) if asked.with_prediction else None,
+                *(torch.empty(rows, dtype=dtype, device=device) if asks else None for asks in extras[:5]),
+                torch.empty(rows, dtype=torch.int64, device=device) if extras.with_prediction else None,
                 torch.empty(rows, MOMENTS, dtype=dtype, device=device),
                 torch.empty(head.target.shape, dtype=dtype, device=device),
                 torch.empty((), dtype=torch.int64, device="cpu"),
-                torch.empty(rows, kept, dtype=dtype if wide else head.hidden.dtype, device=device) if kept else None,
+                torch.empty(rows, kept_classes, dtype=dtype if wide else head.hidden.dtype, device=device)
+                if kept_classes
+                else None,
                 torch.empty(head.hidden.shape, dtype=dtype if several else head.hidden.dtype, device=device)
                 if derives
                 else None,
@@ -115,26 +117,26 @@ class TokenLoop:
 
     def _scratch(
         self, head: Head, options: LogitOptions, ignore_index: int, wide: bool, chunks: ChunkOptions, vocab: Vocabulary,
-        asked: ResultOptions, needs: list[bool],
+        extras: ResultOptions, needs: list[bool],
     ) -> int:  # fmt: skip
-        derives = _derivative_cut(head, wide, chunks, vocab, asked, needs)
+        derives = _derivative_cut(head, wide, chunks, vocab, extras, needs)
         cut = derives or chunks.tiles(head, wide, vocab)
         if not any(needs):
-            cut = cut._replace(kept=0)
+            cut = cut._replace(kept_classes=0)
         blocks = SLOPE_BLOCKS if derives else STATISTICS_BLOCKS
         return ROW_BYTES * head.hidden.shape[0] + cut.scratch(head, needs, blocks, slopes=bool(derives), wide=wide)
 
     def _launch(
         self, results: TokenResults, /, head: Head, options: LogitOptions, ignore_index: int, wide: bool,
         chunks: ChunkOptions,
-        vocab: Vocabulary, asked: ResultOptions, needs: list[bool],
+        vocab: Vocabulary, extras: ResultOptions, needs: list[bool],
     ) -> None:  # fmt: skip
-        cut = _derivative_cut(head, wide, chunks, vocab, asked, needs) or chunks.tiles(head, wide, vocab)
-        chosen, kept, count = head.target, results.kept, head.hidden.shape[0]
+        cut = _derivative_cut(head, wide, chunks, vocab, extras, needs) or chunks.tiles(head, wide, vocab)
+        chosen, kept_logits, count = head.target, results.kept_logits, head.hidden.shape[0]
         rows, head, options = _counted(head, options, ignore_index, chunks, vocab)
         results.number.fill_(rows.number)
         chosen, counted, classes = rows.take(chosen), head.target, head.weight.shape[0]
-        for memory in (kept, results.derivative):
+        for memory in (kept_logits, results.derivative):
             if memory is not None:
                 memory[counted.shape[0] :].zero_()
         inner = TokenResults._make((*map(rows.like, results[:9]), results.number, None, None))
@@ -151,17 +153,19 @@ class TokenLoop:
         if results.derivative is not None:
             ranks = RowSum(vocab, count, rows.index, cut.rows)
             derivative = HeadDerivative(self.passes, head, ours, cut, results.derivative, local, ranks)
-        for tile in Tiles(head, cut, kept, wide) if classes else ():
-            part, first, of_tile = tile.rows, tile.classes.start, ours.of(tile.rows, tile.classes)
+        for tile in Tiles(head, cut, kept_logits, wide) if classes else ():
+            tile_rows, first, of_tile = tile.rows, tile.classes.start, ours.of(tile.rows, tile.classes)
             if derivative is None:
-                sums = Sums(inner.moments[part], None if inner.prediction is None else inner.prediction[part], asked)
-                self.passes.statistics(tile.logits, counted[part], of_tile, sums, first)
-            self.passes.selected(tile.logits, local[part], of_tile, inner.selected[part], first)
+                sums = Sums(
+                    inner.moments[tile_rows], None if inner.prediction is None else inner.prediction[tile_rows], extras
+                )
+                self.passes.statistics(tile.logits, counted[tile_rows], of_tile, sums, first)
+            self.passes.selected(tile.logits, local[tile_rows], of_tile, inner.selected[tile_rows], first)
             if derivative is not None:
-                derivative.add(tile, of_tile, inner.moments[part])
+                derivative.add(tile, of_tile, inner.moments[tile_rows])
                 if vocab.group is None and tile.classes.stop == classes:
-                    derivative.finish(part, inner.moments[part], inner.selected[part])
-        Exchange(vocab, asked).merge(
+                    derivative.finish(tile_rows, inner.moments[tile_rows], inner.selected[tile_rows])
+        Exchange(vocab, extras).merge(
             inner.moments, inner.selected, inner.prediction, ours.weights(classes, inner.moments.dtype)
         )
         if derivative is not None and vocab.group is not None:
@@ -177,14 +181,14 @@ class TokenLoop:
         upstream: Upstream,
         head: Head,
         chunks: ChunkOptions,
-        kept: Tensor | None,
+        kept_logits: Tensor | None,
         derivative: Tensor | None,
         *rest: Any,
     ) -> Outputs:
-        """Allocate the gradients, but let them overwrite the kept tensor if it has their dtype."""
+        """Allocate the gradients, but let them overwrite the kept logits if they have their dtype."""
         if derivative is not None and derivative.dtype == head.hidden.dtype:
             return derivative, None, None, None
-        recycled = None if kept is None or kept.dtype != head.hidden.dtype else kept
+        recycled = None if kept_logits is None or kept_logits.dtype != head.hidden.dtype else kept_logits
         return (*new_gradients(head, chunks.main_grad, rest[-1]), recycled)
 
     def _scratch_backward(
@@ -192,7 +196,7 @@ class TokenLoop:
         upstream: Upstream,
         head: Head,
         chunks: ChunkOptions,
-        kept: Tensor | None,
+        kept_logits: Tensor | None,
         derivative: Tensor | None,
         *rest: Any,
     ) -> int:
@@ -206,7 +210,7 @@ class TokenLoop:
 
     def _launch_backward(
         self, gradients: Gradients, scratch: Tensor | None, /, upstream: Upstream, head: Head, chunks: ChunkOptions,
-        kept: Tensor | None,
+        kept_logits: Tensor | None,
         derivative: Tensor | None, moments: Tensor, selected: Tensor, number: Tensor, options: LogitOptions,
         ignore_index: int, wide: bool,
         vocab: Vocabulary, needs: list[bool],
@@ -237,7 +241,7 @@ class TokenLoop:
         main_grad = chunks.main_grad if needs[1] else None
         totals = HeadGradients(rows, head, gradients, vocab, cut.rows, cut.dtype, main_grad, factor)
         ours = options.of_shard(vocab.start, head.weight.shape[0])
-        for tile in Tiles(head, cut, kept, wide).again(overwrite=scratch is not None):
+        for tile in Tiles(head, cut, kept_logits, wide).again(overwrite=scratch is not None):
             if tile.slope.shape[1]:
                 of_tile = ours.of(tile.rows, tile.classes)
                 self.passes.derivative(tile.logits, slopes.of(tile.rows), of_tile, tile.slope, tile.classes.start)
@@ -306,8 +310,8 @@ def _slopes(
     classes = vocab.classes
     of_chosen, of_entropy, of_normalizer, of_mean, of_mean_logit, of_collision = upstream
     named = (chosen != ignore_index) & counted[:, None]
-    given = _of_chosen(of_chosen, selected, chosen, counted, vocab, ignore_index)
-    a = -given.sum(-1)
+    gradient = _of_chosen(of_chosen, selected, chosen, counted, vocab, ignore_index)
+    a = -gradient.sum(-1)
     b = q = c = torch.zeros_like(a)
     if of_entropy is not None:
         # -p · (log p + H) is -p · (x - m less its mean), whose terms do not cancel.
@@ -325,17 +329,17 @@ def _slopes(
         a = a - q * (moments[:, 4] / moments[:, 1].square())
     terms = torch.stack((a, b, q, c), -1)
     # An ignored class may be one that exists.
-    slopes = Slopes(counted, moments, terms, torch.where(named, vocab.local(chosen), -1), selected, given)
+    slopes = Slopes(counted, moments, terms, torch.where(named, vocab.local(chosen), -1), selected, gradient)
     if dtype != torch.float16 or not terms.numel():
         return slopes, None
     # p · grad underflows where grad is 1/tokens, so a power of two is factored out and put back at the end. Where the
     # gradient is large, as loss scaling makes it, a part of it stays: it keeps the gradients of nearly certain rows
     # from underflow.
     largest = power_of_two_above(
-        torch.maximum(torch.where(counted[:, None], terms, 0.0).abs().amax(), given.abs().amax())
+        torch.maximum(torch.where(counted[:, None], terms, 0.0).abs().amax(), gradient.abs().amax())
     )
     largest = largest / largest.clamp(1.0, 16384.0)
-    return slopes._replace(terms=terms / largest, gradient=given / largest), largest
+    return slopes._replace(terms=terms / largest, gradient=gradient / largest), largest
 
 
 def _of_chosen(
@@ -350,7 +354,7 @@ def _of_chosen(
 
 
 def _derivative_cut(
-    head: Head, wide: bool, chunks: ChunkOptions, vocab: Vocabulary, asked: ResultOptions, needs: list[bool]
+    head: Head, wide: bool, chunks: ChunkOptions, vocab: Vocabulary, extras: ResultOptions, needs: list[bool]
 ) -> Cut | None:
     """Return the cut where only hidden needs a gradient, of log-probabilities alone, and the logits do not fit."""
-    return chunks.derivative(head, vocab) if needs == [True, False, False] and not wide and not any(asked) else None
+    return chunks.derivative(head, vocab) if needs == [True, False, False] and not wide and not any(extras) else None
