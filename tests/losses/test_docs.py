@@ -28,7 +28,7 @@ def ran() -> dict[str, Any]:
 def test_the_examples_run(ran: dict[str, Any]) -> None:
     assert bool(ran["loss"].isfinite())
     assert bool(ran["hidden"].grad.any())
-    assert ran["metrics"].kept is not None
+    assert ran["metrics"].on_policy is not None
 
 
 def test_a_head_and_log_probabilities_give_the_same_loss_as_the_page_says(ran: dict[str, Any]) -> None:

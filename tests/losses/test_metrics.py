@@ -101,7 +101,7 @@ def test_a_policy_loss_reports_ratios_bounds_and_divergences() -> None:
         "kl": float((d.exp() - d - 1).mean()),
         "entropy": 0.3,
         "weight": float(torch.tensor(0.1).exp()),
-        "kept": 1.0,
+        "on_policy": 1.0,
     }
     assert {name: float(getattr(metrics, name)) for name in expected} == pytest.approx(expected)
 
@@ -119,14 +119,14 @@ def test_the_surrogate_is_reported_without_the_penalties() -> None:
 def test_what_is_not_computed_is_not_reported() -> None:
     batch = random_batch()
     _, metrics = grpo(batch.policy, batch.old, batch.advantage, mask=batch.mask)
-    assert (metrics.kl, metrics.entropy, metrics.weight, metrics.kept) == (None,) * 4
+    assert (metrics.kl, metrics.entropy, metrics.weight, metrics.on_policy) == (None,) * 4
 
 
 def test_the_share_of_kept_tokens_counts_those_of_dropped_sequences() -> None:
     policy, mask = torch.full((2, 2), -3.0), torch.tensor([[True, True], [True, False]])
     sampling, advantages = torch.tensor([[-3.0, -3.0], [-1.0, -1.0]]), torch.tensor([-1.0, -1.0])
     _, metrics = grpo(policy, None, advantages, mask=mask, off_policy=OffPolicy(sampling, weight=None, threshold=1.0))
-    assert float(metrics.kept) == pytest.approx(2 / 3)
+    assert float(metrics.on_policy) == pytest.approx(2 / 3)
 
 
 def test_dft_reports_the_likelihood_that_it_scales() -> None:

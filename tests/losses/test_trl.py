@@ -359,7 +359,7 @@ def test_off_policy_sequences_are_masked_as_in_trl() -> None:
     off_policy = OffPolicy(answers.sampling, weight=None, threshold=0.05)
     loss, metrics = grpo(answers.policy, answers.old, answers.advantage, mask=answers.mask, off_policy=off_policy)
     assert_same(loss, expected, answers.leaf)
-    assert 0.0 < float(metrics.kept) < 1.0
+    assert 0.0 < float(metrics.on_policy) < 1.0
 
 
 def test_difference_the_unbiased_divergence_of_gspo_has_ratios_of_tokens() -> None:

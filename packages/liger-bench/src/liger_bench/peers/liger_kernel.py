@@ -65,7 +65,7 @@ def _casting(cast: str) -> str:
     return "llama" if cast == "input" else "gemma"
 
 
-def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+def _row_ops(package: Any) -> dict[str, Callable[..., Any]]:
     def rms_norm(
         x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "input"
     ) -> Any:
@@ -92,21 +92,6 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
         q, k = (rms_norm(x.transpose(1, 2), weight, eps, weight_offset, cast).transpose(1, 2) for x, weight in pairs)
         return rope(q, k, cos, sin)
 
-    def swiglu(gate: Tensor, up: Tensor) -> Any:
-        return package.liger_swiglu(gate, up)
-
-    def relu_squared(x: Tensor) -> Any:
-        return package.liger_relu_squared(x)
-
-    def dyt(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor) -> Any:
-        return package.liger_dyt(x, alpha, weight, bias)
-
-    def softmax(x: Tensor) -> Any:
-        return package.liger_softmax(x)
-
-    def sparsemax(x: Tensor) -> Any:
-        return package.liger_sparsemax(x)
-
     def poly_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Any:
         # Its gradient of bias has no dimension.
         return package.liger_poly_norm(x, weight, bias.view(()), eps, in_place=False)
@@ -118,6 +103,26 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
         x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6
     ) -> Any:
         return package.liger_modulated_rms_norm(x, weight, scale, shift, eps, in_place=False)
+
+    def dyt(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        return package.liger_dyt(x, alpha, weight, bias)
+
+    def softmax(x: Tensor) -> Any:
+        return package.liger_softmax(x)
+
+    def sparsemax(x: Tensor) -> Any:
+        return package.liger_sparsemax(x)
+
+    norms = by_name(rms_norm, add_rms_norm, layer_norm, poly_norm, group_norm, modulated_rms_norm, dyt)
+    return norms | by_name(rope, qk_norm_rope, softmax, sparsemax)
+
+
+def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    def swiglu(gate: Tensor, up: Tensor) -> Any:
+        return package.liger_swiglu(gate, up)
+
+    def relu_squared(x: Tensor) -> Any:
+        return package.liger_relu_squared(x)
 
     def mix_streams(x: Tensor, pre: Tensor) -> Any:
         return package.liger_mhc_pre(x, pre)
@@ -164,24 +169,8 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
         "linear_cross_entropy": linear,
         "linear_log_prob": _per_token(scaled),
     }
-    rows = by_name(
-        rms_norm,
-        add_rms_norm,
-        layer_norm,
-        rope,
-        qk_norm_rope,
-        swiglu,
-        geglu,
-        relu_squared,
-        dyt,
-        softmax,
-        sparsemax,
-        experts,
-    )
-    rows |= by_name(
-        poly_norm, group_norm, modulated_rms_norm, embedding, mix_streams, merge_streams, attention_residual
-    )
-    return rows | losses | _divergences(package)
+    rest = by_name(swiglu, geglu, relu_squared, experts, embedding, mix_streams, merge_streams, attention_residual)
+    return _row_ops(package) | rest | losses | _divergences(package)
 
 
 def _divergences(package: Any) -> dict[str, Callable[..., Any]]:

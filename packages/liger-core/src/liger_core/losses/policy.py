@@ -29,7 +29,7 @@ class PolicyMetrics(NamedTuple):
     kl                        KL(π ‖ π_ref), by the estimator of the penalty
     entropy                   in nats
     weight                    ρ of the off-policy correction
-    kept                      share of tokens that the off-policy threshold left
+    on_policy                 share of tokens within the off-policy threshold
     """
 
     surrogate: Tensor
@@ -40,7 +40,7 @@ class PolicyMetrics(NamedTuple):
     kl: Tensor | None
     entropy: Tensor | None
     weight: Tensor | None
-    kept: Tensor | None
+    on_policy: Tensor | None
 
 
 Result = tuple[Tensor, PolicyMetrics]

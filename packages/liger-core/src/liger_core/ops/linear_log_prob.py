@@ -56,8 +56,7 @@ class TokenStatistics(NamedTuple):
 def check(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, temperature: Tensor | float = 1.0,
     allowed: Tensor | None = None, logits_dtype: torch.dtype | None = None, return_entropy: bool = False,
-    return_statistics: bool = False,
-    vocab: VocabShard | None = None, **options: Any,
+    return_statistics: bool = False, vocab: VocabShard | None = None, **options: Any,
 ) -> None:  # fmt: skip
     name = "linear_log_prob"
     head = Head(hidden, weight, target, bias)
