@@ -37,9 +37,7 @@ NEEDED = {
     "train --gpus": ["--sweep", "batch=1"],
 }
 ZERO_IS_A_VALUE = {
-    "train --save-every",
-    "train --seed",
-    "train --validation",
+    *(f"{command} {option}" for command in ("train", "plan") for option in ("--save-every", "--seed", "--validation")),
     "bench ops --seconds",
     "bench scaling --seconds",
 }
@@ -108,8 +106,9 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(self: Any, *_: Any, **__: Any) -> None:
         raise AssertionError("a model was made")
 
-    # Transformers makes modules of its activations when it is imported.
+    # These make modules when they are imported.
     importlib.import_module("transformers.activations")
+    importlib.import_module("liger_hf.repeated")
     monkeypatch.setattr(torch.nn.Module, "__init__", refuse)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results").mkdir()
