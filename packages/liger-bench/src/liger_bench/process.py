@@ -44,10 +44,6 @@ class Process:
         """Its last answer, waited for if there is none yet."""
         return self.wait() if self._answer is None else self._answer
 
-    @property
-    def ran_out_of_memory(self) -> bool:
-        return bool(self.answered[1].get("out_of_memory"))
-
     def wait(self) -> Answer:
         """Its next answer; a process that died or took too long is a failure with its reason."""
         self._answer = self._receive()

@@ -112,22 +112,9 @@ def activate_kernel(
     mask = inside[:, None] & (column < width)[None, :]
     group = group_of(order, index, row, inside, HAS_BIAS)
     value, _, _, factor, _ = joined_values(
-        joined,
-        bias,
-        group,
-        row,
-        column,
-        mask,
-        width,
-        limit,
-        alpha,
-        shift,
-        ACTIVATION,
-        LIMITED,
-        GATED,
-        INTERLEAVED,
+        joined, bias, group, row, column, mask, width, limit, alpha, shift, ACTIVATION, LIMITED, GATED, INTERLEAVED,
         HAS_BIAS,
-    )
+    )  # fmt: skip
     tl.store(active + row[:, None] * width + column[None, :], (value * factor).to(active.dtype.element_ty), mask=mask)
 
 
@@ -157,22 +144,9 @@ def activate_backward_kernel(
         mask = inside[:, None] & (column < width)[None, :]
         offset = row[:, None] * width + column[None, :]
         value, slope, flat, factor, factor_flat = joined_values(
-            joined,
-            bias,
-            group,
-            row,
-            column,
-            mask,
-            width,
-            limit,
-            alpha,
-            shift,
-            ACTIVATION,
-            LIMITED,
-            GATED,
-            INTERLEAVED,
-            HAS_BIAS,
-        )
+            joined, bias, group, row, column, mask, width, limit, alpha, shift, ACTIVATION, LIMITED, GATED,
+            INTERLEAVED, HAS_BIAS,
+        )  # fmt: skip
         if NEEDS_JOINED or NEEDS_WEIGHT:
             grad = tl.load(pulled + offset, mask=mask, other=0.0).to(tl.float32)
             total += tl.sum(grad * value * factor, 1)
