@@ -182,18 +182,18 @@ def _samples_of_values(
     coarse, (far, heads, index) = ((hidden * 8).round() / 8, (weight * 8).round() / 8, target), call((3,), 4, 700)
     first_far, turned = (far, torch.cat((heads[:1] * 4096, heads[1:])), index), normal(device, dtype, 16, 6).t()
     transposed, size = (turned, *call((6,), 16, 30)[1:]), dtype.itemsize
-    tiled = {"bias": normal(device, dtype, 300), "budget": 9 * (20 * 4 + 60 * size)}
+    tiled: dict[str, Any] = {"bias": normal(device, dtype, 300), "budget": 9 * (20 * 4 + 60 * size)}
+    tiled["temperature"] = torch.linspace(0.4, 2.0, 9, device=device)
     alone, (hidden, weight, target) = call((9,), 20, 300), call((9,), 20, 70)
     several = torch.stack((target, integers(device, 70, 9), integers(device, 70, 9)), -1)
     tiles, why = {"budget": 9 * (20 * 2 * accumulator(dtype).itemsize + 23 * size), **ORDER}, "the derivative is"
-    shares = f"{why} that of all classes, of which each target has a share"
     yield from sample_table(
         (),
         ("peaked", coarse, ENTROPY, "softmax close to one class"),
         ("first_far", first_far, STATISTICS, "the first logit is far from all others"),
         ("transposed", transposed, {}, "hidden is a transposed view"),
-        ("frozen_head", alone, tiled, f"{why} summed in the forward pass", "weight", "bias"),
-        ("frozen_head_several", (hidden, weight, several), tiles, shares, "weight"),
+        ("frozen_head", alone, tiled, f"{why} summed in the forward pass", "weight", "bias", "temperature"),
+        ("frozen_head_several", (hidden, weight, several), tiles, f"{why} shared by several targets", "weight"),
     )
 
 
