@@ -29,7 +29,7 @@ UNPLANNED: dict[str, str] = {
     **dict.fromkeys(
         ("cpmant", "ctrl", "gpt_neox_japanese", "jetmoe", "openai-gpt", "reformer", "xlm", "xlnet"), NO_CHECKPOINTING
     ),
-    **dict.fromkeys(("blt", "dbrx", "gemma3", "longcat_flash", "modernbert-decoder", "phi4_multimodal"), READS_VALUES),
+    **dict.fromkeys(("blt", "dbrx", "longcat_flash"), READS_VALUES),
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "xmod"), READS_VALUES),
     **dict.fromkeys(("llama4", "musicgen", "musicgen_melody") if NEW else (), FAILS),
     **dict.fromkeys(() if NEW else ("aria_text",), READS_VALUES),

@@ -344,15 +344,15 @@ def check_techniques(setup: Setup, here: bool) -> None:
         if setup.device not in technique.devices:
             places = " or ".join(technique.devices)
             raise DeviceError(f"train: {option} needs --device {places}, got {setup.device}: {technique.reason}")
+        problem = technique.problem(setup)
+        # The folder on the disk is that of the machine of the run.
+        if problem and (here or technique.value != "nvme"):
+            raise OptionError(f"train: {option} {problem}")
         missing = [name for name in technique.packages if importlib.util.find_spec(name.replace("-", "_")) is None]
         if missing and here:
             raise OptionError(
                 f"train: {option} needs {' and '.join(missing)}, not installed here; pip install {' '.join(missing)}"
             )
-        problem = technique.problem(setup)
-        # The folder on the disk is that of the machine of the run.
-        if problem and (here or technique.value != "nvme"):
-            raise OptionError(f"train: {option} {problem}")
 
 
 def arguments(setup: Setup) -> dict[str, Any]:

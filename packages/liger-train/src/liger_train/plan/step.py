@@ -222,8 +222,15 @@ def fake_model(setup: Setup, mode: Any) -> tuple[Any, list[str]]:
         # Gathered weights are in the precision of the matmuls.
         simple = replace(simple, precision="bf16-pure")
     simple = replace(simple, checkpoint="full" if setup.checkpoint in ("offload", "auto") else setup.checkpoint)
+    whole = _on_meta(simple)
     with mode:
-        built = build(simple, CPU, load=_from_config, adapters=adapted, to_float8=in_float8)
+        built = build(
+            simple,
+            CPU,
+            load=lambda setup, device, _: _part(whole, setup, device),
+            adapters=adapted,
+            to_float8=in_float8,
+        )
         if setup.adapter == "qlora":
             _prepare_for_four_bits(built.model)
         if setup.tp > 1:
@@ -232,13 +239,20 @@ def fake_model(setup: Setup, mode: Any) -> tuple[Any, list[str]]:
     return built.model, built.notes + ([AUTO] if setup.checkpoint == "auto" else [])
 
 
-def _from_config(setup: Setup, device: torch.device, notes: list[str]) -> Any:
-    """A model without its weights, which a plan does not need, as tensor parallelism leaves it to a rank."""
-    with device:
+def _on_meta(setup: Setup) -> Any:
+    """Return the model on the meta device, since models convert modules in their constructors, which fake tensors
+    refuse."""
+    with torch.device("meta"):
         config = config_of(setup)
-        model = auto_class(config).from_config(
+        return auto_class(config).from_config(
             config, dtype=weights_dtype(setup), trust_remote_code=setup.trust_remote_code
         )
+
+
+def _part(model: Any, setup: Setup, device: torch.device) -> Any:
+    """Return a rank's part of the model on the device, with weights that have no values."""
+    model.to_empty(device=device)
+    model.tie_weights()
     if setup.tp > 1:
         parallel.shard(model, setup)
     return model
@@ -322,8 +336,9 @@ def _watched(setup: Setup, model: Any, ledger: Ledger, sharding: Sharding) -> It
     handles: list[Any] = []
 
     def accumulated(weight: Any) -> None:
-        ledger.note(weight.grad, GRADIENTS)
-        sharding.accumulated(weight)
+        if weight.grad is not None:  # None: the node before it returned no gradient.
+            ledger.note(weight.grad, GRADIENTS)
+            sharding.accumulated(weight)
 
     for weight in model.parameters():
         if weight.requires_grad:
