@@ -6,8 +6,7 @@ With `exact` the reference in float64: an implementation passes if, for every ou
     error(implementation) ≤ k · error(reference in the same dtype) + floor(dtype)
 
 where the error is measured twice: relative in the Frobenius norm, and by the largest element relative to the root mean
-square of the exact value. k is close to 1, since a kernel may not be less accurate than plain PyTorch in the same
-dtype.
+square of the exact value. k is close to 1: a kernel must be as accurate as plain PyTorch in the same dtype.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ class Error:
 
 
 def floor(dtype: torch.dtype) -> float:
-    """The error allowed beyond that of the reference: the round-off of one operation (bf16: 2⁻⁹, fp32: a few ulp).
+    """Return the error allowed beyond the reference's: the round-off of one operation (bf16: 2⁻⁹, fp32: a few ulp).
 
-    Low precisions get a fraction of one rounding, since every implementation rounds its results once; float32 gets 16
-    roundings, since the order of a sum differs legitimately between implementations.
+    Low precisions get a fraction of one rounding, because every implementation rounds its results once. float32 gets 16
+    roundings, because implementations may sum in different orders.
     """
     epsilon = torch.finfo(dtype).eps
     return {torch.bfloat16: epsilon / 16, torch.float16: epsilon / 16}.get(dtype, 16 * epsilon)
 
 
 def error(result: Tensor, exact: Tensor) -> Error:
-    """The error of a result against the exact value; infinite if one is NaN or infinite where the other is not."""
+    """Return the error of a result; infinite if it or the exact value is NaN or infinite where the other is not."""
     a, b = result.detach().double().flatten(), exact.detach().double().flatten().to(result.device)
     if a.numel() == 0:
         return Error(0.0, 0.0)
@@ -57,7 +56,7 @@ def error(result: Tensor, exact: Tensor) -> Error:
 
 
 def _one_rounding(exact: Tensor, dtype: torch.dtype) -> float:
-    """The largest error of a correctly rounded result, so that such a one always passes."""
+    """Return the largest error of a correctly rounded result, which must always pass."""
     finite = torch.where(exact.isfinite(), exact, 0.0).detach().double()
     norm = float(finite.norm())
     return torch.finfo(dtype).eps / 2 * float(finite.abs().max()) * exact.numel() ** 0.5 / norm if norm > 0 else 0.0
@@ -66,11 +65,10 @@ def _one_rounding(exact: Tensor, dtype: torch.dtype) -> float:
 def judge(
     result: Tensor, reference: Tensor, exact: Tensor, dtype: torch.dtype | None = None, *, leeway: float = 1.0
 ) -> str | None:
-    """None if the result meets the criterion, else a sentence with the figures.
+    """Return None if the result meets the criterion, else a sentence with the figures.
 
-    dtype   the precision that the inputs had (the result itself may be a float32 loss); the result's own by default
-    leeway  factor on the reference's error; more than 1 where inputs are so extreme that results consist mostly of
-            round-off
+    dtype   the precision of the inputs (the result itself may be a float32 loss); that of the result by default
+    leeway  factor on the reference's error, above 1 for inputs so extreme that results are mostly round-off
     """
     if result.shape != exact.shape:
         return f"shape {tuple(exact.shape)} expected, got {tuple(result.shape)}"
@@ -81,10 +79,10 @@ def judge(
         return f"{wrong} of {result.numel()} elements differ" if wrong else None
     got, base = error(result, exact), error(reference, exact)
     slack = floor(dtype or result.dtype)
-    # Of a handful of elements the reference may round all luckily; half an ulp of one element is what luck amounts to.
-    luck = torch.finfo(result.dtype).eps / 2 / max(result.numel(), 1) ** 0.5
+    # With few elements, the reference may happen to round every one favorably, so allow half an ulp of one.
+    half_ulp = torch.finfo(result.dtype).eps / 2 / max(result.numel(), 1) ** 0.5
     limits = Error(
-        leeway * K * base.frobenius + slack + luck,
+        leeway * K * base.frobenius + slack + half_ulp,
         leeway * K_MAXIMUM * base.maximum + 8 * slack + _one_rounding(exact, result.dtype),
     )
     if got.frobenius <= limits.frobenius and got.maximum <= limits.maximum:

@@ -14,7 +14,7 @@ from liger_core.kernels import Kernel, define, library_of
 from liger_core.private_torch import is_exporting, is_legacy_batched
 from liger_core.schema import Field, Schema
 
-# Forward kernel and number of its public outputs → its backward kernel, and the custom op that stands for both.
+# (Forward kernel, number of its public outputs) → its backward kernel, and the custom op that stands for both.
 _DERIVATIVES: dict[tuple[Kernel, int], tuple[Kernel, Any]] = {}
 
 
@@ -24,7 +24,7 @@ def differentiable(
     """Return one differentiable function of two kernels, whose parameters are bound by name.
 
     forward   its first `public` outputs are returned. If it computes gradients itself, or saves what they need, it has
-              `needs` as its last input, as backward has
+              `needs` as its last input, like backward
     backward  takes `grad_<output>` of public outputs, then saved tensors and options of forward under their own names,
               and last `needs: list[bool]`, which says which of its results are wanted. Its results are `grad_<input>`;
               `grad_<input>_and_<input>` is the gradient of both, which autograd copies before it writes to it. A last
@@ -92,12 +92,12 @@ def _node(derivative: _Derivative, keep_first: bool) -> Any:
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            # None too if nothing that is saved requires a gradient: the bias does, for instance.
+            # grad_fn is also None if no saved tensor requires a gradient, for instance if only the bias does.
             ctx.before, args = (args[0].grad_fn, args[1:]) if keep_first else (None, args)
             required = ctx.needs_input_grad[extra:]
             ctx.needs = [required[first] or required[last] for first, last in targets]
             if early:
-                # Those of this run: an exported program may have been traced with others.
+                # An exported program may have been traced with other needs.
                 args = (*args[:-1], ctx.needs)
             results = forward(*args)
             values = (*args, *results)
@@ -132,7 +132,7 @@ def _node(derivative: _Derivative, keep_first: bool) -> Any:
 
 
 def _call(derivative: _Derivative, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that callers get: it goes around autograd where no gradient is required."""
+    """Return the function that callers get, which bypasses autograd if no gradient is required."""
     forward, public, early, targets = derivative.forward, derivative.public, derivative.early, derivative.targets
     traced = _custom_op(derivative, function)
     trained = sorted({i for pair in targets for i in pair})
@@ -208,8 +208,7 @@ def _custom_op(derivative: _Derivative, function: Callable[..., Any]) -> Any:
 
 
 def check_backward(title: str, *grads: Tensor | None) -> None:
-    """For a backward pass that PyTorch does not see into: raises GradientError where its results would be
-    differentiated again, or batched.
+    """Raise GradientError if the results of a kernel's backward pass would be differentiated again, or batched.
 
     torch.autograd.function.once_differentiable marks results only if an upstream gradient requires a gradient: those of
     y.sum() would be constants. Batches of upstream gradients (is_grads_batched=True) are tensors without memory.

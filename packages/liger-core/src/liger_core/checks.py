@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks that ops share, each with its sentence. None reads device values, except on the CPU where that is free."""
+"""The argument checks that ops share. They read values only on the CPU, where that is free."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from liger_core.errors import DeviceError, DtypeError, LigerError, OptionError, ShapeError, TargetError
 from liger_core.private_torch import dispatch_stack_length, is_wrapped
 
-# Where a root-mean-square norm rounds the scaled row: before it meets the weight, or once after it.
+# Where an RMS norm rounds the scaled row: before it multiplies it by the weight, or only after that.
 Cast = Literal["input", "float32"]
 
 
 def shape(tensor: Tensor) -> str:
-    """The shape as a plain tuple, for messages."""
+    """Return the shape as a plain tuple, for messages."""
     return str(tuple(tensor.shape))
 
 
@@ -40,10 +40,7 @@ def _elsewhere(op: str, name: str, value: Tensor, first: str, device: torch.devi
 
 
 def floating(op: str, required: int = 1, /, **tensors: Tensor | None) -> None:
-    """Tensors must be floating-point tensors on the device of the first.
-
-    Past the first `required` ones they may be None.
-    """
+    """Check that tensors have floating dtypes and one device; all but the first `required` may be None."""
     first, device = "", None
     for name, value in tensors.items():
         if value is None and required <= 0:
@@ -60,7 +57,7 @@ def floating(op: str, required: int = 1, /, **tensors: Tensor | None) -> None:
 
 
 def same_device(op: str, first: str, anchor: Tensor, **optional: Tensor | None) -> None:
-    """Every tensor that is given must be on the device of the first."""
+    """Check that every tensor, if not None, is on the device of the first."""
     for name, value in optional.items():
         if value is None:
             continue
@@ -70,7 +67,7 @@ def same_device(op: str, first: str, anchor: Tensor, **optional: Tensor | None) 
 
 
 def same_dtype(op: str, first: str, anchor: Tensor, **tensors: Tensor | None) -> None:
-    """Every tensor must have the dtype of the first one; nothing is cast silently."""
+    """Check that every tensor, if not None, has the dtype of the first; nothing is cast silently."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype != anchor.dtype:
             fail(
@@ -81,7 +78,7 @@ def same_dtype(op: str, first: str, anchor: Tensor, **tensors: Tensor | None) ->
 
 
 def vector(op: str, name: str, tensor: Tensor | None, width: int, of: str, anchor: Tensor) -> None:
-    """The tensor must be (width,), to match the last dimension of another."""
+    """Check that a tensor, if not None, has shape (width,), to match the last dimension of another."""
     if tensor is not None and tensor.shape != (width,):
         fail(ShapeError, op, f"{name} must have shape ({width},) to match {of} {shape(anchor)}, got {shape(tensor)}")
 
@@ -112,7 +109,7 @@ def fraction(op: str, name: str, value: Any) -> None:
 
 
 def _number(op: str, name: str, value: Any, bounds: str, inside: Callable[[Any], bool]) -> None:
-    """Fail for a value that is not a finite float within its bounds."""
+    """Raise OptionError for a value that is not a finite number within its bounds."""
     is_number = isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
     if not is_number or not inside(value) or (isinstance(value, float) and not math.isfinite(value)):
         # Printing a tensor would read it from the device.
@@ -121,13 +118,13 @@ def _number(op: str, name: str, value: Any, bounds: str, inside: Callable[[Any],
 
 
 def integer(op: str, name: str, value: Any) -> None:
-    """The value must be an integer and not a bool."""
+    """Check that a value is an integer and not a bool."""
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, (int, torch.SymInt))):
         fail(OptionError, op, f"{name} must be an integer, got {value!r}")
 
 
 def without_overlap(op: str, name: str, tensor: Tensor) -> None:
-    """Every element must have memory of its own, so that it can be written."""
+    """Check that every element has memory of its own, so that it can be overwritten."""
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         fail(
             OptionError,
@@ -150,7 +147,7 @@ def instance(op: str, name: str, value: Any, kind: type) -> None:
 
 
 def scaling(op: str, x: Tensor, weight: Tensor | None, eps: float, weight_offset: float, cast: str) -> None:
-    """Rows of x, and how a root-mean-square norm scales them."""
+    """Check the rows of x and the options with which an RMS norm scales them."""
     floating(op, x=x, weight=weight)
     at_least_one_dimension(op, "x", x)
     vector(op, "weight", weight, x.shape[-1], "x", x)
@@ -163,7 +160,7 @@ def scaling(op: str, x: Tensor, weight: Tensor | None, eps: float, weight_offset
 
 
 def constant(op: str, **tensors: Any) -> None:
-    """The op has no gradient for these; one that asks for it would stay silently untrained."""
+    """Refuse tensors that require a gradient the op does not define: they would silently stay untrained."""
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
             fail(
@@ -174,10 +171,9 @@ def constant(op: str, **tensors: Any) -> None:
 
 
 def not_plain(op: str, arguments: Mapping[str, Any], problem: Exception) -> None:
-    """Say what to do about a call that failed because of DTensors or quantized tensors; looked at only then, so that
-    other calls pay nothing."""
+    """Raise an error that says what to do if a call failed because of DTensors or quantized tensors."""
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    # As torchao's tensors begin their refusal.
+    # The errors of torchao's tensors begin so.
     packed = [
         f"{n} as {kind}"
         for n, t in tensors.items()
@@ -200,7 +196,7 @@ def not_plain(op: str, arguments: Mapping[str, Any], problem: Exception) -> None
 
 
 def mixed(op: str, spread: list[str], plain: list[str], problem: Exception | None = None) -> NoReturn:
-    """DTensors beside plain tensors, by name."""
+    """Raise DeviceError for DTensors beside plain tensors, with their names."""
     raise DeviceError(
         f"{op}: tensors must all be DTensors or all be plain, got {', '.join(spread)} as DTensor and "
         f"{', '.join(plain)} as plain; "
@@ -210,7 +206,7 @@ def mixed(op: str, spread: list[str], plain: list[str], problem: Exception | Non
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether looking at the values waits for nothing: on the CPU, and neither traced nor batched by a transform."""
+    """Whether values can be read without waiting: on the CPU, and neither traced nor batched by a transform."""
     if (
         type(tensor) is not Tensor
         or tensor.device.type != "cpu"
@@ -222,7 +218,7 @@ def readable(tensor: Tensor) -> bool:
 
 
 def targets(op: str, target: Tensor, classes: int, ignore_index: int) -> None:
-    """On the CPU, out-of-range targets are an error; on a device they are not looked at (the loss is then NaN)."""
+    """Check the range of targets on the CPU. Other devices are not read; out of range, the loss is NaN there."""
     integer(op, "ignore_index", ignore_index)
     if not readable(target):
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `liger` command: `doctor` and `ops`, and whatever the plugins add."""
+"""The `liger` command: `doctor`, `ops`, and the commands of plugins."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ OTHERS = ("torch", "triton", "transformers")
 
 
 def main() -> None:
-    """Run the command; a LigerError ends it with its sentence and exit code 2, a full disk with a sentence and exit
-    code 1."""
+    """Run the command. A LigerError ends it with its message and exit code 2, a full disk with exit code 1."""
     try:
         app = typer.Typer(
             no_args_is_help=True, add_completion=False, help="Fused ops for training large language models."
@@ -47,7 +46,7 @@ def main() -> None:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        # What is still in the buffer is lost anyway, and Python would complain about it at the end.
+        # The buffered output is lost anyway, and Python would report an error for it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(
             "liger: not everything could be written: "
@@ -183,7 +182,7 @@ def ops(as_json: AsJson = False) -> None:
 
 
 def _versions() -> dict[str, str | None]:
-    """The versions of this project's packages and of those that matter for them, without importing any."""
+    """Return the versions of this project's packages and of OTHERS, without importing any."""
     return {name: _version(name) for name in (*PROJECT, *OTHERS)}
 
 

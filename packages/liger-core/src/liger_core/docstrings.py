@@ -8,13 +8,13 @@ import re
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-# `name`, or `name, name`, then at least two spaces. A name that is known needs one space only.
+# `name`, or `name, name`, then at least two spaces. After a known name, one space is enough.
 NAMES = r"[A-Za-z_]\w*(?:, [A-Za-z_]\w*)*"
 ALIGNED = re.compile(rf"({NAMES}) {{2,}}(\S.*)")
 
 
 class Entry(NamedTuple):
-    """One row: the names, and the lines that the docstring has about them."""
+    """The names of one row, and the lines that describe them."""
 
     names: tuple[str, ...]
     lines: tuple[str, ...]
@@ -25,13 +25,13 @@ class Entry(NamedTuple):
 
 
 def parts(docstring: str, known: Collection[str] = ()) -> Iterator[str | list[Entry]]:
-    """The paragraphs of a docstring in order; a paragraph of aligned rows as a list of entries."""
+    """Yield the paragraphs of a docstring in order; a paragraph of aligned rows is a list of entries."""
     for block in re.split(r"\n\s*\n", inspect.cleandoc(docstring)):
         yield from _split(block, {*known, "returns"})
 
 
 def _split(block: str, known: Collection[str]) -> Iterator[str | list[Entry]]:
-    """A block of rows may follow text without an empty line."""
+    """Yield the paragraphs of a block: aligned rows may follow text without an empty line."""
     text: list[str] = []
     entries: list[Entry] = []
     lines = block.splitlines()
@@ -43,7 +43,7 @@ def _split(block: str, known: Collection[str]) -> Iterator[str | list[Entry]]:
             last = entries.pop()
             entries.append(Entry(last.names, (*last.lines, line)))
         elif entries:
-            # Text after rows: another paragraph.
+            # Text after rows begins a new paragraph.
             yield from _paragraphs(text, entries)
             text, entries = [line], []
         else:
@@ -67,6 +67,6 @@ def _entry(line: str, known: Collection[str], after: str) -> Entry | None:
         return None
     rest = line[names.end() :]
     if rest.strip():
-        # `returns (…)`; a sentence that begins with the name of an argument is none.
+        # This is `returns (…)`, not a sentence that begins with the name of an argument.
         return Entry(tuple(names[0].split(", ")), (rest.strip(),)) if rest.startswith(" (") else None
     return Entry(tuple(names[0].split(", ")), ("",)) if after.startswith("  ") else None

@@ -44,12 +44,11 @@ class PluginError(LigerError, RuntimeError):
 
 
 class Unsupported(Exception):
-    """Raised by an implementation, before any work, to decline a call that it does not support."""
+    """The exception with which an implementation declines a call, before any work."""
 
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """The sentence `Did you mean 'x'?` with a leading blank, or nothing if no name is similar enough (a likeness from 0
-    to 1)."""
+    """Return " Did you mean 'x'?" for the known name that is most like this one, or "" if none is similar enough."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
     return f" Did you mean {close[0]!r}?" if close else ""
 

@@ -25,12 +25,12 @@ def liger_ops() -> Iterable[Op[..., Any]]:  # type: ignore[empty-body]
 
 @hookspec
 def liger_backends() -> Iterable[Backend]:  # type: ignore[empty-body]
-    """The backends that this plugin brings."""
+    """The backends that this plugin provides."""
 
 
 @hookspec
 def liger_rules() -> Iterable[Any]:  # type: ignore[empty-body]
-    """The rules, each a `liger_hf.rule.Rule`, that put ops into a Hugging Face model that is inspected."""
+    """The rules, each a `liger_hf.rule.Rule`, that replace parts of a Hugging Face model with ops."""
 
 
 @hookspec

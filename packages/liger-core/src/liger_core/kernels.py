@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a backend's kernels work with torch.compile and eager Python, and the matmul that they call.
+"""Kernels as custom ops, for torch.compile and eager Python; and the matmul that they call.
 
 A `Kernel` is a custom op made of `allocate` (its outputs, and so also its fake) and `launch` (fills them). Plain eager
-calls skip the dispatcher, which costs more than a small kernel; whatever traces or watches (compile, a dispatch mode, a
-tensor subclass) gets the custom op. `liger_core/autograd.py` makes a differentiable function of two kernels.
+calls skip the dispatcher, which takes longer than a small kernel; torch.compile, dispatch modes and tensor subclasses
+get the custom op. `liger_core/autograd.py` makes a differentiable function of two kernels.
 
 A processor without instructions for a 16-bit dtype multiplies in float32, a tile at a time.
 """
@@ -78,7 +78,7 @@ class Kernel:
 
     def _plainly(self, args: tuple[Any, ...]) -> Outputs:
         """Run without the dispatcher; a backward that frees its graph may recycle its inputs."""
-        # Not if the pass keeps its graph (retain_graph=True): another one may need what was saved.
+        # With retain_graph=True, another pass may need the saved tensors.
         if self.recycle is not None and graph_task() != -1 and not keeps_graph():
             return self.execute(args, self.recycle)
         return self.execute(args, self.allocate)
@@ -93,7 +93,7 @@ class Kernel:
         return outputs
 
     def grouped(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The flat arguments of the custom op as allocate, recycle and launch take them."""
+        """Return the custom op's flat arguments as allocate, recycle and launch take them."""
         return args if self.groups is None else _grouped(self.groups, args)
 
     def _refuse_outputs(self, outputs: Any) -> NoReturn:
@@ -109,7 +109,7 @@ class Kernel:
             self.refuse_transform(op)
 
     def refuse_transform(self, op: str) -> NoReturn:
-        """torch.func and forward-mode AD need plain PyTorch, and most references are plain PyTorch."""
+        """Decline a call under torch.func or forward-mode AD; most references, being plain PyTorch, support both."""
         raise Unsupported("torch.func transforms and forward-mode AD see plain PyTorch only")
 
     def _dispatched(self, *args: Any) -> Any:
@@ -142,7 +142,7 @@ def reference_kernel(
     recycle: Callable[..., Outputs] | None = None,
     scratch: Callable[..., int] | None = None,
 ) -> Kernel:
-    """A kernel of the pure-PyTorch references."""
+    """Return a kernel of the pure-PyTorch references."""
     return _ReferenceKernel("liger_reference", name, allocate, launch, recycle, scratch)
 
 
@@ -181,18 +181,17 @@ def _grouped(groups: list[tuple[Any, int]], values: Sequence[Any]) -> tuple[Any,
     return tuple(grouped)
 
 
-# 4 MiB in float32. Of the powers of two from 256 to 4096, this is the fastest one for heads on a CPU with AVX2.
+# 4 MiB in float32: of the powers of two from 256 to 4096, the fastest for heads on a CPU with AVX2.
 TILE = 1024
 
 
 def _emulated() -> frozenset[torch.dtype]:
-    """The 16-bit dtypes that PyTorch multiplies slowly on this processor; none where it cannot say."""
+    """Return the 16-bit dtypes that PyTorch multiplies slowly on this processor; none if it cannot tell."""
     if not torch.backends.mkldnn.is_available():
         return frozenset({torch.bfloat16, torch.float16})
     multiplies = {torch.bfloat16: multiplies_bfloat16(), torch.float16: multiplies_float16()}
     processor: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    # oneDNN takes bfloat16 on every processor with AVX-512; without AVX512_BF16 that takes five times as long as
-    # float32.
+    # Without AVX512_BF16, oneDNN also multiplies in bfloat16, but five times as slowly as in float32.
     if processor.get("avx512_f") and not processor.get("avx512_bf16"):
         multiplies[torch.bfloat16] = False
     return frozenset(dtype for dtype, fast in multiplies.items() if not fast)
@@ -203,10 +202,7 @@ EMULATED = _emulated()
 
 @contextmanager
 def plain_matmuls() -> Iterator[None]:
-    """Multiply in the dtype of the operands on every processor, in all threads.
-
-    For results that others are compared with: their error is that of plain PyTorch in that dtype.
-    """
+    """Multiply in the dtype of the operands, in all threads: for results whose error others are judged by."""
     global EMULATED
     before, EMULATED = EMULATED, frozenset()
     try:
@@ -216,7 +212,7 @@ def plain_matmuls() -> Iterator[None]:
 
 
 def multiply(out: Tensor, a: Tensor, b: Tensor, base: Tensor | None = None) -> None:
-    """out = base + a @ b, summed in the dtype of out or a wider one; base is a row, a matrix, or out itself."""
+    """Compute out = base + a @ b in the dtype of out or a wider one; base is a row, a matrix or out itself."""
     if EMULATED and a.dtype in EMULATED and a.is_cpu:
         _multiply_in_float32(out, a, b, base)
     elif out.dtype == a.dtype:
@@ -231,7 +227,7 @@ def multiply(out: Tensor, a: Tensor, b: Tensor, base: Tensor | None = None) -> N
 
 
 def _multiply_in_float32(out: Tensor, a: Tensor, b: Tensor, base: Tensor | None) -> None:
-    """Convert one tile of each operand at a time: a copy of a whole weight in float32 may not fit."""
+    """Multiply tile by tile in float32: a float32 copy of a whole weight may not fit."""
     wide = torch.promote_types(out.dtype, torch.float32)
     for rows in slices(slice(0, out.shape[0]), TILE):
         for columns in slices(slice(0, out.shape[1]), TILE):
@@ -248,6 +244,6 @@ def _multiply_in_float32(out: Tensor, a: Tensor, b: Tensor, base: Tensor | None)
 
 
 def slices(rows: slice, most: int) -> Iterator[slice]:
-    """Yield parts of the rows, at most so many at a time."""
+    """Yield slices of at most `most` rows that cover the rows."""
     for start in range(rows.start, rows.stop, most):
         yield slice(start, min(start + most, rows.stop))

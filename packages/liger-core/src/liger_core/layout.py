@@ -3,8 +3,7 @@
 
 A dimension that the op treats index by index may be sharded: then each rank computes its part alone, all tensors that
 have the dimension are sharded alike, and a tensor that lacks it has a part of its gradient on each rank (`Partial`).
-Other dimensions must be whole. This is written around the call, not for each kernel, so that it holds for every
-backend, for references, and in compiled code.
+Other dimensions must be whole. This wraps the call, so backends, references and compiled code share it.
 """
 
 from __future__ import annotations
@@ -19,19 +18,18 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DeviceError
 
-# Of the dimensions of a tensor; None for one that must be whole.
+# The names of a tensor's dimensions; None for one that must be whole.
 _Names = tuple[str | None, ...]
 
 
 class Layout(NamedTuple):
-    """The dimensions of an op's tensor arguments by name, "… (width)", and for each result the argument that it has the
-    dimensions of, or its own dimensions, likewise.
+    """The dimension names of an op's tensors, such as "… (width)"; a result may name the argument that it is like.
 
     …        any leading dimensions, the same in all tensors that have them
     (width)  must be whole on every rank; a dimension without parentheses may be sharded
 
-    A tensor with fewer dimensions has the last of these. One that no result is like may have size 1 where others are
-    longer.
+    A tensor with fewer dimensions has the last of these. An argument that no result is like may have size 1 in a
+    dimension that is longer in others.
     """
 
     arguments: Mapping[str, str]
@@ -57,11 +55,11 @@ def run_locally(op: str, layout: Layout, call: Callable[..., Any], arguments: Ma
         if size > 1
     }
     for name in tensors.keys() - set(layout.results):
-        # Broadcast where it has one index for several of others.
-        alone = [
+        # A dimension of size 1 that is longer in other tensors is broadcast, so it cannot be sharded.
+        is_broadcast = [
             p.is_shard() and tensors[name].shape[p.dim] == 1 and names[name][p.dim] in longer for p in placements[name]
         ]
-        placements[name] = [Replicate() if repeated else p for p, repeated in zip(placements[name], alone, strict=True)]
+        placements[name] = [Replicate() if b else p for p, b in zip(placements[name], is_broadcast, strict=True)]
     local = {name: _local(value, mesh, placements[name], split) for name, value in tensors.items()}
     results = call(**{**arguments, **local})
 
@@ -73,7 +71,7 @@ def run_locally(op: str, layout: Layout, call: Callable[..., Any], arguments: Ma
             shapes = {
                 named: size for name in tensors for named, size in zip(names[name], tensors[name].shape, strict=True)
             }
-        # Of a dimension that is whole, an op may change the size.
+        # An op may change the size of a dimension that is not sharded.
         sizes = [
             shapes[name] if name is not None and name in split else here
             for name, here in zip(dimensions, value.shape, strict=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plugins: entry points are loaded once, and their ops and backends collected."""
+"""The registry of plugins: loads their entry points once, and collects their ops and backends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUP = "liger"
 CORE = "core"
 REFERENCE = "reference"
 DISABLE = "LIGER_DISABLE_PLUGINS"
-# The distributions of this project. A plugin of another one cannot take a name that one of these has.
+# The distributions of this project. A plugin of another one cannot take a name that these use.
 PROJECT = ("liger-core", "liger-triton", "liger-inductor", "liger-hf", "liger-bench", "liger-train", "liger-verify")
 T = TypeVar("T")
 
@@ -141,7 +141,7 @@ def blaming(registry: Registry, plugins: list[Plugin], ignored: str, *, backend:
 
 
 def attempt(what: str, call: Callable[[], T]) -> T:
-    """Return the result of plugin code; anything it raises but KeyboardInterrupt becomes a PluginError."""
+    """Return the result of plugin code; every exception except KeyboardInterrupt becomes a PluginError."""
     try:
         return call()
     except (PluginError, KeyboardInterrupt):
@@ -158,7 +158,7 @@ def _load_all() -> Registry:
         manager.register(plugin, CORE)
     registry = Registry(manager, disabled=tuple(filter(None, os.environ.get(DISABLE, "").replace(" ", "").split(","))))
     registry.plugins[CORE] = OURSELVES
-    # In the order of names, so that nothing depends on the order of installation.
+    # Sorted by name, so that the order of installation does not matter.
     entries = sorted((_plugin(entry), entry.value, entry) for entry in importlib.metadata.entry_points(group=GROUP))
     registry.installed = tuple(dict.fromkeys(plugin.name for plugin, _, _ in entries))
     candidates = [(plugin, plugin.name, entry) for plugin, _, entry in entries if plugin.name not in registry.disabled]
@@ -171,7 +171,6 @@ def _load_all() -> Registry:
     for plugin, backend in one_of_each(registry, "backend", offers(registry, "liger_backends", Backend)):
         with blaming(registry, [plugin], f"backend {backend.name!r}", backend=backend.name):
             _add_backend(registry, plugin, backend)
-    # An op that a plugin defines brings its reference with it.
     registry.implementations[REFERENCE] = {name: op.reference for name, op in registry.ops.items()}
     return registry
 
@@ -187,7 +186,7 @@ def _load(registry: Registry, plugin: Plugin, entry: importlib.metadata.EntryPoi
     try:
         attempt("registering its hooks", lambda: registry.manager.register(module, plugin.name))
     except PluginError:
-        # pluggy has kept the hooks before the one that it refused.
+        # pluggy keeps the hooks that it registered before the one it refused.
         if registry.manager.has_plugin(plugin.name):
             registry.manager.unregister(name=plugin.name)
         raise
@@ -227,7 +226,7 @@ def _items(implementation: pluggy.HookImpl) -> list[Any]:
 
 
 def one_of_each(registry: Registry, kind: str, offered: Iterable[tuple[Plugin, str, T]]) -> list[tuple[Plugin, T]]:
-    """Yield the offers with unique names. Of several with one name, only this project's stays, if any."""
+    """Return the offers with unique names. If several share a name, only this project's is kept, if there is one."""
     by_name: dict[str, list[tuple[Plugin, T]]] = {}
     for plugin, name, item in offered:
         by_name.setdefault(name, []).append((plugin, item))
@@ -243,7 +242,7 @@ def one_of_each(registry: Registry, kind: str, offered: Iterable[tuple[Plugin, s
 def keeper(registry: Registry, kind: str, name: str, rivals: list[Plugin], ignored: str) -> Plugin | None:
     """Return the plugin that keeps a name: the only one that uses it, or this project's.
 
-    All others are reported, in whichever order they were loaded.
+    All others are reported, whatever the order in which they were loaded.
     """
     if len(rivals) == 1:
         return rivals[0]

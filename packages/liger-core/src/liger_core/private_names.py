@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The private names of other libraries, each with what it is used for and a fallback where a version of the library
-lacks it.
+"""The private names of other libraries, each with its purpose and a fallback for versions without it.
 
 liger_core/private_torch.py has those of torch and liger_hf/private_transformers.py those of Transformers and the
 libraries around it. No other file uses a private name, so a release that drops one costs speed or a feature, but never
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 @contextmanager
 def replacing(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within this context, put a value in place of the one of this name in a module or class, if there is one."""
+    """Replace an attribute of a module or class within this context, if it exists."""
     original = vars(owner).get(name)
     if original is not None:
         setattr(owner, name, value)
@@ -50,7 +49,7 @@ class PrivateName(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The name as a page shows it."""
+        """Return the name as a page shows it."""
         module, _, name = self.path.partition(":")
         return f"{name} (in {module})" if self.is_word else f"{module}.{name}"
 
@@ -67,8 +66,7 @@ class PrivateName(NamedTuple):
 
 
 class Absent:
-    """Stands for a function or class that a feature cannot do without: using it is an error, importing it is none, and
-    it is false."""
+    """A stand-in for a missing function or class: it is false, and calling it raises RuntimeError."""
 
     def __init__(self, name: PrivateName) -> None:
         self.name = name
@@ -86,7 +84,7 @@ class Absent:
 
 
 class PrivateNames(dict[str, PrivateName]):
-    """Path → private name, of those that one module looks up."""
+    """The private names that one module looks up, by path."""
 
     def look_up(self, path: str, purpose: str, without: str, fallback: Any) -> Any:
         """Return what a path names, or the fallback."""
@@ -117,7 +115,7 @@ class PrivateNames(dict[str, PrivateName]):
 
 @cache
 def _source(module: str) -> str:
-    """The source of a module; empty if it is not installed."""
+    """Return the source of a module, or an empty string if it is not installed."""
     try:
         spec = importlib.util.find_spec(module)
     except ImportError:

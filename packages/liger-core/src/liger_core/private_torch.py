@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every private name of torch that the packages use.
-
-Its fallback is the safe answer: slower, or an error in the one feature that needs it.
-"""
+"""Every private name of torch that the packages use, with a safe fallback: slower, or an error in one feature."""
 
 from __future__ import annotations
 
@@ -77,8 +74,7 @@ _CONSTANT = TORCH.word(
 
 
 def constant_when_traced(function: F) -> F:
-    """Mark a function whose result a compiler takes as it is. torch.compiler.assume_constant_result does the same, and
-    imports the compiler."""
+    """Mark a function's result as constant, like assume_constant_result, but without importing the compiler."""
     setattr(function, _CONSTANT, True)
     return function
 
@@ -171,11 +167,10 @@ without_modes = TORCH.look_up(
 
 
 def holders(tensors: tuple[Any, ...], index: int) -> tuple[int, ...]:
-    """Count the references to the Python object, to the tensor behind it and to its memory; for a view the first two of
-    its base, too.
+    """Count the holders of a tensor's Python object, C++ tensor and memory; for a view, also the first two of its base.
 
-    The tensor has no name here and is not passed to Python code: a debugger holds variables, and a frame evaluator,
-    which a failed torch.compile leaves behind, arguments.
+    The tensor is neither bound to a name here nor passed to Python code: a debugger holds variables, and the frame
+    evaluator that a failed torch.compile leaves behind holds arguments.
     """
     counts = (
         sys.getrefcount(tensors[index]),
@@ -219,7 +214,7 @@ _GLOBAL_HOOKS = TORCH.word(
 
 
 def global_hooks() -> dict[str, Any]:
-    """Name → hooks of all modules, of every kind."""
+    """Return the hooks of all modules, of every kind, by the names of their dictionaries."""
     return {
         name: value
         for name, value in vars(hooks_of_modules).items()
@@ -325,7 +320,7 @@ multiplies_bfloat16, multiplies_float16 = (
 
 
 class _Nothing(Exception):
-    """Stands for a class of errors or tensors that torch does not have."""
+    """A stand-in for a class of errors or tensors that torch does not have."""
 
 
 FakeTensor = TORCH.look_up(

@@ -25,7 +25,7 @@ _TYPES: dict[Any, str] = {
     list[float]: "float[]",
 }
 
-# For each parameter, what makes its NamedTuple, if it is one, and its number of fields; None if no parameter is one.
+# For each parameter, the constructor of its NamedTuple, if it is one, and its number of fields; None if none is one.
 Groups = list[tuple[Callable[..., Any] | None, int]] | None
 # Names and annotations of parameters.
 _Parameters = list[tuple[str, Any]]

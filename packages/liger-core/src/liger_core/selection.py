@@ -98,7 +98,7 @@ class use:
                 )
 
     def undo(self) -> None:
-        """Take this selection back."""
+        """Take back this selection."""
         with LOCK:
             _check_nesting(self._layer)
             self._remove()
@@ -261,7 +261,7 @@ def _apply(registry: Registry) -> None:
                 _wrong_device(op, backend, source),
                 _refuse(op, name, source),
             )
-    # Last, and at once: code that finds anything here does not check whether the ops are ready.
+    # Last and in one step: code that finds an entry here assumes that all ops are ready.
     _settled.update(settled)
 
 

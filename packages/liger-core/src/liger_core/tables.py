@@ -25,7 +25,7 @@ class Column:
     meaning  its meaning, for the legend; empty if the heading is enough
     number   align to the right
     prose    sentences, which wrap between words; any other cell stays on one line
-    detail   shown only if all columns are asked for
+    detail   shown only with all columns
     """
 
     name: str
@@ -36,7 +36,7 @@ class Column:
 
 
 def output() -> Console:
-    """Standard output.
+    """Return a console for standard output.
 
     A file has no width of its own: tables get 100 columns there unless COLUMNS is set; sentences stay on one line.
     """
@@ -71,7 +71,7 @@ def print_table(
     )
     for i in shown:
         column, cells = columns[i], [_text(row[i]) for row in rows]
-        # On one line: as wide as its widest cell, whatever the terminal has.
+        # A column on one line is as wide as its widest cell, however narrow the terminal is.
         least = None if column.prose else max((cell.cell_len for cell in [_text(column.name), *cells]), default=None)
         table.add_column(
             column.name, justify="right" if column.number else "left", min_width=least, no_wrap=not column.prose
@@ -100,5 +100,5 @@ def _is_empty(column: Column, cells: Sequence[Cell]) -> bool:
 
 
 def _text(cell: Cell) -> Text:
-    """Brackets in a cell are not markup."""
+    """Return a cell as text whose brackets are not markup."""
     return cell if isinstance(cell, Text) else Text(cell)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of installed versions: those that the metadata of Liger's packages allows are tested."""
+"""Checks of installed versions: tested are those that the metadata of Liger's packages allows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def complaint(distribution: str) -> str | None:
     except metadata.PackageNotFoundError:
         return None
     for requirement in required:
-        # Of an extra, or for another platform.
+        # Skip requirements of an extra or another platform.
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         if requirement.name == name and not requirement.specifier.contains(version, prereleases=True):
@@ -33,14 +33,14 @@ def complaint(distribution: str) -> str | None:
 @cache
 def warn_if_untested(distribution: str, stacklevel: int = 1) -> None:
     """Warn once if the installed version of a library is untested; a `stacklevel` of 1 points to the caller."""
-    said = complaint(distribution)
-    if said:
+    message = complaint(distribution)
+    if message:
         warnings.warn(
-            f"{said}; install a tested version, or compare a few steps with and without Liger",
+            f"{message}; install a tested version, or compare a few steps with and without Liger",
             stacklevel=stacklevel + 1,
         )
 
 
 def complaints() -> list[str]:
-    """Return a sentence for each library of an untested version."""
+    """Return a sentence for each library whose version is untested."""
     return [said for said in map(complaint, DEPENDED_ON) if said]
