@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How per-token terms become one number: the averaging rules of all losses."""
+"""The averaging rules by which losses reduce per-token terms to one number."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Averaging:
         constant   1/B · Σᵢ Σₜ xᵢₜ / length                long sequences weigh more (Dr. GRPO; length 1: sums)
 
     group_size  sequences in a group, for "group"
-    length      for "constant": the longest that a sequence can get, in tokens
-    count       divides the outer sum instead of this batch's own number of tokens ("token"), sequences ("sequence",
+    length      for "constant": the greatest possible length of a sequence, in tokens
+    count       divides the outer sum instead of this batch's number of tokens ("token"), sequences ("sequence",
                 "constant") or groups ("group"): a number, or a tensor on the device. With the number of the whole
-                optimizer step, losses of micro-batches and ranks add up to that of the undivided batch. DDP and FSDP
-                average gradients over ranks, which takes that number divided by the number of ranks
+                optimizer step, the losses of micro-batches and ranks add up to that of the undivided batch. DDP and
+                FSDP average gradients over ranks, so pass that number divided by the number of ranks
 
     A sequence without a counted token adds 0 and is part of B. Without any counted token the result is 0, with zero
     gradients.
@@ -67,13 +67,13 @@ class Averaging:
             return x.sum() / self._count(mask.sum().clamp(min=1))
         if self.over == "group":
             x, mask = self._groups(x), self._groups(mask)
-        each = x.sum(-1) / (self.length or mask.sum(-1).clamp(min=1))
-        return each.sum() / self._count(max(each.shape[0], 1))
+        means = x.sum(-1) / (self.length or mask.sum(-1).clamp(min=1))
+        return means.sum() / self._count(max(means.shape[0], 1))
 
     def _count(self, default: Tensor | int) -> Tensor | float:
         if self.count is None:
             return default
-        # An empty sum is 0, and so must be the mean.
+        # The mean of nothing is 0, not NaN.
         return torch.where(self.count == 0, 1, self.count) if isinstance(self.count, Tensor) else self.count or 1
 
     def _groups(self, x: Tensor) -> Tensor:
@@ -92,5 +92,5 @@ SEQUENCE = Averaging("sequence")
 
 
 def mean_of(x: Tensor, counted: Tensor) -> Tensor:
-    """The mean over counted values, 0 if there are none."""
+    """Return the mean over counted values, or 0 if there are none."""
     return torch.where(counted, x, 0.0).sum() / counted.sum().clamp(min=1)

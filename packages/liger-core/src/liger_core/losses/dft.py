@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DFT: supervised fine-tuning whose tokens are scaled by their own probability."""
+"""DFT: supervised fine-tuning that scales each token by its own probability."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from liger_core.losses.tokens import tokens_of
 
 
 class DFTMetrics(NamedTuple):
-    """Detached: the negative log-likelihood without the scaling, averaged like the loss, and the mean probability of a
-    counted token."""
+    """The unscaled negative log-likelihood, averaged like the loss, and the tokens' mean probability; both detached."""
 
     nll: Tensor
     probability: Tensor
 
 
 def dft(policy: LogProbs, *, mask: Tensor | None = None, averaging: Averaging = TOKEN) -> tuple[Tensor, DFTMetrics]:
-    """Dynamic fine-tuning: cross entropy with every token scaled by its probability, which is a constant in the
-    gradient.
+    """Compute the loss of dynamic fine-tuning: the cross entropy of each token times its detached probability.
 
         loss = −mean over tokens of sg(p) · log p,   p = π(y_t | y_<t, x)
 

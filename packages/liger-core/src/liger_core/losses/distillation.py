@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distillation from what a teacher stores or sends: its most likely classes, or its hidden states."""
+"""Distillation from data that a teacher can store or send: its most likely classes, or its hidden states."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ TopKKind = Literal["forward_kl", "reverse_kl", "jsd", "total_variation"]
 def topk_distillation(
     log_prob: Tensor, teacher_log_prob: Tensor, *, kind: TopKKind = "forward_kl", beta: float = 0.5, tail: bool = True
 ) -> Tensor:
-    """Divergence of each row over the K classes that a teacher gives, and one bucket for all others.
+    """Compute each row's divergence over the K classes that a teacher gives and one bucket for all others.
 
         p = (e^teacher_log_prob, 1 - Σ e^teacher_log_prob),   q = (e^log_prob, 1 - Σ e^log_prob)
 
-        forward_kl       KL(p ‖ q)          jsd              beta · KL(p ‖ M) + (1 - beta) · KL(q ‖ M),   M = beta · p +
-                         (1 - beta) · q
-        reverse_kl       KL(q ‖ p)          total_variation  ½ Σ |p - q|
+        forward_kl       KL(p ‖ q)
+        reverse_kl       KL(q ‖ p)
+        jsd              beta · KL(p ‖ M) + (1 - beta) · KL(q ‖ M), with M = beta · p + (1 - beta) · q
+        total_variation  ½ Σ |p - q|
 
     log_prob          (..., K)   of the student at the teacher's classes, from linear_log_prob with targets (..., K)
-    teacher_log_prob  (..., K)   of the teacher; -inf where a row has fewer than K classes (with none at all its loss is
-                      0 by the bucket); gets no gradient
+    teacher_log_prob  (..., K)   of the teacher, without a gradient; -inf where a row has fewer than K classes (if it
+                      has none, the loss with the bucket is 0)
     kind              one of the four above
     beta              for "jsd", the teacher's share of M, in (0, 1)
-    tail              the bucket. Without it both sides are normalized to the K classes. A bucket of less than one
-                      rounding of 1, as where the K classes have all the mass, counts as one rounding on that side,
-                      without a gradient
+    tail              whether there is a bucket; without it, both sides are normalized to the K classes. A bucket below
+                      one rounding of 1, as when the K classes have all the mass, counts as one, without a gradient
     returns           (...), float32 (float64 for float64)
 
-    The classes may also be the student's own, from top_classes. With the bucket this is a lower bound of the divergence
-    over all classes:
+    The classes may also be the student's own, from top_classes. With the bucket, this is a lower bound of the
+    divergence over all classes:
 
         log_prob = linear_log_prob(hidden, weight, top_classes)
         loss = topk_distillation(log_prob, top_log_prob)[mask].mean()
@@ -75,7 +75,7 @@ def topk_distillation(
 
 
 def _log_tail(log_prob: Tensor) -> Tensor:
-    """log(1 - Σ e^log_prob), where the sum may be 1, or a little more by its roundings."""
+    """Return log(1 - Σ e^log_prob); the sum may be 1, or slightly more because of rounding."""
     mass = log_prob.logsumexp(-1, keepdim=True).clamp(max=-torch.finfo(log_prob.dtype).eps)
     # Each branch gets only the values for which it is exact, and so does its gradient.
     small = mass < -0.6931471805599453
@@ -84,12 +84,12 @@ def _log_tail(log_prob: Tensor) -> Tensor:
 
 
 def cosine_distillation(hidden: Tensor, teacher: Tensor) -> Tensor:
-    """One minus the cosine of the angle between the student's and the teacher's hidden state of each token.
+    """Compute one minus the cosine of the angle between each token's hidden states in student and teacher.
 
         loss = 1 - cos(hidden, teacher) = ½ |hidden/|hidden| - teacher/|teacher||²
 
     hidden   (..., H)   any floating dtype
-    teacher  (..., H)   of the same width, by a projection if need be; gets no gradient
+    teacher  (..., H)   projected to the same width if necessary; gets no gradient
     returns  (...), float32 (float64 for float64)
 
     The second form keeps all digits if the angle is small. A row of zeros on either side has loss 1 and no gradient.
@@ -109,6 +109,6 @@ def cosine_distillation(hidden: Tensor, teacher: Tensor) -> Tensor:
     dtype = accumulator(hidden.dtype)
     sides = [side.to(dtype) for side in (hidden, teacher)]
     norms = [torch.linalg.vector_norm(side, dim=-1, keepdim=True) for side in sides]
-    some = ((norms[0] > 0) & (norms[1] > 0))[..., 0]
+    nonzero = ((norms[0] > 0) & (norms[1] > 0))[..., 0]
     student, other = (side / torch.where(norm > 0, norm, 1.0) for side, norm in zip(sides, norms, strict=True))
-    return torch.where(some, 0.5 * (student - other).square().sum(-1), 1.0)
+    return torch.where(nonzero, 0.5 * (student - other).square().sum(-1), 1.0)

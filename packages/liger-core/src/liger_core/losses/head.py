@@ -14,12 +14,12 @@ from liger_core.ops.linear_log_prob import linear_log_prob
 
 
 class Head:
-    """Hidden states, the weight of the LM head and targets, instead of log-probabilities.
+    """The inputs of the LM head and its targets, instead of log-probabilities.
 
     hidden     (sequences, tokens, H)
     weight     (V, H)
     target     (sequences, tokens)   the token after each position, ignore_index for prompt and padding
-    options    those of linear_log_prob but return_statistics: bias, temperature, softcap, logit_scale, ignore_index,
+    options    those of linear_log_prob except return_statistics: bias, temperature, softcap, logit_scale, ignore_index,
                return_entropy, budget, …
 
     Raises OptionError for return_statistics=True.

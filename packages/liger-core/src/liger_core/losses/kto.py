@@ -16,10 +16,10 @@ from liger_core.losses.tokens import log_ratio, tokens_of
 
 
 class KTOMetrics(NamedTuple):
-    """Detached. The rewards are means over the answers of a kind, reward = β · log-ratio; 0 where there are none.
+    """The detached metrics of kto. Rewards β · log-ratio are means over the answers of one kind, 0 if there are none.
 
-    desirable, undesirable  the number of answers of each kind, so that ranks can be weighed
-    baseline                z₀ as the loss used it, in nats
+    desirable, undesirable  the number of answers of each kind, by which ranks can be weighted
+    baseline                the z₀ that the loss used, in nats
     """
 
     desirable_reward: Tensor
@@ -41,7 +41,7 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> tuple[Tensor, KTOMetrics]:
-    """Kahneman–Tversky optimization: answers are desirable or not, without pairs.
+    """Compute the loss of Kahneman–Tversky optimization, for single answers that are desirable or not.
 
         r    = log π(y|x) / π_ref(y|x)
         loss = mean of  desirable_weight · (1 − σ(β (r − z₀)))     where desirable
@@ -55,8 +55,8 @@ def kto(
     baseline   z₀, how far the policy has moved from the reference, from kto_baseline: in nats, cut at 0, without a
                gradient. With 0 this is the unpaired form of APO-zero
     beta       β > 0, the strength of the pull toward the reference
-    desirable_weight, undesirable_weight  the paper's λ_D and λ_U: with n_D and n_U answers of each kind, λ_D n_D / λ_U
-                                          n_U in [1, 3/2]
+    desirable_weight, undesirable_weight  the paper's λ_D and λ_U. For n_D and n_U answers of each kind, it recommends
+                                          λ_D n_D / (λ_U n_U) in [1, 3/2]
     returns    (loss, KTOMetrics)
 
     An answer without a counted token is left out; without any the loss is 0, with zero gradients.
@@ -92,11 +92,11 @@ def kto(
 
 
 def kto_baseline(policy: LogProbs, reference: LogProbs, *, mask: Tensor | None = None) -> Tensor:
-    """The baseline z₀ of kto: mean of log π(y′|x) / π_ref(y′|x) over answers y′ that belong to other prompts.
+    """Return the baseline z₀ of kto: mean of log π(y′|x) / π_ref(y′|x) over answers y′ to other prompts.
 
     policy, reference, mask  those of kto, for each prompt with the answer of another one
-    returns                  a number on the device, in nats, without a gradient. It may be below 0, where kto cuts it:
-                             average it over ranks first
+    returns                  a number on the device, in nats, without a gradient. It may be negative: average it over
+                             ranks before kto, which cuts it at 0
     """
     name = "losses.kto_baseline"
     with torch.no_grad():

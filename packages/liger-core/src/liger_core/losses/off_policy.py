@@ -20,7 +20,7 @@ LEVELS = ("token", "sequence")
 
 @dataclass(frozen=True, eq=False)
 class OffPolicy:
-    """Off-policy correction: weights ρ = π_old/μ, where the policy μ sampled the tokens, and a filter of sequences.
+    """The off-policy correction: weights ρ = π_old/μ, where the policy μ sampled the tokens, and a filter of sequences.
 
     sampling   (B, T) log μ, as the engine reported it; NaN, where it has none, counts as ρ = 1
     weight     "truncate": ρ within [low, high] (arXiv:1802.01561); "mask": ρ there and 0 outside (arXiv:2510.18855);

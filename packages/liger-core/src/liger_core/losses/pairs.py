@@ -21,7 +21,7 @@ PairLoss = Callable[[Tensor, Tensor, float], Tensor]
 
 
 def sigmoid(chosen: Tensor, rejected: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """−(1 − ε) log σ(βΔ) − ε log σ(−βΔ).
+    """Return −(1 − ε) log σ(βΔ) − ε log σ(−βΔ).
 
     Rafailov et al. 2023, arXiv:2305.18290; ε: the conservative DPO of arXiv:2403.00409.
     """
@@ -30,13 +30,13 @@ def sigmoid(chosen: Tensor, rejected: Tensor, beta: float, label_smoothing: floa
 
 
 def robust(chosen: Tensor, rejected: Tensor, beta: float, label_smoothing: float = 0.1) -> Tensor:
-    """(−(1 − ε) log σ(βΔ) + ε log σ(−βΔ)) / (1 − 2ε). Chowdhury et al. 2024, arXiv:2403.00409."""
+    """Return (−(1 − ε) log σ(βΔ) + ε log σ(−βΔ)) / (1 − 2ε). Chowdhury et al. 2024, arXiv:2403.00409."""
     x = beta * (chosen - rejected)
     return _smoothed(1.0 - label_smoothing, -label_smoothing, x) / (1.0 - 2.0 * label_smoothing)
 
 
 def hinge(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """max(0, 1 − βΔ).
+    """Return max(0, 1 − βΔ).
 
     Zhao et al. 2023, arXiv:2305.10425 (SLiC-HF); Liu et al. 2023, arXiv:2309.06657, with a reference.
     """
@@ -44,25 +44,25 @@ def hinge(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def ipo(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """(Δ − 1 / 2β)². Azar et al. 2023, arXiv:2310.12036; β is the paper's τ."""
+    """Return (Δ − 1 / 2β)². Azar et al. 2023, arXiv:2310.12036; β is the paper's τ."""
     return (chosen - rejected - 0.5 / beta).square()
 
 
 def exo(chosen: Tensor, rejected: Tensor, beta: float, label_smoothing: float = 1e-3) -> Tensor:
-    """KL(p ‖ (1 − ε, ε)) with p = (σ(βΔ), σ(−βΔ)). Ji et al. 2024, arXiv:2402.00856."""
-    # The bounds keep 0 · log 0 away; at them the loss has reached its limits.
+    """Return KL(p ‖ (1 − ε, ε)) with p = (σ(βΔ), σ(−βΔ)). Ji et al. 2024, arXiv:2402.00856."""
+    # The bounds avoid 0 · log 0; at them, the loss has reached its limits.
     x = (beta * (chosen - rejected)).clamp(-80.0, 80.0)
     right = torch.sigmoid(x) * (F.logsigmoid(x) - math.log1p(-label_smoothing))
     return right + torch.sigmoid(-x) * (F.logsigmoid(-x) - math.log(label_smoothing))
 
 
 def nca(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """−log σ(r_w) − ½ log σ(−r_w) − ½ log σ(−r_l), r = β · log-ratio. Chen et al. 2024, arXiv:2402.05369."""
+    """Return −log σ(r_w) − ½ log σ(−r_w) − ½ log σ(−r_l), r = β · log-ratio. Chen et al. 2024, arXiv:2402.05369."""
     return -F.logsigmoid(beta * chosen) - 0.5 * F.logsigmoid(-beta * chosen) - 0.5 * F.logsigmoid(-beta * rejected)
 
 
 def sppo(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """(chosen − 1 / 2β)² + (rejected + 1 / 2β)², β = 1/η.
+    """Return (chosen − 1 / 2β)² + (rejected + 1 / 2β)², β = 1/η.
 
     Wu et al. 2024, arXiv:2405.00675, with winning probabilities 1 and 0.
     """
@@ -70,7 +70,7 @@ def sppo(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def bco(chosen: Tensor, rejected: Tensor, beta: float, shift: float | Tensor = 0.0) -> Tensor:
-    """−log σ(r_w − δ) − log σ(δ − r_l), r = β · log-ratio. Jung et al. 2024, arXiv:2404.04656.
+    """Return −log σ(r_w − δ) − log σ(δ − r_l), r = β · log-ratio. Jung et al. 2024, arXiv:2404.04656.
 
     shift  δ: a running mean of (chosen_reward + rejected_reward) / 2, which the metrics of dpo report
     """
@@ -78,7 +78,7 @@ def bco(chosen: Tensor, rejected: Tensor, beta: float, shift: float | Tensor = 0
 
 
 def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """1 − σ(r_w) + σ(r_l), r = β · log-ratio, for answers better than the model's.
+    """Return 1 − σ(r_w) + σ(r_l), r = β · log-ratio, for answers better than the model's.
 
     D'Oosterlinck et al. 2024, arXiv:2408.06266.
     """
@@ -86,7 +86,7 @@ def apo_zero(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """σ(r_w) + 1 − σ(r_w − r_l), r = β · log-ratio, for answers worse than the model's.
+    """Return σ(r_w) + 1 − σ(r_w − r_l), r = β · log-ratio, for answers worse than the model's.
 
     D'Oosterlinck et al. 2024, arXiv:2408.06266.
     """
@@ -94,7 +94,7 @@ def apo_down(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
 
 
 def discopop(chosen: Tensor, rejected: Tensor, beta: float, tau: float = 0.05) -> Tensor:
-    """(1 − m) log(1 + e⁻ˣ) + m e⁻ˣ, x = βΔ, m = σ(x / τ). Lu et al. 2024, arXiv:2406.08414."""
+    """Return (1 − m) log(1 + e⁻ˣ) + m e⁻ˣ, x = βΔ, m = σ(x / τ). Lu et al. 2024, arXiv:2406.08414."""
     x = beta * (chosen - rejected)
     # m e⁻ˣ as one exponential: e⁻ˣ alone overflows where the product is 0.
     bounded = x.clamp(-80.0, 80.0)
@@ -120,7 +120,7 @@ SMOOTHED = ("sigmoid", "robust", "exo")
 def pair_losses(
     name: str, variant: str | PairLoss, chosen: Tensor, rejected: Tensor, beta: float, label_smoothing: float
 ) -> Tensor:
-    """The formula of the variant; label smoothing only where the formula has it."""
+    """Return each pair's loss by the variant's formula; label_smoothing must be 0 if the formula has none."""
     checks.positive(name, "beta", beta)
     if isinstance(variant, str) or not callable(variant):
         checks.choice(name, "variant", variant, tuple(VARIANTS))
@@ -146,7 +146,7 @@ def pair_losses(
 
 
 def _smoothed(share: float, flipped: float, x: Tensor) -> Tensor:
-    """−share · log σ(x) − flipped · log σ(−x), without the infinity that a factor 0 would meet."""
+    """Return −share · log σ(x) − flipped · log σ(−x), with a second term of 0 if flipped is 0, as 0 · ∞ is NaN."""
     loss = -share * F.logsigmoid(x)
     return loss - flipped * F.logsigmoid(-x) if flipped else loss
 

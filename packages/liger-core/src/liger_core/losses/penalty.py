@@ -17,7 +17,7 @@ ESTIMATORS = ("k1", "k2", "k3")
 
 @dataclass(frozen=True, eq=False)
 class Penalty:
-    """β · KL(π ‖ π_ref) − entropy · H(π), estimated for every token and averaged like the surrogate.
+    """The term β · KL(π ‖ π_ref) − entropy · H(π), estimated for every token and averaged like the surrogate.
 
         d = log π_ref − log π:   k1 = −d,   k2 = d²/2,   k3 = eᵈ − d − 1
 
@@ -25,7 +25,7 @@ class Penalty:
     beta       β ≥ 0; 0.04 in arXiv:2402.03300, which takes k3
     estimator  k1 and k3 are unbiased values, k2 and k3 are never negative. As a loss, k1 has the gradient of log π,
                whatever the reference. For k3, d counts as 80 at most
-    unbiased   times π/π_old, so that the gradient of k3 is that of the divergence also away from π_old
+    unbiased   multiply by π/π_old, which makes the gradient of k3 that of the divergence also away from π_old
                (arXiv:2512.02556)
     entropy    weight of the entropy bonus, in nats (arXiv:1707.06347); the policy must then bring its entropy
     """
@@ -43,17 +43,17 @@ class Penalty:
         checks.finite(name, "entropy", self.entropy)
 
     def divergence(self, log_prob: Tensor, reference: Tensor, log_ratio: Tensor) -> Tensor:
-        """KL(π ‖ π_ref) as the estimator sees it at every token."""
+        """Return the estimate of KL(π ‖ π_ref) at every token."""
         kl = divergence(self.estimator, reference - log_prob)
         return ratio_of(log_ratio) * kl if self.unbiased else kl
 
 
 def divergence(estimator: str, d: Tensor) -> Tensor:
-    """KL(p ‖ q) at samples of p, from d = log q − log p."""
+    """Return the estimate of KL(p ‖ q) at samples of p, from d = log q − log p."""
     if estimator == "k1":
         return -d
     if estimator == "k2":
         return 0.5 * d.square()
     d = bounded(d)
-    # expm1: e^d − 1 − d has no digits left where d is small.
+    # expm1, because e^d − 1 − d has no digits left where d is small.
     return torch.expm1(d) - d

@@ -20,7 +20,7 @@ from liger_core.losses.tokens import Tokens, constants_of, masked, tokens_of
 
 
 class PolicyMetrics(NamedTuple):
-    """Means over the counted tokens, detached; None for quantities that the loss did not compute.
+    """The means over the counted tokens, detached; None for quantities that the loss did not compute.
 
     surrogate                 the contribution of the surrogate to the loss, averaged like the loss
     ratio                     π/π_old
@@ -58,7 +58,7 @@ def grpo(
     penalty: Penalty = NONE,
     off_policy: OffPolicy | None = None,
 ) -> Result:
-    """Group relative policy optimization, and its descendants.
+    """Compute the loss of group relative policy optimization, or of one of its descendants.
 
         r    = π/π_old of a token
         loss = −mean of ( min(r·A, clip(r, 1 − ε, 1 + ε)·A) − β · KL(π ‖ π_ref) + c · H(π) )
@@ -87,18 +87,18 @@ def grpo(
     off_policy  correction for the engine that sampled: OffPolicy; weights and masks are for the surrogate only
     returns     (loss, PolicyMetrics)
 
-    log r counts as 80 at most: where A < 0 the clipped surrogate has no bound without delta, and float32 has. Without a
-    counted token the loss is 0, with zero gradients. Raises ShapeError, DtypeError, OptionError for arguments that do
-    not fit. Shao et al. 2024, arXiv:2402.03300.
+    log r is cut at 80: where A < 0, the clipped surrogate is unbounded without delta, and float32 would overflow.
+    Without a counted token the loss is 0, with zero gradients. Raises ShapeError, DtypeError, OptionError for arguments
+    that do not fit. Shao et al. 2024, arXiv:2402.03300.
     """
     name = "losses.grpo"
-    usual: Averaging | None
+    default: Averaging | None
     if isinstance(variant, Surrogate):
-        surrogate, usual = variant, variant.averaging
+        surrogate, default = variant, variant.averaging
     else:
         checks.choice(name, "variant", variant, tuple(VARIANTS))
-        surrogate, usual = VARIANTS[variant]
-    averaging = averaging or usual
+        surrogate, default = VARIANTS[variant]
+    averaging = averaging or default
     if averaging is None:
         sentence = (
             'averaging must be Averaging("constant", length=…) with variant="dr-grpo", the longest answer that can be '
@@ -125,7 +125,7 @@ def ppo(
     penalty: Penalty = NONE,
     off_policy: OffPolicy | None = None,
 ) -> Result:
-    """Proximal policy optimization's clipped surrogate.
+    """Compute the clipped surrogate loss of proximal policy optimization.
 
         loss = −mean over tokens of ( min(r·A, clip(r, 1 − ε, 1 + ε)·A) + c · H(π) ),   r = π/π_old
 

@@ -23,7 +23,7 @@ from liger_core.losses.tokens import Tokens, lengths, log_ratio, tokens_of
 
 
 class PreferenceMetrics(NamedTuple):
-    """Means over the pairs, detached.
+    """The means over the pairs, detached.
 
     chosen_reward, rejected_reward      what the loss compares; its docstring has the formula
     margin                              chosen_reward − rejected_reward
@@ -55,8 +55,7 @@ def dpo(
     length_normalized: bool = False,
     nll_weight: float = 0.0,
 ) -> Result:
-    """Direct preference optimization: raise the chosen answers over the rejected ones, measured from a reference
-    policy.
+    """Compute the loss of direct preference optimization, which raises chosen over rejected answers.
 
         Δ    = log π(y_w|x)/π_ref(y_w|x) − log π(y_l|x)/π_ref(y_l|x)
         loss = mean of −(1 − ε) log σ(βΔ) − ε log σ(−βΔ)
@@ -99,7 +98,7 @@ def cpo(
     nll_weight: float = 1.0,
     averaging: Averaging = TOKEN,
 ) -> Result:
-    """Contrastive preference optimization: DPO without a reference, plus the likelihood of the chosen answers.
+    """Compute the loss of contrastive preference optimization: DPO without a reference, plus the chosen likelihood.
 
         loss = mean of −log σ(β log π(y_w|x) − β log π(y_l|x)) − nll_weight · mean of log π(y_w|x)
 
@@ -122,7 +121,7 @@ def cpo(
 def simpo(
     policy: LogProbs, *, mask: Tensor | None = None, beta: float = 2.0, gamma: float = 1.0, label_smoothing: float = 0.0
 ) -> Result:
-    """Simple preference optimization: compares mean log-probabilities of tokens, with a target margin and no reference.
+    """Compute the loss of SimPO, which compares mean log-probabilities of tokens, with a margin and no reference.
 
         loss = mean of −log σ(β/|y_w| log π(y_w|x) − β/|y_l| log π(y_l|x) − γ)
 
@@ -136,7 +135,7 @@ def simpo(
     checks.positive(name, "beta", beta)
     tokens = tokens_of(name, policy, mask)
     chosen, rejected = _halves(name, tokens.log_prob.sum(-1) / lengths(tokens))
-    # γ moves the chosen reward, so that the pair loss sees β · (chosen − rejected) − γ.
+    # With the chosen reward shifted by γ, the pair loss compares β · (chosen − rejected) − γ.
     losses = pair_losses(name, "sigmoid", chosen - gamma / beta, rejected, beta, label_smoothing)
     return _result(tokens, losses, beta * chosen, beta * rejected, (0.0, SEQUENCE))
 
@@ -144,8 +143,7 @@ def simpo(
 def orpo(
     policy: LogProbs, *, mask: Tensor | None = None, odds_weight: float = 0.1, averaging: Averaging = SEQUENCE
 ) -> Result:
-    """Odds ratio preference optimization: fine-tuning on the chosen answers that also raises their odds over the
-    rejected ones.
+    """Compute the loss of odds ratio preference optimization: likelihood of the chosen answers, and their odds.
 
         odds(y) = P(y) / (1 − P(y)),   log P(y) = 1/|y| log π(y|x)
         loss    = mean of −1/|y_w| log π(y_w|x) − odds_weight · mean of log σ(log odds(y_w) − log odds(y_l))
@@ -174,7 +172,7 @@ Likelihood = tuple[float, Averaging]
 def _of_pairs(
     name: str, tokens: Tokens, score: Tensor, pair: tuple[str | PairLoss, float, float], likelihood: Likelihood
 ) -> Result:
-    """A variant's formula on the scores of whole answers."""
+    """Apply a variant's formula to the scores of whole answers."""
     variant, beta, label_smoothing = pair
     chosen, rejected = _halves(name, score)
     checks.not_negative(name, "nll_weight", likelihood[0])
@@ -183,7 +181,7 @@ def _of_pairs(
 
 
 def _result(tokens: Tokens, losses: Tensor, chosen: Tensor, rejected: Tensor, likelihood: Likelihood) -> Result:
-    """The mean over pairs, with the likelihood of the chosen answers."""
+    """Return the mean loss over the pairs, with the likelihood of the chosen answers added, and the metrics."""
     weight, averaging = likelihood
     pairs = losses.shape[0]
     counted = tokens.mask.any(-1).view(2, pairs).any(0)

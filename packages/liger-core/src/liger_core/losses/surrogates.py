@@ -31,7 +31,7 @@ class Gain(NamedTuple):
 
 @dataclass(frozen=True)
 class Clip:
-    """min(r·A, clip(r, 1 − low, 1 + high)·A), where r counts as delta at most.
+    """The surrogate min(r·A, clip(r, 1 − low, 1 + high)·A), where r is cut at delta.
 
     low, high  ε of PPO, 0.2 (arXiv:1707.06347); DAPO raises high to 0.28 (arXiv:2503.14476)
     delta      δ > 1 + high bounds r where A < 0: two-sided clipping (arXiv:2505.07291), or dual clip (arXiv:1912.09729)
@@ -72,7 +72,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class Cispo:
-    """sg(clip(r, low, high))·A·log π: every token keeps its gradient, and the ratio only weighs it.
+    """The surrogate sg(clip(r, low, high))·A·log π: every token keeps its gradient, weighted by the ratio.
 
     low, high  bounds of the ratio itself, so 1 − ε and 1 + ε of the paper, which has no lower one; 5 is a choice of
                arXiv:2510.13786
@@ -97,9 +97,9 @@ class Cispo:
 
 @dataclass(frozen=True)
 class Sapo:
-    """4/τ · σ(τ (r − 1))·A: a soft gate instead of the clip.
+    """The surrogate 4/τ · σ(τ (r − 1))·A: a soft gate instead of the clip.
 
-    positive, negative  τ where A > 0, and elsewhere
+    positive, negative  τ where A > 0, and τ elsewhere
 
     Gao et al. 2025, arXiv:2511.20347.
     """
@@ -125,7 +125,7 @@ Powers: TypeAlias = tuple[float, float]
 
 @dataclass(frozen=True)
 class Vespo:
-    """sg(W^c₁ e^(c₂ (1 − W)))·A·log π, where W = π/π_old of the whole sequence.
+    """The surrogate sg(W^c₁ e^(c₂ (1 − W)))·A·log π, where W = π/π_old of the whole sequence.
 
     positive, negative  (c₁, c₂) where A ≥ 0, and where A < 0
 
@@ -158,7 +158,7 @@ def _either(condition: Tensor, a: float, b: float, like: Tensor) -> Tensor:
 
 
 Surrogate: TypeAlias = Clip | Cispo | Sapo | Vespo
-# The constants of each paper; Dr. GRPO has no averaging without the length that it divides by.
+# The constants of each paper; Dr. GRPO's averaging needs a length that only the caller knows.
 VARIANTS: dict[str, tuple[Surrogate, Averaging | None]] = {
     "grpo": (Clip(), SEQUENCE),
     "dr-grpo": (Clip(), None),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the arguments of a loss become log-probabilities of the tokens that count."""
+"""The conversion of a loss's arguments to log-probabilities of the tokens that count."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from liger_core.op import accumulator
 
 
 class Tokens(NamedTuple):
-    """A policy's values for the tokens, (sequences, tokens) each: 0 where not counted."""
+    """A policy's values for the tokens, (sequences, tokens) each; 0 where a token does not count."""
 
     log_prob: Tensor
     entropy: Tensor | None
@@ -23,7 +23,7 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(name: str, policy: LogProbsAndEntropy, mask: Tensor | None, entropy: bool = False) -> Tokens:
-    """The policy's log-probabilities in float32 (float64 for float64), with the mask that every later step uses."""
+    """Return the policy's log-probabilities in float32 (float64 for float64), with the mask that later steps use."""
     if isinstance(policy, Head):
         _check_mask(name, mask, policy.target)
         mask = policy.mask if mask is None else policy.mask & mask.bool()
@@ -51,7 +51,7 @@ def tokens_of(name: str, policy: LogProbsAndEntropy, mask: Tensor | None, entrop
 
 
 def constants_of(name: str, argument: str, policy: LogProbs, tokens: Tokens) -> Tensor:
-    """The log-probabilities of another policy for the same tokens, which get no gradient."""
+    """Return another policy's log-probabilities of the same tokens, without a gradient."""
     if isinstance(policy, Head):
         with torch.no_grad():
             policy, _ = policy.log_prob(tokens.mask)
@@ -66,7 +66,7 @@ def constants_of(name: str, argument: str, policy: LogProbs, tokens: Tokens) -> 
 
 
 def log_ratio(name: str, tokens: Tokens, reference: LogProbs) -> Tensor:
-    """log π(y|x) / π_ref(y|x) of whole answers; the reference may also bring its sums."""
+    """Return log π(y|x) / π_ref(y|x) of whole answers; the reference may be their sums."""
     if isinstance(reference, Tensor) and reference.dim() == 1:
         checks.floating(name, policy=tokens.log_prob, reference=reference)
         if reference.shape != tokens.log_prob.shape[:1]:
@@ -75,25 +75,25 @@ def log_ratio(name: str, tokens: Tokens, reference: LogProbs) -> Tensor:
                 f"got {checks.shape(reference)}"
             )
             checks.fail(ShapeError, name, sentence)
-        # In float64 if the reference is: it was cached in float64 for this precision.
+        # Sums that were cached in float64 keep that precision in the difference.
         reference = wide(reference.detach())
         return (tokens.log_prob.sum(-1, dtype=reference.dtype) - reference).to(tokens.log_prob.dtype)
-    # Differences first: two sums of thousands of tokens would cancel.
+    # Subtract token by token: two sums of thousands of tokens would cancel.
     return (tokens.log_prob - constants_of(name, "reference", reference, tokens)).sum(-1)
 
 
 def lengths(tokens: Tokens) -> Tensor:
-    """The number of counted tokens, at least 1."""
+    """Return each sequence's number of counted tokens, at least 1."""
     return tokens.mask.sum(-1).clamp(min=1)
 
 
 def wide(x: Tensor) -> Tensor:
-    """In the dtype that losses are computed in."""
+    """Convert to the dtype that losses are computed in."""
     return x.to(accumulator(x.dtype))
 
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:
-    """0 where not counted, whatever stands there: a product would keep NaN."""
+    """Return x with 0 for tokens that do not count; a product with the mask would keep their NaN."""
     return torch.where(mask, x, 0.0)
 
 

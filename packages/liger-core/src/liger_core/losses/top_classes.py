@@ -11,7 +11,7 @@ from liger_core.errors import OptionError
 from liger_core.kernels import multiply
 from liger_core.ops.head.head import Head, autocast_inputs, check_head
 
-# Rows of logits beside which blocks of classes are held: enough for a large matmul.
+# The most rows of a block of logits: enough for a large matmul.
 ROWS = 8192
 
 
@@ -20,28 +20,26 @@ def top_classes(
     logit_scale: float = 1.0,
     ignore_index: int = -100, budget: int = 64 << 20,
 ) -> Tensor:  # fmt: skip
-    """The k most likely classes of each row, from the most likely one on; without a gradient.
+    """Return the k most likely classes of each row, the most likely first; without a gradient.
 
         indices of the k largest of logit_scale · (hidden @ weightᵀ + bias)
 
     hidden       (..., H)
     weight       (V, H)
     bias         (V,)
-    target       (...)   rows whose target is the ignore_index are left out of the matmul, and have the ignore_index k
-                 times
+    target       (...)   rows with ignore_index are left out of the matmul, and get ignore_index k times
     logit_scale  only its sign matters; softcap and temperature do not change the order
-    budget       bytes of logits that are held at a time: a block of classes of up to 8192 rows, at least 2k classes
-                 wide
+    budget       bytes of logits held at a time: blocks of up to 8192 rows and at least 2k classes
     returns      (..., k) int64, targets for linear_log_prob
 
-    The classes of a policy's own distribution, at which a teacher is then asked:
+    To distill a teacher at the policy's own most likely classes:
 
         classes = top_classes(hidden, weight, 8, target=target)
         log_prob = linear_log_prob(hidden, weight, classes)
         loss = topk_distillation(log_prob, teacher_log_prob, kind="reverse_kl")[target != -100].mean()
 
-    It takes one matmul besides those of linear_log_prob: the classes must be known before their log-probabilities are
-    asked for. Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
+    This takes one matmul in addition to those of linear_log_prob, which needs the classes first. Raises ShapeError,
+    DtypeError, OptionError for arguments that do not fit.
     """
     name = "losses.top_classes"
     shape = hidden.shape[:-1] if isinstance(hidden, Tensor) else ()
@@ -68,7 +66,7 @@ def _top(rows: Tensor, weight: Tensor, bias: Tensor | None, k: int, lowest: bool
 
 
 def _of_rows(rows: Tensor, weight: Tensor, bias: Tensor | None, k: int, lowest: bool, budget: int) -> Tensor:
-    """Block by block; the best so far meet the best of the next block."""
+    """Return the top classes of a block of rows; blocks of classes are merged one by one."""
     size = max(2 * k, budget // max(1, rows.shape[0] * rows.element_size()))
     values = classes = None
     for start in range(0, weight.shape[0], size):
@@ -76,11 +74,11 @@ def _of_rows(rows: Tensor, weight: Tensor, bias: Tensor | None, k: int, lowest: 
         logits = rows.new_empty(rows.shape[0], weight[block].shape[0])
         multiply(logits, rows, weight[block].t(), None if bias is None else bias[block])
         best = logits.topk(min(k, logits.shape[1]), dim=-1, largest=not lowest)
-        here = best.indices + start
+        block_classes = best.indices + start
         if values is None or classes is None:
-            values, classes = best.values, here
+            values, classes = best.values, block_classes
             continue
         merged = torch.cat((values, best.values), -1).topk(k, dim=-1, largest=not lowest)
-        values, classes = merged.values, torch.cat((classes, here), -1).gather(-1, merged.indices)
+        values, classes = merged.values, torch.cat((classes, block_classes), -1).gather(-1, merged.indices)
     assert classes is not None
     return classes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language-model head fused with what is computed from its logits."""
+"""The language-model head fused with a loss of its logits, or with log-probabilities."""
 
 from typing import Any
 

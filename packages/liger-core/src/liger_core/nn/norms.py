@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms and what takes their place."""
+"""Norms, and activations that replace or contain them."""
 
 from typing import Any
 
@@ -208,7 +208,7 @@ class GroupNorm(nn.GroupNorm):
 
 
 class PolyNorm(nn.Module):
-    """An activation: normalize the first three powers of x over its row, weigh and add them; see `poly_norm`.
+    """Sum the first three powers of x with weights, each normalized over its row; see `poly_norm`.
 
     eps            added to the mean square of each power
     device, dtype  of the parameters

@@ -38,7 +38,7 @@ class RotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        # float32: bfloat16 has no 257th position. No buffer, which `module.bfloat16()` would round.
+        # float32: bfloat16 has no 257. Not a buffer: `module.bfloat16()` would round it.
         frequencies = self.base ** (-torch.arange(0, self.rotary, 2, device=position_ids.device).float() / self.rotary)
         angle = position_ids[..., None].float() * frequencies
         angle = angle.repeat_interleave(2, dim=-1) if self.interleaved else torch.cat((angle, angle), dim=-1)

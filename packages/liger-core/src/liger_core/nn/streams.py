@@ -26,8 +26,8 @@ class HyperConnection(nn.Module):
     returns  (..., hidden_size), (..., streams) and (..., streams, streams)
 
     fn     ((2 + streams) · streams, streams · hidden_size)   projects the normed streams; normal(0, 0.02) at first
-    base   ((2 + streams) · streams,)   is added; 0 at first
-    scale  (3,)   multiplies, for pre, post and res; 1 at first
+    base   ((2 + streams) · streams,)   added to the logits; 0 at first
+    scale  (3,)   factors of the logits of pre, post and res; 1 at first
 
     Example:
 
@@ -68,10 +68,10 @@ class HyperConnection(nn.Module):
         n = self.streams
         sizes = [n, n, n * n]
         logits = ops.project_streams(x, self.fn, self.norm_eps)
-        # float32, or float64 of streams in float64.
+        # The logits are in float32, or in float64 if the streams are.
         factors, base = self.scale.to(logits.dtype).unbind(), self.base.to(logits.dtype).split(sizes)
         pre, post, res = (p * s + b for p, s, b in zip(logits.split(sizes, -1), factors, base, strict=True))
-        # The rows of the matrix that is projected are the streams that give, those of res the streams that receive.
+        # Rows of the projected matrix are source streams; rows of res are destination streams.
         res = ops.sinkhorn(res.unflatten(-1, (n, n)), self.iterations, self.eps).mT
         return ops.mix_streams(x, pre.sigmoid() + self.eps), 2 * post.sigmoid(), res
 
