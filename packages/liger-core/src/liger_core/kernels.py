@@ -54,8 +54,7 @@ class Kernel:
 
     def __init__(
         self, namespace: str, name: str, allocate: Callable[..., Outputs], launch: Callable[..., None],
-        recycle: Callable[..., Outputs] | None = None,
-        scratch: Callable[..., int] | None = None,
+        recycle: Callable[..., Outputs] | None = None, scratch: Callable[..., int] | None = None,
     ) -> None:  # fmt: skip
         self.name = f"{namespace}::{name}"
         self.allocate, self.launch, self.recycle, self.scratch = allocate, launch, recycle, scratch
@@ -186,7 +185,7 @@ TILE = 1024
 
 
 def _emulated() -> frozenset[torch.dtype]:
-    """Return the 16-bit dtypes that PyTorch multiplies slowly on this processor; none if it cannot tell."""
+    """Return the 16-bit dtypes that PyTorch multiplies slowly on this processor; none if that is unknown."""
     if not torch.backends.mkldnn.is_available():
         return frozenset({torch.bfloat16, torch.float16})
     multiplies = {torch.bfloat16: multiplies_bfloat16(), torch.float16: multiplies_float16()}

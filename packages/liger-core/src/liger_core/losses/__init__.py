@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preference, policy, distillation and fine-tuning losses of log-probabilities; a Head computes these without logits."""
+"""Preference, policy, distillation and fine-tuning losses; a Head computes their log-probabilities without logits."""
 
 from liger_core.losses.averaging import Averaging
 from liger_core.losses.dft import DFTMetrics, dft

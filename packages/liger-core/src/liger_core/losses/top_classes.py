@@ -17,8 +17,7 @@ ROWS = 8192
 
 def top_classes(
     hidden: Tensor, weight: Tensor, k: int, *, target: Tensor | None = None, bias: Tensor | None = None,
-    logit_scale: float = 1.0,
-    ignore_index: int = -100, budget: int = 64 << 20,
+    logit_scale: float = 1.0, ignore_index: int = -100, budget: int = 64 << 20,
 ) -> Tensor:  # fmt: skip
     """Return the k most likely classes of each row, the most likely first; without a gradient.
 

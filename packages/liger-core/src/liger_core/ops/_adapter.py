@@ -21,7 +21,7 @@ def check_shapes(
     base: Tensor | None,
     suffix: str = "",
 ) -> None:
-    """`suffix` follows the names of the layer's tensors."""
+    """Check the shapes of a layer and its adapter; `suffix` follows the names of the layer's tensors."""
     if a.dim() != 2 or a.shape[1] != x.shape[-1]:
         wanted = f"a{suffix} must have shape (rank, {x.shape[-1]}) to match x {checks.shape(x)}"
         checks.fail(ShapeError, op, f"{wanted}, got {checks.shape(a)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops that are composed of a backend's row passes: the function is written once, and bound to the kernels of each."""
+"""Ops that run a backend's row passes: each op's function is written once, and bound to every backend's kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Supported = Callable[..., None]
 
 
 class ComposedOp(Op[P, R]):
-    """An op whose `implementation(row passes, kernel class, supported)` is its function for a backend."""
+    """An op whose `implementation(row passes, kernel class, supported)` returns its function for a backend."""
 
     implementation: Callable[..., Callable[P, R]]
 
@@ -33,7 +33,7 @@ def composed_op(
     """Turn a function (kernels, supported, *arguments of the op) into an op.
 
     passes       the row passes of the reference
-    kernels      (row passes, kernel class) → what the function takes first
+    kernels      (row passes, kernel class) → the function's first argument
     wrap         applied to the function of each backend
     description  the other arguments of `liger_core.op.op`
     """
@@ -44,7 +44,6 @@ def composed_op(
 
         def implementation(passes: Any, kernel_class: Callable[..., Any], supported: Supported = _accept) -> Any:
             instance = kernels(passes, kernel_class)
-
             # A partial function adds no frame to a call.
             call: Any = functools.partial(function, instance, supported)
             functools.update_wrapper(call, function)

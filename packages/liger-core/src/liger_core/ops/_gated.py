@@ -34,7 +34,7 @@ DTYPES = Dtypes((("gate", "up"),))
 
 
 def layout(gate: Tensor, up: Tensor | None = None, **options: Any) -> Layout:
-    # The halves of a packed row lie on one rank.
+    # The halves of a packed row must lie on one rank.
     return Layout({"gate": "… (width)"} if up is None else {"gate": "…", "up": "…"}, ("gate",))
 
 
@@ -62,8 +62,7 @@ def joined_gate(
         active = F.silu(gate) if alpha == 1.0 else gate * torch.sigmoid(alpha * gate)
     elif activation == "relu_squared":
         positive = F.relu(gate)
-        # Unlike that of square(), the gradient of this product never holds 2x, which overflows where grad · 2x does
-        # not.
+        # The gradient of square() computes 2x, which overflows where grad · 2x does not.
         active = positive * positive
     else:
         active = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
@@ -113,7 +112,7 @@ def workloads() -> Iterator[Workload]:
     def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
         return normal(device, dtype, rows, width), normal(device, dtype, rows, width)
 
-    # On a GPU, the first is bound by the host.
+    # The first shape is host-bound on a GPU.
     return row_workloads(draw, "NI", ((2048, 4096), (16384, 4096), (16384, 14336)), columns=14336)
 
 

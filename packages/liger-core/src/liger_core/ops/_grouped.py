@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls of groups of rows, each with a matrix of its own, in plain PyTorch; and the order of rows that makes the
-groups."""
+"""Matmuls of groups of rows with a matrix each, in plain PyTorch; and the order of rows that makes the groups."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from liger_core.kernels import Outputs, multiply, reference_kernel
 
 
 def grouped(index: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the slots of index (tokens, k), counted row by row, in the order of their groups 0 … count - 1.
+    """Sort the slots of index (tokens, k), numbered row by row, by their groups 0 … count - 1.
 
     order  (slots,)   the slot of each row; slots of one group keep their order, and those that name no group come last
     row    (slots,)   the row of each slot
@@ -32,7 +31,7 @@ def grouped(index: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def grouped_linear(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Apply `linear` to each group of rows with its own matrix; rows behind the last end give 0.
+    """Apply `linear` to each group of rows with its own matrix; rows after the last end give 0.
 
     rows      (n, inner)
     matrices  (groups, outer, inner)
@@ -67,20 +66,19 @@ def _allocate_backward(grad_out: Tensor, rows: Tensor, matrices: Tensor, ends: T
 
 def _launch_backward(
     grad_rows: Tensor | None, grad_matrices: Tensor | None, /, grad_out: Tensor, rows: Tensor, matrices: Tensor,
-    ends: Tensor,
-    needs: list[bool],
+    ends: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     if grad_rows is not None:
         _multiply(grad_rows, grad_out, matrices, ends)
     if grad_matrices is not None:
-        for group, (some, theirs) in enumerate(_groups(ends, grad_out, rows)):
-            multiply(grad_matrices[group], some.t(), theirs)
+        for group, (upstream, group_rows) in enumerate(_groups(ends, grad_out, rows)):
+            multiply(grad_matrices[group], upstream.t(), group_rows)
 
 
 def _multiply(out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
     out.zero_()
-    for matrix, (some, theirs) in zip(matrices, _groups(ends, rows, out), strict=True):
-        multiply(theirs, some, matrix, theirs)
+    for matrix, (group_rows, group_out) in zip(matrices, _groups(ends, rows, out), strict=True):
+        multiply(group_out, group_rows, matrix, group_out)
 
 
 def _groups(ends: Tensor, first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -13,14 +13,14 @@ from liger_core.errors import DtypeError, LigerError, OptionError, ShapeError
 from liger_core.op import Misuse, Sample, Workload
 
 LONG = torch.int64
-# The sizes over which the cost of an op is drawn: rows, widths, classes.
+# The sizes of the benchmark's series: rows, widths, classes.
 ROWS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 WIDTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 CLASSES = (8192, 32000, 65536, 128256, 262144)
 
 
 def normal(device: torch.device, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
-    """Normally distributed values, drawn in float32 so that every dtype sees the same ones."""
+    """Return normally distributed values, drawn in float32 so that every dtype sees the same ones."""
     return (torch.randn(shape, device=device) * scale).to(dtype)
 
 
@@ -31,8 +31,7 @@ def sample_table(constants: tuple[str, ...], *rows: tuple[Any, ...]) -> Iterator
 
 
 def row_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """For an op that maps every row of one tensor by itself: the shapes, strides and values that its kernels treat
-    alike."""
+    """Yield samples for an op that maps every row by itself: shapes, strides and values that matter to kernels."""
 
     def n(*shape: int) -> Tensor:
         return normal(device, dtype, *shape)
@@ -52,14 +51,14 @@ def row_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def integers(device: torch.device, high: int, *shape: int) -> Tensor:
-    """Uniform class indices in [0, high)."""
+    """Return uniform class indices in [0, high)."""
     return torch.randint(high, shape, device=device, dtype=LONG)
 
 
 def workload(
     make: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]], axis: str = "", quick: bool = False, **sizes: int
 ) -> Workload:
-    """A workload that is named by its sizes; with an axis, one of them, a point of the series over that size."""
+    """Return a workload named by its sizes; with an axis, it is one point of a series over that size."""
     name = "x".join(str(size) for size in sizes.values())
     if not axis:
         return Workload(name, make, quick)
@@ -76,8 +75,7 @@ def row_workloads(
     columns: int = 4096,
     widths: Sequence[int] = WIDTHS,
 ) -> Iterator[Workload]:
-    """For an op on rows: a quick workload, the usual ones, and two series: rows of `columns` columns, and 8192 rows of
-    several widths.
+    """Yield a quick workload, the usual ones, and two series: rows of `columns` columns, and 8192 rows of `widths`.
 
     draw  (device, dtype, rows, columns) → the arguments
     axes  the letters of rows and columns
@@ -102,7 +100,7 @@ def row_workloads(
 
 
 def misuses_of(op: str) -> Callable[..., Misuse]:
-    """(name, arguments, error, message without the name of the op, **options) → a wrong call of this op."""
+    """Return (name, arguments, error, message without the op's name, **options) → a wrong call of this op."""
 
     def misuse(name: str, args: tuple[Any, ...], error: type[LigerError], message: str, **options: Any) -> Misuse:
         return Misuse(name, args, options, error, f"{op}: {message}")
@@ -131,11 +129,11 @@ def scaling_misuses(op: str, device: torch.device, inputs: int) -> Iterator[Misu
 
 
 def power_of_two_above(number: Tensor) -> Tensor:
-    """For a number ≥ 0 on the device; 1 for 0."""
+    """Return the power of two above a number ≥ 0 on the device; 0 counts as 1."""
     return torch.ldexp(torch.ones_like(number), torch.frexp(torch.where(number > 0, number, 1.0))[1])
 
 
 def row_blocks(matrix: Tensor, elements: int) -> list[slice]:
-    """Blocks of rows with at most so many elements, and at least one row."""
+    """Return slices of rows that hold at most so many elements each, and at least one row."""
     rows = max(1, elements // max(1, matrix.shape[1]))
     return [slice(i, min(i + rows, matrix.shape[0])) for i in range(0, matrix.shape[0], rows)]

@@ -160,7 +160,7 @@ def _misuses(name: str, device: torch.device) -> Iterator[Misuse]:
 
 def _workloads() -> Iterator[Workload]:
     def draw(device: torch.device, dtype: torch.dtype, rows: int, classes: int) -> tuple[Tensor, ...]:
-        # Not so flat that p = q for some class, where the gradient of the total variation jumps.
+        # Steep enough that p = q for no class, where the gradient of the total variation jumps.
         return normal(device, dtype, rows, classes, scale=2.0), normal(device, dtype, rows, classes, scale=2.0)
 
     usual = ((1024, 8192), (8192, 40960), (8192, 128256), (8192, 151936))
@@ -174,8 +174,7 @@ def _work(student: Tensor, teacher: Tensor, **options: Any) -> Work:
 
 
 class LogitDivergences:
-    """The kernels of the divergences of logits, for a backend's row passes: losses of rows, of which all else is plain
-    PyTorch."""
+    """The kernels of the divergences of logits, for a backend's row passes."""
 
     def __init__(self, passes: DivergencePasses, make_kernel: Callable[..., Kernel]) -> None:
         self.passes = passes
@@ -199,8 +198,7 @@ class LogitDivergences:
 
     def _launch_backward(
         self, grad_student: Tensor, /, grad_loss: Tensor, student: Tensor, teacher: Tensor, moments: Tensor,
-        options: DivergenceOptions,
-        needs: list[bool],
+        options: DivergenceOptions, needs: list[bool],
     ) -> None:  # fmt: skip
         if student.shape[0]:
             self.passes.divergence_gradients(student, teacher, None, moments, grad_loss, options, grad_student)

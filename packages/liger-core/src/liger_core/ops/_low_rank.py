@@ -21,10 +21,9 @@ from liger_core.kernels import Kernel, Outputs, multiply
 from liger_core.op import accumulator
 from liger_core.ops._inputs import row_blocks
 
-# The factors of a product of two split matrices: 0 for the high part, 1 for the middle and 2 for the low one, side by
-# side.
+# The thirds (0 high, 1 middle, 2 low) whose products, side by side, make the product of two split matrices.
 LEFT, RIGHT = (0, 1, 2, 0), (0, 0, 0, 1)
-# Elements of a block of rows that the reference holds in float32.
+# The most elements that the reference converts to float32 at a time.
 REFERENCE_BLOCK = 1 << 22
 
 
@@ -144,11 +143,10 @@ class LowRank:
 
     def __call__(
         self, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float, bias: Tensor | None,
-        base: Tensor | None,
-        columns: Tensor | None,
+        base: Tensor | None, columns: Tensor | None,
     ) -> Tensor:  # fmt: skip
         self.project.check_plain((x, weight, a, b, bias, base, columns), "lora_linear")
-        # A constant for autograd: the gradients of x and a through it are part of the backward pass below.
+        # Constant for autograd: the backward pass below includes the gradients of x and a through it.
         with torch.no_grad():
             (projected,) = self.project(x, a, scale)
         y: Tensor
@@ -173,8 +171,7 @@ class LowRank:
 
     def _launch(
         self, y: Tensor, /, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None,
-        base: Tensor | None,
-        projected: Tensor, scale: float,
+        base: Tensor | None, projected: Tensor, scale: float,
     ) -> None:  # fmt: skip
         compute(self.passes, y, x, weight, b, bias, base, projected)
 
@@ -202,47 +199,42 @@ class LowRank:
 
     def _launch_backward(
         self, gradients: LowRankGradients, /, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor,
-        projected: Tensor,
-        scale: float, needs: list[bool],
+        projected: Tensor, scale: float, needs: list[bool],
     ) -> None:  # fmt: skip
         if gradients.grad_base is not None and gradients.grad_base is not grad_y:
             gradients.grad_base.copy_(grad_y)
         self._gradients(gradients, grad_y, grad_y, x, weight, a, b, projected, scale)
 
     def _gradients(
-        self, gradients: LowRankGradients, grad_y: Tensor, of_layer: Tensor, x: Tensor, weight: Tensor | None,
-        a: Tensor, b: Tensor,
-        projected: Tensor, scale: float,
+        self, gradients: LowRankGradients, grad_y: Tensor, grad_layer: Tensor, x: Tensor, weight: Tensor | None,
+        a: Tensor, b: Tensor, projected: Tensor, scale: float,
     ) -> None:  # fmt: skip
         """Compute all gradients but that of base from the upstream gradients of the adapter and of the layer itself."""
         grad_x, grad_weight, grad_a, grad_b, grad_bias, _ = gradients
-        # More precise only beside such a base, which has no weight here; an adapter in the dtype of x adds nothing more
-        # precise to it.
+        # grad_y is wider than x only beside a wider base; an adapter in the dtype of x needs no such precision.
         if a.dtype == x.dtype:
             grad_y = grad_y.to(x.dtype)
         if grad_x is not None or grad_a is not None:
             columns, dtype = factor_columns(grad_y, b, b.shape[1])
-            back = torch.empty(grad_y.shape[0], columns, dtype=dtype, device=x.device)
-            self.passes.project(grad_y, b.t(), scale, back)
+            grad_projected = torch.empty(grad_y.shape[0], columns, dtype=dtype, device=x.device)
+            self.passes.project(grad_y, b.t(), scale, grad_projected)
             if grad_x is not None:
                 right = self.passes.right(a.t(), grad_y.dtype).t()
-                add_all(None, back, right, () if weight is None else ((of_layer, weight),), grad_x)
+                add_all(None, grad_projected, right, () if weight is None else ((grad_layer, weight),), grad_x)
             if grad_a is not None:
-                self.passes.reduce(back, x, grad_a)
+                self.passes.reduce(grad_projected, x, grad_a)
         if grad_b is not None:
             self.passes.reduce(projected, grad_y, grad_b.t())
         if grad_weight is not None:
-            multiply(grad_weight, of_layer.t(), x)
+            multiply(grad_weight, grad_layer.t(), x)
         if grad_bias is not None:
             grad_bias.copy_(grad_y.sum(0, dtype=accumulator(grad_y.dtype)))
 
-    # With a factor for each column: y = columns · unscaled + projected (columns · b)ᵀ + bias, where unscaled is
-    # x weightᵀ or base.
+    # With a factor for each column: y = columns · (x weightᵀ or base) + projected (columns · b)ᵀ + bias.
 
     def _allocate_scaled(
         self, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, bias: Tensor | None, base: Tensor | None,
-        columns: Tensor,
-        projected: Tensor, scale: float,
+        columns: Tensor, projected: Tensor, scale: float,
     ) -> Outputs:  # fmt: skip
         (y,) = self._allocate(x, weight, a, b, None, base, projected, scale)
         assert y is not None
@@ -250,8 +242,7 @@ class LowRank:
 
     def _launch_scaled(
         self, y: Tensor, layer_output: Tensor | None, /, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor,
-        bias: Tensor | None,
-        base: Tensor | None, columns: Tensor, projected: Tensor, scale: float,
+        bias: Tensor | None, base: Tensor | None, columns: Tensor, projected: Tensor, scale: float,
     ) -> None:  # fmt: skip
         if weight is not None and layer_output is not None:
             multiply(layer_output, x, weight.t())
@@ -262,34 +253,32 @@ class LowRank:
 
     def _allocate_scaled_backward(
         self, grad_y: Tensor, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, base: Tensor | None,
-        columns: Tensor,
-        layer_output: Tensor | None, projected: Tensor, scale: float, needs: list[bool],
+        columns: Tensor, layer_output: Tensor | None, projected: Tensor, scale: float, needs: list[bool],
     ) -> Outputs:  # fmt: skip
         gradients = self._allocate_backward(grad_y, x, weight, a, b, projected, scale, needs[:6])
         return *gradients, torch.empty_like(columns) if needs[6] else None
 
     def _launch_scaled_backward(
         self, gradients: LowRankGradients, grad_columns: Tensor | None, /, grad_y: Tensor, x: Tensor,
-        weight: Tensor | None, a: Tensor,
-        b: Tensor, base: Tensor | None, columns: Tensor, layer_output: Tensor | None, projected: Tensor, scale: float,
-        needs: list[bool],
+        weight: Tensor | None, a: Tensor, b: Tensor, base: Tensor | None, columns: Tensor, layer_output: Tensor | None,
+        projected: Tensor, scale: float, needs: list[bool],
     ) -> None:  # fmt: skip
-        of_layer = grad_y
+        grad_layer = grad_y
         if gradients.grad_base is not None or (
             weight is not None and (gradients.grad_x is not None or gradients.grad_weight is not None)
         ):
-            of_layer = torch.empty_like(grad_y) if gradients.grad_base is None else gradients.grad_base
-            torch.mul(grad_y, columns, out=of_layer)
+            grad_layer = torch.empty_like(grad_y) if gradients.grad_base is None else gradients.grad_base
+            torch.mul(grad_y, columns, out=grad_layer)
         grad_b = gradients.grad_b
-        # The gradient of columns · b, of which b and columns have their parts.
+        # The gradient of columns · b, from which b and columns get theirs.
         product = (
             None
             if grad_b is None and grad_columns is None
             else torch.empty(b.shape, dtype=columns.dtype, device=b.device)
         )
-        # The factors go to b: the adapter's gradients come from an upstream gradient that is not rounded.
+        # b is scaled, not grad_y: the adapter's gradients come from an upstream gradient that is not rounded.
         scaled = scaled_rows(b, columns)
-        self._gradients(gradients._replace(grad_b=product), grad_y, of_layer, x, weight, a, scaled, projected, scale)
+        self._gradients(gradients._replace(grad_b=product), grad_y, grad_layer, x, weight, a, scaled, projected, scale)
         if product is None:
             return
         if grad_b is not None:
@@ -319,14 +308,13 @@ def add_all(
 ) -> None:
     """Write base + left @ right + Σ rows @ matrix over the large products into out."""
     if out.dtype == torch.float16:
-        # The adapter's part alone may leave the range; plain PyTorch rounds only those of the layers.
+        # The adapter's product alone may overflow; plain PyTorch rounds only the products of the layers.
         for rows, matrix in large:
             multiply(out, rows, matrix, base)
             base = out
         add_product(base, left, right, out)
         return
-    # The small product first: the large matmuls add to it while they compute, which a pass over their results would
-    # cost extra.
+    # The small product comes first: the large matmuls add to it without another pass.
     add_product(base, left, right, out)
     for rows, matrix in large:
         multiply(out, rows, matrix, out)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two or three linear layers with adapters that read one x: one pass over it for all adapters in each direction, and
-one gradient of it."""
+"""Two or three linear layers with adapters on one x: one pass over x for all adapters, and one gradient of x."""
 
 from __future__ import annotations
 
@@ -112,7 +111,7 @@ class LowRankLayers:
         self, x: Tensor, weights: Sequence[Tensor | None], a: Any, b: Any, scale: float, terms: Own
     ) -> tuple[Tensor, ...]:
         self.project.check_plain((x, *weights, *a, *b, *terms), "lora_linears")
-        # Constants for autograd: the gradients of x and of every a through them are part of the backward pass below.
+        # Constant for autograd: the backward pass below includes the gradients of x and of every a through them.
         with torch.no_grad():
             projected = self.project(x, *a, scale)
         layers = Layers._make(tensor for layer in zip(weights, a, b, projected, strict=True) for tensor in layer)
@@ -128,8 +127,7 @@ class LowRankLayers:
 
     def _launch_project(
         self, projected: Tensor, projected_2: Tensor, projected_3: Tensor | None, /, x: Tensor, a: Tensor, a_2: Tensor,
-        a_3: Tensor | None,
-        scale: float,
+        a_3: Tensor | None, scale: float,
     ) -> None:  # fmt: skip
         matrices = [matrix for matrix in (a, a_2, a_3) if matrix is not None]
         joint = torch.cat(matrices)
@@ -158,8 +156,7 @@ class LowRankLayers:
 
     def _allocate_backward(
         self, grad_y: Tensor | None, grad_y_2: Tensor | None, grad_y_3: Tensor | None, x: Tensor, layers: Layers,
-        scale: float,
-        needs: list[bool],
+        scale: float, needs: list[bool],
     ) -> Outputs:  # fmt: skip
         def like(tensor: Tensor | None, needed: bool) -> Tensor | None:
             return (
@@ -177,8 +174,7 @@ class LowRankLayers:
 
     def _recycle_backward(
         self, grad_y: Tensor | None, grad_y_2: Tensor | None, grad_y_3: Tensor | None, x: Tensor, layers: Layers,
-        scale: float,
-        needs: list[bool],
+        scale: float, needs: list[bool],
     ) -> Outputs:  # fmt: skip
         """Reuse each upstream gradient as the gradient of its base."""
         of_bases = {5: grad_y, 10: grad_y_2, 15: grad_y_3}
@@ -190,8 +186,7 @@ class LowRankLayers:
 
     def _launch_backward(
         self, gradients: Gradients, /, grad_y: Tensor | None, grad_y_2: Tensor | None, grad_y_3: Tensor | None,
-        x: Tensor, layers: Layers,
-        scale: float, needs: list[bool],
+        x: Tensor, layers: Layers, scale: float, needs: list[bool],
     ) -> None:  # fmt: skip
         branches = []
         for number, (grad, layer) in enumerate(zip((grad_y, grad_y_2, grad_y_3), _layers(layers), strict=False)):
@@ -200,7 +195,7 @@ class LowRankLayers:
             layer_gradients = LayerGradients._make(gradients[1 + 5 * number : 6 + 5 * number])
             if layer_gradients.grad_base is not None and layer_gradients.grad_base is not grad:
                 layer_gradients.grad_base.copy_(grad)
-            # As in _low_rank.py: nothing that a more precise upstream gradient would add to.
+            # As in _low_rank.py: an adapter in the dtype of x needs no wider upstream gradient.
             branch = Branch(grad.to(x.dtype) if layer.a.dtype == x.dtype else grad, layer, layer_gradients)
             self._of_layer(branch, x)
             branches.append(branch)
@@ -220,26 +215,23 @@ class LowRankLayers:
             gradients.grad_bias.copy_(grad_y.sum(0, dtype=accumulator(grad_y.dtype)))
 
     def _of_input(self, grad_x: Tensor | None, branches: list[Branch], x: Tensor, scale: float) -> None:
-        """Compute the gradients of x and of every a.
-
-        The gradients that went back through each b lie side by side: one matmul each with x and with all of a.
-        """
+        """Compute the gradients of x and of every a, with one matmul each for what all b project side by side."""
         matrices = [branch.layer.a for branch in branches]
         joint, grad_y = torch.cat(matrices), branches[0].grad_y
         columns, dtype = factor_columns(grad_y, joint, joint.shape[0])
-        back = torch.empty(x.shape[0], columns, dtype=dtype, device=x.device)
-        for branch, block in zip(branches, _split(back, matrices), strict=True):
+        grad_projected = torch.empty(x.shape[0], columns, dtype=dtype, device=x.device)
+        for branch, block in zip(branches, _split(grad_projected, matrices), strict=True):
             of_layer = torch.empty(block.flatten(1).shape, dtype=dtype, device=x.device)
             self.passes.project(branch.grad_y, branch.layer.b.t(), scale, of_layer)
             block.copy_(of_layer.view(block.shape))
         if grad_x is not None:
             right = self.passes.right(joint.t(), grad_y.dtype).t()
-            # One after the other into the same memory, without a gradient of x for each layer.
+            # The layers' products are added in place: no layer has its own gradient of x.
             large = [(branch.grad_y, branch.layer.weight) for branch in branches if branch.layer.weight is not None]
-            add_all(None, back, right, large, grad_x)
+            add_all(None, grad_projected, right, large, grad_x)
         if any(branch.gradients.grad_a is not None for branch in branches):
             total = torch.empty_like(joint)
-            self.passes.reduce(back, x, total)
+            self.passes.reduce(grad_projected, x, total)
             for branch, grad_a in zip(branches, total.split([len(matrix) for matrix in matrices]), strict=True):
                 if branch.gradients.grad_a is not None:
                     branch.gradients.grad_a.copy_(grad_a)

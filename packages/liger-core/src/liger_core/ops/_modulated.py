@@ -93,7 +93,7 @@ def workloads() -> Iterator[Workload]:
         return workload(make, "", quick, B=B, N=N, H=H)
 
     yield of_size(2, 64, 256, quick=True)
-    # DiT-XL with 256 images of 256 tokens, FLUX.
+    # DiT-XL with 256 images of 256 tokens, and FLUX.
     yield of_size(256, 256, 1152)
     yield of_size(8, 4096, 3072)
     yield of_size(16, 4096, 3072)

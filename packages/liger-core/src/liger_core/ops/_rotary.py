@@ -32,7 +32,7 @@ def check_rotary(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Non
     dimensions = cos.dim()
     rotary = cos.size(-1) if dimensions else 0
     if dimensions not in (2, 3) or cos.size(-2) != tokens or (dimensions == 3 and cos.size(0) not in (1, batch)):
-        # Of a single sample, two of them are one.
+        # With a single sample, two of these shapes are the same.
         *shapes, last = dict.fromkeys((f"({tokens}, rotary)", f"(1, {tokens}, rotary)", f"({batch}, {tokens}, rotary)"))
         wanted = f"{', '.join(shapes)} or {last}"
         checks.fail(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the ops of hyper-connections: residual streams (..., streams, width), and their coefficients."""
+"""The checks and workloads of residual streams (..., streams, width), which the ops of hyper-connections share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check(name: str, x: Tensor) -> None:
 
 
 def check_shape(name: str, argument: str, value: Tensor | None, shape: tuple[int, ...], x: Tensor) -> None:
-    """The argument must have this shape, which follows from that of x."""
+    """Check that an argument, if not None, has this shape, which follows from that of x."""
     if value is not None and value.shape != shape:
         checks.fail(
             ShapeError,
@@ -32,7 +32,7 @@ def check_shape(name: str, argument: str, value: Tensor | None, shape: tuple[int
 
 
 def workloads(make: Maker) -> Iterator[Workload]:
-    """Tokens × streams × hidden size: those of DeepSeek V4, and series over tokens and the hidden size."""
+    """Yield workloads of tokens × streams × hidden size: DeepSeek V4's, and series over tokens and hidden size."""
 
     def of_size(axis: str = "", quick: bool = False, **sizes: int) -> Workload:
         return workload(lambda device, dtype: (make(device, dtype, *sizes.values()), {}), axis, quick, **sizes)

@@ -115,9 +115,8 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add a residual to x, then center every row of the sum, scale it to unit variance and apply weight and bias.
 
-        summed = x + residual                                                                    (rounded to the dtype
-        of x) normed = (summed - mean(summed)) / sqrt(var(summed) + eps) · weight + bias               (over the last
-        dimension)
+        summed = x + residual                                                           (rounded to the dtype of x)
+        normed = (summed - mean(summed)) / sqrt(var(summed) + eps) · weight + bias      (over the last dimension)
 
     x             (..., width)   any floating dtype
     residual      (..., width)   shape and dtype of x; under autocast both get the wider of their dtypes
@@ -125,9 +124,9 @@ def add_layer_norm(
     eps           as in layer_norm
     returns       (normed, summed), shape and dtype of x; the sum is the next residual
 
-    x and residual have one gradient, that of their sum: autograd.grad may return one tensor for both, as for x +
-    residual. Raises ShapeError if residual has another shape than x or weight or bias is not (width,), DtypeError for
-    integers or two dtypes, OptionError for eps ≤ 0. Ba, Kiros & Hinton 2016, arXiv:1607.06450.
+    x and residual share one gradient: autograd.grad may return the same tensor for both, as for x + residual. Raises
+    ShapeError if residual has another shape than x or weight or bias is not (width,), DtypeError for integers or two
+    dtypes, OptionError for eps ≤ 0. Ba, Kiros & Hinton 2016, arXiv:1607.06450.
     """
     summed = x + residual
     return layer_norm.reference(summed, weight, bias, eps), summed

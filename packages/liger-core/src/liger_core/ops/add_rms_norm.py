@@ -109,7 +109,7 @@ def workloads() -> Iterator[Workload]:
     def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
         return normal(device, dtype, rows, width), normal(device, dtype, rows, width), normal(device, dtype, width)
 
-    # On a GPU, the first is bound by the host.
+    # The first shape is host-bound on a GPU.
     return row_workloads(draw, "NH", ((2048, 4096), (32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384)))
 
 
@@ -140,8 +140,7 @@ def add_rms_norm(
     weight_offset: float = 0.0,
     cast: Cast = "input",
 ) -> tuple[Tensor, Tensor]:
-    """Add a residual to x, then scale every row of the sum to unit root mean square and by weight: a decoder layer's
-    step between blocks.
+    """Add a residual to x, then scale every row of the sum to unit root mean square and by weight.
 
         summed = x + residual                                                    (rounded to the dtype of x)
         normed = summed / sqrt(mean(summed²) + eps) · (weight_offset + weight)   (mean over the last dimension)
@@ -152,10 +151,10 @@ def add_rms_norm(
     eps, weight_offset, cast      as in rms_norm
     returns        (normed, summed), shape and dtype of x; the sum is the next residual
 
-    x and residual have one gradient, that of their sum: autograd.grad may return one tensor for both, as for x +
-    residual. Raises ShapeError if residual has another shape than x or weight is not (width,), DtypeError for integers
-    or two dtypes, OptionError for eps ≤ 0. Zhang & Sennrich 2019, arXiv:1910.07467, before each block as in Xiong et
-    al. 2020, arXiv:2002.04745.
+    x and residual share one gradient: autograd.grad may return the same tensor for both, as for x + residual. Raises
+    ShapeError if residual has another shape than x or weight is not (width,), DtypeError for integers or two dtypes,
+    OptionError for eps ≤ 0. Zhang & Sennrich 2019, arXiv:1910.07467; before each block as in Xiong et al. 2020,
+    arXiv:2002.04745.
     """
     summed = x + residual
     return rms_norm.reference(summed, weight, eps, weight_offset=weight_offset, cast=cast), summed

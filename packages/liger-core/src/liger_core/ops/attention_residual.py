@@ -31,13 +31,11 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         return normal(device, dtype, *shape, scale=scale)
 
     def call(depth: int, rows: int, width: int) -> tuple[Tensor, ...]:
-        # Scores of a few units at every width: those of hundreds leave the gradients to the round-off of one score,
-        # which is a matter of luck.
+        # Scores stay small at every width: among scores of hundreds, the round-off of one decides the gradients.
         return n(depth, rows, width), n(width, scale=2.5 / width**0.5), n(width)
 
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    # Of 48 rows some have close scores, whose gradients round-off does not dominate, also where scores are thirty times
-    # as large.
+    # Some of 48 rows have close scores, and gradients beyond round-off even if scores are thirty times as large.
     yield Sample("one_block", (n(3, 4, 12, 64), n(64, scale=0.3), n(64)), why="the width is a power of two")
     yield Sample("odd_width", call(4, 5, 100), why="masks on rows and columns")
     yield Sample("many_rows", call(2, 420, 2600), why="programs of the backward walk several rows, on a GPU too")
@@ -122,13 +120,12 @@ def work(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float
 
 @op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
 def attention_residual(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
-    """Attend over depth: the sum of the outputs of earlier layers, or of blocks of layers, weighted by a softmax of
-    their scores.
+    """Attend over depth: sum the outputs of earlier layers, weighted by a softmax of their scores.
 
         y = Σ_k a_k · layers_k,   a = softmax(s)                        (over the layers, for each position)
         s_k = Σ query · weight · layers_k / sqrt(mean(layers_k²) + eps)  (over the width)
 
-    layers   (depth, ..., width)   any floating dtype; the outputs of earlier layers, stacked
+    layers   (depth, ..., width)   any floating dtype; the outputs of earlier layers, or of blocks of layers, stacked
     query    (width,)              any floating dtype; learned, one for each layer that attends
     weight   (width,)              any floating dtype; of the RMSNorm of the keys; without it the factor is 1
     eps      added to the mean square, in the units of layers²; > 0
@@ -142,8 +139,7 @@ def attention_residual(layers: Tensor, query: Tensor, weight: Tensor | None = No
     by = query.to(wide) if weight is None else query.to(wide) * weight.to(wide)
     score = (value * by).sum(-1) / torch.sqrt(value.square().mean(-1) + eps)
     attention = torch.softmax(score, 0).unsqueeze(-1)
-    # Since Σ a_k = 1, gradients of a_k may be taken about the layer with the highest score, where softmax loses no
-    # digits to 1 - a.
+    # As Σ a_k = 1, values may be relative to that of the highest score, for which softmax would cancel in 1 - a.
     nearest = value.gather(0, score.argmax(0, keepdim=True).unsqueeze(-1).expand_as(value[:1]))
     fixed = attention.detach()
     return (fixed * value + (attention - fixed) * (value - nearest)).sum(0).to(layers.dtype)

@@ -162,7 +162,7 @@ def workloads() -> Iterator[Workload]:
     def draw(device: torch.device, dtype: torch.dtype, rows: int, classes: int) -> tuple[Tensor, ...]:
         return normal(device, dtype, rows, classes), integers(device, classes, rows)
 
-    # On a GPU, the first is bound by the host.
+    # The first shape is host-bound on a GPU.
     usual = ((1024, 8192), (8192, 40960), (8192, 128256), (8192, 163840))
     return row_workloads(draw, "NV", usual, quick=(256, 8192), rows=ROWS[:-2], columns=128256, widths=CLASSES)
 
@@ -275,7 +275,7 @@ def cross_entropy(
     normalizer: Tensor | float | None = None,
     return_metrics: bool = False,
 ) -> Any:
-    """Cross entropy between logits and target classes.
+    """Compute the cross entropy between logits and target classes.
 
         x    = softcap · tanh(logits / softcap)      (logits themselves without a softcap)
         lse  = log Σ exp(x)
@@ -294,7 +294,7 @@ def cross_entropy(
     return_metrics   also return `LossMetrics`
     returns          float32 (float64 for float64): a scalar, or (...) for "none"
 
-    A target outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue,
+    A target outside [0, V) raises TargetError on the CPU; on other devices, where reading it would stall the queue,
     its loss is NaN. Raises ShapeError, DtypeError, OptionError for arguments that do not fit. z-loss: Chowdhery et
     al. 2022, arXiv:2204.02311; softcap: Gemma 2, arXiv:2408.00118.
     """

@@ -90,7 +90,7 @@ def work(x: Tensor, *weights: Tensor | None, **named: Tensor | None) -> Work:
     layout=Layout({"x": "… width", "alpha": "(one)", "weight": "width", "bias": "width"}, ("x",)),
 )  # fmt: skip
 def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-    """Squash every element, then apply weight and bias: DyT, which replaces a norm.
+    """Apply tanh to alpha · x, then weight and bias: DyT, which replaces a norm.
 
         y = tanh(alpha · x) · weight + bias
 
@@ -98,8 +98,7 @@ def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | N
     alpha   () or (1,)     any floating dtype
     weight  (width,)       any floating dtype; without it the factor is 1
     bias    (width,)       any floating dtype; without it nothing is added
-    returns (..., width), dtype of x; computed in float32 (float64 for float64), and only x is kept for the backward
-    pass
+    returns (..., width), dtype of x; computed in float32 (float64 for float64); the backward pass keeps only x
 
     Raises ShapeError if alpha has more than one element or weight or bias is not (width,), DtypeError for integers.
     Zhu et al. 2025, arXiv:2503.10622.

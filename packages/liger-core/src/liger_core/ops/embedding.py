@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""embedding: the rows of a table that indices name, and a gradient of the table that is summed in float32."""
+"""embedding: look up rows of a table, whose gradient is summed in float32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
 from liger_core.ops._inputs import integers, misuses_of, normal, workload
 
-# Columns whose gradient the reference holds in float32 at a time, so that it takes a fraction of the table.
+# The reference sums the gradient of so many columns in float32 at a time, a fraction of the table.
 COLUMNS = 512
 
 
@@ -103,7 +103,7 @@ def workloads() -> Iterator[Workload]:
     def make(
         device: torch.device, dtype: torch.dtype, tokens: int, width: int, rows: int
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        # A few tokens are most of a text: half of these are of the first hundredth of the rows.
+        # A few tokens make up most of a text: half of the indices are in the first hundredth of the rows.
         index = torch.cat(
             (integers(device, max(1, rows // 100), tokens // 2), integers(device, rows, tokens - tokens // 2))
         )
@@ -153,7 +153,7 @@ def _launch_backward(
         if total.device.type == "cpu":
             total.index_add_(0, flat, upstream)
         else:
-            # index_add_ adds in any order there; this sorts the indices.
+            # On other devices, index_add_ adds in any order, while index_put_ sorts the indices.
             total.index_put_((flat.long(),), upstream, accumulate=True)
         if padding >= 0:
             total[padding] = 0.0
@@ -183,8 +183,8 @@ def embedding(index: Tensor, weight: Tensor, *, padding_idx: int | None = None) 
     padding_idx  a row that gets no gradient; None for none
     returns      (..., width), dtype of weight
 
-    An index outside [0, rows) raises TargetError on the CPU; on other devices, where looking would stall the queue, a
-    backend with kernels of its own gives NaN. Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
+    An index outside [0, rows) raises TargetError on the CPU; on other devices, where reading it would stall the queue,
+    fused backends return NaN. Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
     """
     result: Tensor = _embedding(index, weight, -1 if padding_idx is None else padding_idx)
     return result

@@ -26,10 +26,8 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu_squared")
 def check(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None, *, activation: Activation = "silu", limit: float | None = None, alpha: float = 1.0,
-    shift: float = 0.0,
-    interleaved: bool = False, gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
-    down_a: Tensor | None = None,
-    down_b: Tensor | None = None,
+    shift: float = 0.0, interleaved: bool = False, gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None, down_b: Tensor | None = None,
 ) -> None:  # fmt: skip
     name = "experts"
     adapters = {"gate_up_a": gate_up_a, "gate_up_b": gate_up_b, "down_a": down_a, "down_b": down_b}
@@ -264,7 +262,7 @@ def workloads() -> Iterator[Workload]:
         def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
             gate_up = normal(device, dtype, E, 2 * inner, H, scale=H**-0.5)
             down = normal(device, dtype, E, H, inner, scale=inner**-0.5)
-            # The most probable experts of random tokens: some have many more tokens than others, none all of them.
+            # Biased random logits: some experts get many more tokens than others, none all of them.
             logits = normal(device, torch.float32, N, E) + normal(device, torch.float32, E, scale=0.5)
             weight, index = logits.softmax(-1).topk(K)
             return (normal(device, dtype, N, H), gate_up, down, index, weight.to(dtype)), {}
@@ -281,7 +279,7 @@ def workloads() -> Iterator[Workload]:
 def work(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, *biases: Tensor | None, **options: Any
 ) -> Work:
-    """The matmuls that a dense network of this size would need for as many rows."""
+    """Return the work of the matmuls that a dense network of this size needs for as many rows."""
     rows, hidden = index.numel(), x.shape[1]
     outer, inner = gate_up.shape[1], down.shape[2]
     forward = (Product(rows, hidden, outer, "right"), Product(rows, inner, hidden, "right"))
@@ -295,7 +293,7 @@ def work(
 
 
 def layout(*args: Any, **kwargs: Any) -> Layout:
-    """Tokens may be sharded; every rank has all experts."""
+    """Return the layout: tokens may be sharded; every rank has all experts."""
     return Layout(
         {
             "x": "tokens (hidden)", "index": "tokens (k)", "weight": "tokens (k)",
@@ -320,10 +318,8 @@ def layout(*args: Any, **kwargs: Any) -> Layout:
 def experts(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None, *, activation: Activation = "silu", limit: float | None = None, alpha: float = 1.0,
-    shift: float = 0.0,
-    interleaved: bool = False, gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
-    down_a: Tensor | None = None,
-    down_b: Tensor | None = None,
+    shift: float = 0.0, interleaved: bool = False, gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None, down_b: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Run each token through the experts that it is routed to, and sum their outputs by the router's weights.
 
@@ -333,14 +329,11 @@ def experts(
         act(g) = g · sigmoid(alpha · g)                   activation="silu"; "gelu" is the exact GELU, "gelu_tanh" its
                                                           tanh form, "relu_squared" is max(g, 0)²
 
-    x             (tokens, hidden)              any floating dtype; under autocast x, the matrices and the biases are
-                  cast to its dtype
-    gate_up       (experts, 2·inner, hidden)    dtype of x; with (experts, inner, hidden) there is no gate: a =
-                  act(min(g, limit))
+    x             (tokens, hidden)              any floating dtype; under autocast, x, matrices and biases are cast
+    gate_up       (experts, 2·inner, hidden)    dtype of x; (experts, inner, hidden) has no gate: a = act(min(g, limit))
     down          (experts, hidden, inner)      dtype of x; matrices that are stored transposed are passed as `.mT`
-    index         (tokens, k)                   any integer dtype; outside [0, experts) it names no expert: nothing is
-                  added, weight gets no
-                                                gradient, as where the experts are spread over ranks
+    index         (tokens, k)                   any integer dtype; outside [0, experts), as if experts are spread over
+                                                ranks, nothing is added, and weight gets no gradient
     weight        (tokens, k)                   any floating dtype
     gate_up_bias  (experts, 2·inner)            dtype of x
     down_bias     (experts, hidden)             dtype of x
@@ -350,10 +343,9 @@ def experts(
     gate_up_b     (experts, 2·inner, rank)      dtype of x
     down_a        (experts, rank, inner)        dtype of x: likewise of down, with a rank of its own
     down_b        (experts, hidden, rank)       dtype of x
-    returns       (tokens, hidden)              dtype of x; the activation and the sum over experts are computed in
-                  float32. A fused backend
-                                                keeps x, the outputs of gate_up and the order of the rows for the
-                                                backward pass, and recomputes what is gathered and activated
+    returns       (tokens, hidden)              dtype of x; activation and sum over experts are in float32. Fused
+                                                backends keep x, the outputs of gate_up and the order of the rows for
+                                                the backward pass, and recompute gathered rows and activations
 
     Raises ShapeError, DtypeError and OptionError for arguments that do not match; values of index are not checked.
     Shazeer et al. 2017, arXiv:1701.06538; Guo et al. 2025, arXiv:2512.14080.
@@ -365,7 +357,7 @@ def experts(
     rows = x.unsqueeze(1).expand(tokens, k, hidden).reshape(tokens * k, hidden).index_select(0, order)
     joined = adapted_linear(rows, gate_up, gate_up_a, gate_up_b, ends).to(wide)
     if gate_up_bias is not None:
-        # Not by an index, whose gradient several threads of a CPU add in any order.
+        # Not by indexing, whose gradient several CPU threads add in any order.
         joined = joined + embedding(expert.reshape(-1)[order], gate_up_bias.to(wide))
     gate, up = joined, None
     if gate_up.shape[1] != inner:

@@ -21,8 +21,7 @@ Activation = Literal["silu", "sigmoid"]
 
 def check(
     x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0,
-    activation: Activation = "silu",
-    gate_first: bool = False, group_size: int | None = None,
+    activation: Activation = "silu", gate_first: bool = False, group_size: int | None = None,
 ) -> None:  # fmt: skip
     name = "gated_rms_norm"
     checks.floating(name, 2, x=x, gate=gate, weight=weight)
@@ -132,8 +131,7 @@ def work(x: Tensor, gate: Tensor, *rest: Any, **options: Any) -> Work:
 )  # fmt: skip
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0,
-    activation: Activation = "silu",
-    gate_first: bool = False, group_size: int | None = None,
+    activation: Activation = "silu", gate_first: bool = False, group_size: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Scale every row, or every group of a row, to unit root mean square, with a gate after it or before it.
 

@@ -136,8 +136,7 @@ def group_norm(
 ) -> Tensor:
     """Center every group of neighboring channels, scale it to unit variance, then apply each channel's weight and bias.
 
-        y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias    (over the channels of a group and all dimensions after
-                                                                  them)
+        y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias      (over the channels of a group and all that follows)
 
     x           (samples, channels, ...)   any floating dtype
     num_groups  a divisor of the number of channels

@@ -52,8 +52,7 @@ def jsd(
     reduction: Reduction = "mean",
     normalizer: Tensor | float | None = None,
 ) -> Tensor:
-    """Generalized Jensen-Shannon divergence between the softmax of two rows of logits, p of the teacher and q of
-    the student.
+    """Compute the generalized Jensen-Shannon divergence of two softmaxes, p of the teacher and q of the student.
 
         M   = beta · p + (1 - beta) · q
         jsd = beta · KL(p ‖ M) + (1 - beta) · KL(q ‖ M)
@@ -68,7 +67,7 @@ def jsd(
     returns          float32 (float64 for float64): a scalar, or (...) for "none"
 
     Log-probabilities are logits whose log-sum-exp is 0, so they can be passed as well.
-    Always finite. Classes at -inf on both sides count for nothing. Terms of rows that are nearly equal do not
+    Always finite. Classes at -inf on both sides do not count. Terms of rows that are nearly equal do not
     cancel. Raises ShapeError, DtypeError, OptionError for arguments that do not fit. Agarwal et al. 2023,
     arXiv:2306.13649 (GKD), equation 1.
     """

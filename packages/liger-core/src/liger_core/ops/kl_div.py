@@ -55,7 +55,7 @@ def kl_div(
     reduction: Reduction = "mean",
     normalizer: Tensor | float | None = None,
 ) -> Tensor:
-    """Kullback-Leibler divergence between the softmax of two rows of logits, p of the teacher and q of the student.
+    """Compute the Kullback-Leibler divergence of two softmaxes, p of the teacher and q of the student.
 
         KL(p ‖ q) = Σ p · (log p - log q)          with reverse=True KL(q ‖ p)
 
@@ -71,7 +71,7 @@ def kl_div(
 
     Log-probabilities are logits whose log-sum-exp is 0, so they can be passed as well.
     Infinite where the second of the two gives a class probability 0 (a logit of -inf) and the first does not.
-    Classes at -inf on both sides count for nothing. Terms of rows that are nearly equal do not cancel. Raises
+    Classes at -inf on both sides do not count. Terms of rows that are nearly equal do not cancel. Raises
     ShapeError, DtypeError, OptionError for arguments that do not fit. Kullback & Leibler 1951; skew: Ko et al.
     2024, arXiv:2402.03898 (DistiLLM).
     """
@@ -79,6 +79,6 @@ def kl_div(
     kind: Kind = "reverse_kl" if reverse else "forward_kl"
     if skew != 0.0:
         kind = "skewed_reverse_kl" if reverse else "skewed_kl"
-    # The mixture is named by the teacher's share of it.
+    # The options take the teacher's share of the mixture.
     options = DivergenceOptions.from_arguments(kind, 1.0 - skew if reverse else skew, temperature)
     return divergence(student, teacher, options, reduction, normalizer)

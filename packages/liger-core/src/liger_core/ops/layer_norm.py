@@ -71,8 +71,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     affine = [normal(device, torch.float32, 72) for _ in range(2)]
     yield Sample("float32_weight", (n(5, 72), *affine), why="weight and bias have another dtype than x")
     yield Sample("one_row", (n(1, 200), n(200), n(200)), why="a single row")
-    # Of two columns a small eps leaves a thousandth of the gradient, where one of two equally exact formulas in five
-    # errs by half as much again.
+    # A small eps would leave a thousandth of the gradient, where equally exact formulas differ by half.
     yield Sample("two_columns", (n(9, 2), n(2), n(2), 0.1), why="the fewest columns with a variance")
     yield Sample("wide", (n(3, 20000), n(20000), n(20000)), why="the row is longer than one block")
     yield Sample("empty", (n(0, 64), n(64), n(64)), why="no rows: nothing is launched, gradients are zero")
@@ -95,7 +94,7 @@ def workloads() -> Iterator[Workload]:
     def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
         return normal(device, dtype, rows, width), normal(device, dtype, width), normal(device, dtype, width)
 
-    # On a GPU, the first is bound by the host.
+    # The first shape is host-bound on a GPU.
     return row_workloads(draw, "NH", ((2048, 4096), (32768, 4096), (16384, 8192), (8192, 16384)))
 
 
@@ -125,8 +124,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     wide = accumulator(x.dtype)
     row = x.to(wide)
     centered = row - row.mean(-1, keepdim=True)
-    # Not · rsqrt(…), whose derivative cubes it: from |x| = 1e15 on that underflows in float32, and a term of the
-    # gradient is lost.
+    # Not · rsqrt(…): its derivative cubes it, which underflows in float32 from |x| = 1e15 on.
     y = centered / torch.sqrt(centered.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
         y = y * weight.to(wide)

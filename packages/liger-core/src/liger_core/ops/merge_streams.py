@@ -128,8 +128,7 @@ def merge_streams(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None = None)
     x       (..., streams, width)     any floating dtype
     y       (..., width)              any floating dtype; the output of the layer
     post    (..., streams)            any floating dtype
-    res     (..., streams, streams)   any floating dtype; without it every stream keeps itself, res_ij = 1 for i = j,
-            else 0
+    res     (..., streams, streams)   any floating dtype; without it, the identity
     returns (..., streams, width), dtype of x; computed in float32 (float64 for float64) and rounded once
 
     Raises ShapeError unless each position has one row of y, one coefficient of post for each stream, and one of res for

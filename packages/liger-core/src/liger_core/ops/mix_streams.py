@@ -67,7 +67,7 @@ def work(x: Tensor, pre: Tensor) -> Work:
 
 @op(check=check, samples=samples, misuses=misuses, workloads=workloads, work=work)
 def mix_streams(x: Tensor, pre: Tensor) -> Tensor:
-    """The weighted sum of residual streams, which is the input of a layer.
+    """Compute the weighted sum of residual streams, which is the input of a layer.
 
         y = Σ_i pre_i · x_i                                             (over the streams of a position)
 

@@ -40,8 +40,7 @@ def work(x: Tensor, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-
     layout=Layout({"x": "… tokens (width)", "scale": "… (width)", "shift": "… (width)"}, ("x",)),
 )  # fmt: skip
 def modulated_layer_norm(x: Tensor, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """LayerNorm without weights whose rows are scaled and shifted by values that a network computes for each sample:
-    adaLN.
+    """Normalize rows, then scale and shift them by values that a network computes for each sample: adaLN.
 
         y = norm(x) · (1 + scale) + shift
         norm(x) = (x - mean(x)) / sqrt(var(x) + eps)                     (over the last dimension; var divides by width)

@@ -52,7 +52,7 @@ def work(
 def modulated_rms_norm(
     x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6
 ) -> Tensor:
-    """RMSNorm whose rows are scaled and shifted by values that a network computes for each sample.
+    """Scale rows to unit root mean square, then scale and shift them by values computed for each sample.
 
         y = norm(x) · weight · (1 + scale) + shift
         norm(x) = x / sqrt(mean(x²) + eps)                              (mean over the last dimension)

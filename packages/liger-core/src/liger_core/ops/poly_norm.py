@@ -35,7 +35,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("one_block", (n(2, 4, 64), n(3), n(1)), why="the width is a power of two")
     yield Sample("odd_width", (n(5, 100), n(3), n(1)), why="masks on rows and columns")
     yield Sample("many_rows", (n(560, 5000), n(3)), why="programs of the backward walk several rows, on a GPU too")
-    # The gradient of a bias would be one sum of 12288 numbers, nearly zero: its relative error is a matter of luck.
+    # No bias: its gradient, a sum of 12288 numbers near zero, would have an arbitrary relative error.
     yield Sample("whole_row", (n(3, 4096), n(3)), why="every chunk of a row is full, and no bias")
     yield Sample("no_bias", (n(6, 96), n(3)), why="no bias and no gradient of it")
     yield Sample("scalar_bias", (n(6, 96), n(3), n()), why="the bias has no dimension, and neither has its gradient")
@@ -90,9 +90,8 @@ def poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float 
     weight  (3,)           any floating dtype; the factor of the cube comes first
     bias    () or (1,)     any floating dtype; without it nothing is added
     eps     added to the mean square of each power; > 0
-    returns (..., width), dtype of x; powers and means are computed in float32 (float64 for float64), in which the sum
-    of x⁶
-            over a row overflows above 3.4·10³⁸: 4096 columns of 6.6·10⁵; the cube then counts as 0
+    returns (..., width), dtype of x; computed in float32 (float64 for float64). If the sum of x⁶ over a row overflows
+            (above 3.4·10³⁸, as for 4096 columns of 6.6·10⁵), the cube counts as 0
 
     Raises ShapeError if weight is not (3,) or bias has more than one element, DtypeError for integers, OptionError for
     eps ≤ 0. Zhuo et al. 2024, arXiv:2411.03884.

@@ -103,5 +103,5 @@ def project_streams(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     """
     wide = accumulator(x.dtype)
     rows = x.to(wide).flatten(-2)
-    # Scaled after the product, which spares a tensor of the size of the streams.
+    # Scaling after the product spares a tensor of the size of the streams.
     return F.linear(rows, weight.to(wide)) / torch.sqrt(rows.square().mean(-1, keepdim=True) + eps)

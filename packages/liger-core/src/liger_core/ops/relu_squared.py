@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""relu_squared: the activation of feed-forward layers without a gate, as Nemotron and Arcee have it, or with one, as
-BitNet."""
+"""relu_squared: the activation of ungated feed-forward layers (Nemotron, Arcee), or a gate (BitNet)."""
 
 from __future__ import annotations
 
@@ -90,7 +89,7 @@ def work(x: Tensor, up: Tensor | None = None) -> Work:
     dtypes=Dtypes((("x", "up"),)),
 )  # fmt: skip
 def relu_squared(x: Tensor, up: Tensor | None = None) -> Tensor:
-    """Square what is positive; the rest becomes 0. With up, this gates it.
+    """Square positive elements and set the others to 0; with up, multiply it by the result.
 
         y = max(x, 0)² · up
 
@@ -103,6 +102,6 @@ def relu_squared(x: Tensor, up: Tensor | None = None) -> Tensor:
     """
     if up is None:
         return joined_gate(x, None, "relu_squared")
-    # In float32: the square of 300 is already too large for float16, whatever a small up makes of it.
+    # In float32: the square of 300 overflows float16, although a small up may bring the product back.
     wide = accumulator(x.dtype)
     return joined_gate(x.to(wide), up.to(wide), "relu_squared").to(x.dtype)

@@ -85,7 +85,7 @@ def workloads() -> Iterator[Workload]:
     def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
         return normal(device, dtype, rows, width), normal(device, dtype, width)
 
-    # On a GPU the first two are ruled by the host.
+    # The first two shapes are host-bound on a GPU.
     return row_workloads(
         draw, "NH", ((256, 1024), (2048, 4096), (32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384))
     )
@@ -122,8 +122,7 @@ def rms_norm(
     """
     wide = accumulator(x.dtype)
     row = x.to(wide)
-    # Not · rsqrt(…), whose derivative cubes it: from |x| = 1e15 on that underflows in float32, and a term of the
-    # gradient is lost.
+    # Not · rsqrt(…): its derivative cubes it, which underflows in float32 from |x| = 1e15 on.
     normed = row / torch.sqrt(row.square().mean(-1, keepdim=True) + eps)
     if cast == "input":
         normed = normed.to(x.dtype)

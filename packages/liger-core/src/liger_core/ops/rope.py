@@ -122,7 +122,7 @@ def workloads() -> Iterator[Workload]:
         )
 
     yield shape(1, 256, 8, 2, 64, quick=True)
-    # On a GPU, the first is bound by the host.
+    # The first shape is host-bound on a GPU.
     for batch, tokens in ((1, 512), (4, 4096)):
         yield shape(batch, tokens, 32, 8, 128)
     for tokens in ROWS:

@@ -30,8 +30,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     def n(*shape: int, scale: float = 1.0) -> Tensor:
         return normal(device, dtype, *shape, scale=scale)
 
-    # With a smaller eps columns sum to 1, so that of a constant upstream gradient, which is tried too, nothing but
-    # rounding is left.
+    # With a smaller eps, columns sum to 1, and a constant upstream gradient leaves nothing but round-off.
     usual = (20, 0.01)
     yield Sample("one_block", (n(2, 3, 4, 4), *usual), why="n is a power of two")
     yield Sample("odd_size", (n(5, 3, 3), *usual), why="masks on rows and columns")
@@ -82,8 +81,7 @@ def work(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> Work:
     layout=Layout({"x": "… (rows) (columns)"}, ("x",)),
 )  # fmt: skip
 def sinkhorn(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:
-    """Make matrices of logits doubly stochastic by Sinkhorn-Knopp: rows and columns are divided by their sums,
-    repeatedly.
+    """Make matrices of logits doubly stochastic by Sinkhorn-Knopp: divide rows and columns by their sums, in turn.
 
         P = softmax(x) + eps                                            (over each row)
         P ← P / (column sums + eps)

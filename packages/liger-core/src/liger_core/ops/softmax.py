@@ -57,13 +57,12 @@ def work(x: Tensor) -> Work:
     layout=Layout({"x": "… (width)"}, ("x",)),
 )  # fmt: skip
 def softmax(x: Tensor) -> Tensor:
-    """Probabilities from logits, over the last dimension.
+    """Compute probabilities from logits, over the last dimension.
 
         y = exp(x - max(x)) / Σ exp(x - max(x))
 
     x       (..., width)   any floating dtype
-    returns (..., width), dtype of x; the sum is accumulated in float32 (float64 for float64), and only y is kept for
-    the backward pass
+    returns (..., width), dtype of x; the sum is in float32 (float64 for float64); the backward pass keeps only y
 
     Raises DtypeError for integers, ShapeError for a scalar.
     """

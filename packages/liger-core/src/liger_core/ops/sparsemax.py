@@ -60,13 +60,12 @@ def work(x: Tensor) -> Work:
     layout=Layout({"x": "… (width)"}, ("x",)),
 )  # fmt: skip
 def sparsemax(x: Tensor) -> Tensor:
-    """The probabilities that are nearest to x in the Euclidean norm, over the last dimension.
+    """Compute the probabilities that are nearest to x in the Euclidean norm, over the last dimension.
 
         y = max(x - t, 0), with the t for which Σ y = 1
 
     x       (..., width)   any floating dtype; at least one column
-    returns (..., width), dtype of x; t is computed in float32 (float64 for float64), and only y is kept for the
-    backward pass
+    returns (..., width), dtype of x; t is in float32 (float64 for float64); the backward pass keeps only y
 
     Where x equals t, the gradient is that of y = 0. Raises DtypeError for integers, ShapeError for a scalar and rows
     without columns. Martins & Astudillo 2016, arXiv:1602.02068.

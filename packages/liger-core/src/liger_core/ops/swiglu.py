@@ -18,8 +18,7 @@ from liger_core.ops._inputs import misuses_of, normal
 
 def check(
     gate: Tensor, up: Tensor | None = None, *, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0,
-    gate_scale: float = 1.0,
-    scale: float = 1.0, overwrite: bool = False,
+    gate_scale: float = 1.0, scale: float = 1.0, overwrite: bool = False,
 ) -> None:  # fmt: skip
     _gated.check("swiglu", gate, up)
     if limit is not None:
@@ -82,8 +81,7 @@ def work(gate: Tensor, up: Tensor | None = None, **options: Any) -> Work:
 )
 def swiglu(
     gate: Tensor, up: Tensor | None = None, *, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0,
-    gate_scale: float = 1.0,
-    scale: float = 1.0, overwrite: bool = False,
+    gate_scale: float = 1.0, scale: float = 1.0, overwrite: bool = False,
 ) -> Tensor:  # fmt: skip
     """Gate one linear map of the input by the SiLU of another.
 

@@ -22,7 +22,7 @@ def total_variation(
     reduction: Reduction = "mean",
     normalizer: Tensor | float | None = None,
 ) -> Tensor:
-    """Total variation distance between the softmax of two rows of logits, p of the teacher and q of the student.
+    """Compute the total variation distance of two softmaxes, p of the teacher and q of the student.
 
         total_variation = ½ Σ |p - q|
 
@@ -34,7 +34,7 @@ def total_variation(
     returns          float32 (float64 for float64): a scalar, or (...) for "none"
 
     Log-probabilities are logits whose log-sum-exp is 0, so they can be passed as well.
-    Where p = q for a class, the slope of |p - q| counts as 0. Classes at -inf on both sides count for nothing.
+    Where p = q for a class, the slope of |p - q| counts as 0. Classes at -inf on both sides do not count.
     Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
     Wen et al. 2023, arXiv:2307.15190 (f-DISTILL).
     """
