@@ -149,17 +149,9 @@ def slopes(product, score, inverse, layer, depth, width):
 
 @triton.jit
 def sum_kernel(
-    partials,
-    query,
-    weight,
-    grad_query,
-    grad_weight,
-    programs,
-    width,
-    EARLY: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    partials, query, weight, grad_query, grad_weight, programs, width,
+    EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One program adds one strip of what the programs have, and multiplies it by the other factor of query · weight."""
     wait(EARLY)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -126,10 +126,9 @@ def quick_statistics(base, theirs, width, BLOCK: tl.constexpr, VECTOR: tl.conste
 
 @triton.jit
 def statistics(
-    base, theirs, width, temperature, logit_scale, softcap, their_scale, their_softcap, FORMULA: tl.constexpr,
-    HARD: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
+    base, theirs, width, temperature, logit_scale, softcap, their_scale, their_softcap,
+    FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
+    PLAIN: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Return m and d of both rows.
 

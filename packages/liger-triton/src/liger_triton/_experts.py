@@ -102,8 +102,7 @@ def group_of(order, index, row, mask, HAS_BIAS: tl.constexpr):
 def activate_kernel(
     joined, bias, order, index, ends, active, rows, width, tiles, groups, limit, alpha, shift,
     ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program activates one tile of ROWS rows."""
     row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -123,10 +122,8 @@ def activate_backward_kernel(
     joined, bias, order, index, ends, weight, along, pulled, active, grad_joined, grad_weight, rows, width, groups,
     limit, alpha, shift,
     NEEDS_JOINED: tl.constexpr, NEEDS_WEIGHT: tl.constexpr, HAS_ALONG: tl.constexpr, NEEDS_ACTIVE: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program takes ROWS rows back through the router weight w and the activation a; `pulled` holds Wᵀ g, `active`
     gets w · a, or a.

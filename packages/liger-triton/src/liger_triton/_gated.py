@@ -80,8 +80,7 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 
 def _launch_backward(
     grad_gate: Tensor | None, grad_up: Tensor | None, /, grad_y: Tensor, gate: Tensor, up: Tensor | None,
-    activation: int,
-    numbers: list[float], overwrite: bool, needs: list[bool],
+    activation: int, numbers: list[float], overwrite: bool, needs: list[bool],
 ) -> None:  # fmt: skip
     first, second = _halves(gate, up)
     grad_y = rows_of(grad_y)
@@ -96,11 +95,10 @@ def _launch_backward(
     if rows * width == 0 or not gradients:
         return
     backward_launch(
-        (rows * tiles,), grad_y, first, second, grad_first, grad_second,
-        grad_y.stride(0), first.stride(0), second.stride(0), gradients[0].stride(0), width, tiles, *numbers,
+        (rows * tiles,), grad_y, first, second, grad_first, grad_second, grad_y.stride(0), first.stride(0),
+        second.stride(0), gradients[0].stride(0), width, tiles, *numbers,
         ACTIVATION=activation, LIMITED=numbers[0] != math.inf, NEEDS_GATE=grad_first is not None,
-        NEEDS_UP=grad_second is not None, BLOCK=block,
-        num_warps=TILE_WARPS,
+        NEEDS_UP=grad_second is not None, BLOCK=block, num_warps=TILE_WARPS,
     )  # fmt: skip
 
 

@@ -71,8 +71,7 @@ def together(space: int, tile: int) -> int:
 
 def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, mean: Tensor, inverse: Tensor, groups: int,
-    channels: int, space: int,
-    eps: float,
+    channels: int, space: int, eps: float,
 ) -> None:  # fmt: skip
     """groups: those of a sample; channels: those of a group."""
     size = channels * space

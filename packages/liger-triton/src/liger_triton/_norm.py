@@ -19,8 +19,6 @@ DIRECT_ROWS = 512
 # Columns of a program that adds whole columns (in the interpreter a program costs milliseconds), and rows that it reads
 # at once.
 STRIP, STRIP_ROWS = 512 if knobs.runtime.interpret else 32, 128
-
-
 # Numbers that a program which adds the sums of all programs reads at once, and its warps.
 SUMMED, SUM_WARPS = 8192, 4
 

@@ -40,9 +40,8 @@ def forward_options(width: int, centered: bool) -> dict[str, int | bool]:
 
 def backward(
     rows: int, grad_y: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None,
-    inverse: Tensor,
-    grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
-    grad_stride: int, summed_stride: int, x_stride: int, width: int, offset: float,
+    inverse: Tensor, grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, grad_stride: int,
+    summed_stride: int, x_stride: int, width: int, offset: float,
 ) -> None:  # fmt: skip
     """Launch the backward pass: as many programs as run at once walk the rows, or one per row if there are few."""
     sums = (grad_weight is not None) + (grad_bias is not None)
@@ -56,10 +55,9 @@ def backward(
     stages = 1 if direct or warps == 32 else stages_of(size, x)
     strips = cdiv(width, STRIP) if direct and sums else 0
     backward_launch(
-        (programs + strips,),
-        grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_weight, grad_bias, partials, grad_stride,
-        summed_stride, x_stride, rows, width, programs, strips, offset, HELD=held, STAGES=stages,
-        **chunks_of(width, warps),
+        (programs + strips,), grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_weight, grad_bias, partials,
+        grad_stride, summed_stride, x_stride, rows, width, programs, strips, offset,
+        HELD=held, STAGES=stages, **chunks_of(width, warps),
         **registers(registers_for(12) if walking == 12 and not direct else None, x),
     )  # fmt: skip
     if partials is not None:

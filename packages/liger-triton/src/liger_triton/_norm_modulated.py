@@ -64,15 +64,9 @@ def statistics(x: Tensor, count: int) -> Outputs:
 
 
 def forward(
-    x: Tensor,
-    scale: Tensor,
-    shift: Tensor | None,
-    weight: Tensor | None,
-    y: Tensor,
-    mean: Tensor | None,
-    inverse: Tensor,
-    eps: float,
-) -> None:
+    x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tensor | None, y: Tensor, mean: Tensor | None,
+    inverse: Tensor, eps: float,
+) -> None:  # fmt: skip
     if x.numel() == 0:
         return
     tokens, width = x.shape[-2:]
@@ -139,8 +133,7 @@ def programs_of_sample(programs: int, x: Tensor, samples: int) -> int:
 @triton.jit
 def forward_kernel(
     x, scale, shift, weight, y, mean, inverse, x_stride, scale_stride, shift_stride, tokens, WIDTH: tl.constexpr,
-    programs, eps,
-    STAGES: tl.constexpr, CHUNK: tl.constexpr,
+    programs, eps, STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program s · programs + p computes every programs-th token of sample s, from the p-th on."""
     sample = (tl.program_id(0) // programs).to(tl.int64)
@@ -174,8 +167,7 @@ def modulation(scale, weight, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
 @triton.jit
 def backward_kernel(
     grad_y, x, scale, weight, mean, inverse, grad_x, partials, grad_stride, x_stride, scale_stride, tokens,
-    WIDTH: tl.constexpr, programs,
-    STAGES: tl.constexpr, CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr, programs, STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program s · programs + p walks every programs-th token of sample s, from the p-th on."""
     program = tl.program_id(0) % programs

@@ -36,16 +36,14 @@ def forward_options(width: int, centered: bool) -> dict[str, int | bool]:
 
 def backward(
     rows: int, grad_y: Tensor, grad_summed: Tensor | None, x: Tensor, weight: Tensor | None, mean: Tensor | None,
-    inverse: Tensor,
-    grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None,
-    grad_stride: int, summed_stride: int, x_stride: int, width: int, offset: float,
+    inverse: Tensor, grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, grad_stride: int,
+    summed_stride: int, x_stride: int, width: int, offset: float,
 ) -> None:  # fmt: skip
     """One program a row for grad_x, then column tiles for the other two."""
     if grad_x is not None:
         backward_launch(
             (rows,), grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_stride, summed_stride, x_stride, width,
-            offset,
-            BLOCK=TILE, num_warps=8,
+            offset, BLOCK=TILE, num_warps=8,
         )  # fmt: skip
     sums = (grad_weight is not None) + (grad_bias is not None)
     if not sums:
@@ -54,8 +52,7 @@ def backward(
     partials = x.new_empty((sums, programs, width), dtype=torch.float32)
     sum_launch(
         (cdiv(width, SUM_TILE), programs), grad_y, x, mean, inverse, grad_weight, grad_bias, partials, grad_stride,
-        x_stride, rows, width,
-        ROWS=SUM_ROWS, BLOCK=SUM_TILE,
+        x_stride, rows, width, ROWS=SUM_ROWS, BLOCK=SUM_TILE,
     )  # fmt: skip
     sum_columns(partials, grad_weight, grad_bias)
 
@@ -141,20 +138,9 @@ def wide_forward_kernel(
 
 @triton.jit
 def wide_backward_kernel(
-    grad_y,
-    grad_summed,
-    x,
-    weight,
-    mean,
-    inverse,
-    grad_x,
-    grad_stride,
-    summed_stride,
-    x_stride,
-    width,
-    offset,
+    grad_y, grad_summed, x, weight, mean, inverse, grad_x, grad_stride, summed_stride, x_stride, width, offset,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """One program computes grad_x of one row in two passes over its tiles."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
@@ -192,20 +178,9 @@ def wide_backward_kernel(
 
 @triton.jit
 def wide_sum_kernel(
-    grad_y,
-    x,
-    mean,
-    inverse,
-    grad_weight,
-    grad_bias,
-    partials,
-    grad_stride,
-    x_stride,
-    rows,
-    width,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    grad_y, x, mean, inverse, grad_weight, grad_bias, partials, grad_stride, x_stride, rows, width,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Program (c, p) adds every programs-th group of ROWS rows of column tile c, from the p-th, to partial row p."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     program = tl.program_id(1)
@@ -217,16 +192,9 @@ def wide_sum_kernel(
         sum_weight += product
         sum_bias += grad
     store_sums(
-        tl.sum(sum_weight, 0),
-        tl.sum(sum_bias, 0),
-        partials,
-        grad_weight,
-        grad_bias,
-        program,
-        tl.num_programs(1),
-        column,
-        width,
-    )
+        tl.sum(sum_weight, 0), tl.sum(sum_bias, 0), partials, grad_weight, grad_bias, program, tl.num_programs(1),
+        column, width,
+    )  # fmt: skip
 
 
 forward_launch = Launcher(wide_forward_kernel)

@@ -79,8 +79,7 @@ def share(program, programs, tiles, batches, heads, TOKENS: tl.constexpr, HEADS:
 @triton.jit
 def forward_tiles(
     program, programs, tiles, x, out, inverse, weight, cos, sin, x_batch, x_head, x_token, out_batch, out_head,
-    out_token,
-    cos_batch, cos_token, sin_batch, sin_token, batches, tokens, heads, eps, offset,
+    out_token, cos_batch, cos_token, sin_batch, sin_token, batches, tokens, heads, eps, offset,
     HALF: tl.constexpr, WIDTH: tl.constexpr, CAST_INPUT: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr,
     LANES: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -137,25 +136,22 @@ def forward_kernel(
     out_q_batch, out_q_head, out_q_token, out_k_batch, out_k_head, out_k_token,
     cos_batch, cos_token, sin_batch, sin_token,
     batches, tokens, q_heads, k_heads, q_tiles, k_tiles, programs, eps, offset,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, CAST_INPUT: tl.constexpr,
-    Q_TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_TOKENS: tl.constexpr, K_HEADS: tl.constexpr,
-    Q_EVEN: tl.constexpr, K_EVEN: tl.constexpr, INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr,
-    STAGES: tl.constexpr,
+    HALF: tl.constexpr, WIDTH: tl.constexpr, CAST_INPUT: tl.constexpr, Q_TOKENS: tl.constexpr, Q_HEADS: tl.constexpr,
+    K_TOKENS: tl.constexpr, K_HEADS: tl.constexpr, Q_EVEN: tl.constexpr, K_EVEN: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every program walks its tokens with a tile of heads of q, then of k; what tokens share is computed once."""
     program = tl.program_id(0)
     if q_tiles > 0:
         forward_tiles(
             program, programs, q_tiles, q, out_q, inverse_q, q_weight, cos, sin, q_batch, q_head, q_token, out_q_batch,
-            out_q_head, out_q_token,
-            cos_batch, cos_token, sin_batch, sin_token, batches, tokens, q_heads, eps, offset,
+            out_q_head, out_q_token, cos_batch, cos_token, sin_batch, sin_token, batches, tokens, q_heads, eps, offset,
             HALF, WIDTH, CAST_INPUT, INTERLEAVED, PAIRS, LANES, Q_TOKENS, Q_HEADS, Q_EVEN, STAGES,
         )  # fmt: skip
     if k_tiles > 0:
         forward_tiles(
             program, programs, k_tiles, k, out_k, inverse_k, k_weight, cos, sin, k_batch, k_head, k_token, out_k_batch,
-            out_k_head, out_k_token,
-            cos_batch, cos_token, sin_batch, sin_token, batches, tokens, k_heads, eps, offset,
+            out_k_head, out_k_token, cos_batch, cos_token, sin_batch, sin_token, batches, tokens, k_heads, eps, offset,
             HALF, WIDTH, CAST_INPUT, INTERLEAVED, PAIRS, LANES, K_TOKENS, K_HEADS, K_EVEN, STAGES,
         )  # fmt: skip
 
@@ -244,15 +240,15 @@ def backward_tiles(
 
 @triton.jit
 def backward_kernel(
-    above_q, above_k, q, k, grad_q, grad_k, inverse_q, inverse_k, q_weight, k_weight, cos, sin, grad_q_weight,
-    grad_k_weight, partials,
+    above_q, above_k, q, k, grad_q, grad_k, inverse_q, inverse_k, q_weight, k_weight, cos, sin,
+    grad_q_weight, grad_k_weight, partials,
     above_q_batch, above_q_head, above_q_token, above_k_batch, above_k_head, above_k_token,
     q_batch, q_head, q_token, k_batch, k_head, k_token,
     grad_q_batch, grad_q_head, grad_q_token, grad_k_batch, grad_k_head, grad_k_token,
     cos_batch, cos_token, sin_batch, sin_token,
     rows, tokens, q_heads, k_heads, half, width, q_tiles, k_tiles, programs, offset,
-    INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr,
-    Q_TOKENS: tl.constexpr, Q_HEADS: tl.constexpr, K_TOKENS: tl.constexpr, K_HEADS: tl.constexpr, STAGES: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr, Q_TOKENS: tl.constexpr, Q_HEADS: tl.constexpr,
+    K_TOKENS: tl.constexpr, K_HEADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Every program walks its share of the tiles of q, then of k.
 
@@ -266,8 +262,7 @@ def backward_kernel(
         backward_tiles(
             program, q_tiles, programs, above_q, q, grad_q, inverse_q, q_weight, cos, sin, part_row, grad_q_weight,
             above_q_batch, above_q_head, above_q_token, q_batch, q_head, q_token, grad_q_batch, grad_q_head,
-            grad_q_token,
-            cos_batch, cos_token, sin_batch, sin_token, rows, tokens, q_heads, half, width, offset,
+            grad_q_token, cos_batch, cos_token, sin_batch, sin_token, rows, tokens, q_heads, half, width, offset,
             INTERLEAVED, PAIRS, LANES, Q_TOKENS, Q_HEADS, STAGES,
         )  # fmt: skip
     if grad_q_weight is not None:
@@ -276,12 +271,9 @@ def backward_kernel(
         # The programs that had one tile of q less begin.
         backward_tiles(
             (program + programs - q_tiles % programs) % programs, k_tiles, programs, above_k, k, grad_k, inverse_k,
-            k_weight, cos, sin,
-            part_row, grad_k_weight,
-            above_k_batch, above_k_head, above_k_token, k_batch, k_head, k_token, grad_k_batch, grad_k_head,
-            grad_k_token,
-            cos_batch, cos_token, sin_batch, sin_token, rows, tokens, k_heads, half, width, offset,
-            INTERLEAVED, PAIRS, LANES, K_TOKENS, K_HEADS, STAGES,
+            k_weight, cos, sin, part_row, grad_k_weight, above_k_batch, above_k_head, above_k_token, k_batch, k_head,
+            k_token, grad_k_batch, grad_k_head, grad_k_token, cos_batch, cos_token, sin_batch, sin_token, rows, tokens,
+            k_heads, half, width, offset, INTERLEAVED, PAIRS, LANES, K_TOKENS, K_HEADS, STAGES,
         )  # fmt: skip
 
 

@@ -110,18 +110,9 @@ def split_forward_kernel(
 
 @triton.jit
 def split_backward_kernel(
-    grad_y,
-    y,
-    grad_x,
-    started,
-    moments,
-    grad_stride,
-    rows,
-    width,
-    PARTS: tl.constexpr,
-    PLACES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    grad_y, y, grad_x, started, moments, grad_stride, rows, width,
+    PARTS: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The gradient of one block of a row, whose sum the programs of the row add up in one order."""
     turn = tl.atomic_add(started, 1, sem="relaxed", scope="gpu")
     row = (turn // PARTS).to(tl.int64)

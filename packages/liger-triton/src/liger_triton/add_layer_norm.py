@@ -27,8 +27,7 @@ def _allocate(x: Tensor, *rest: object) -> Outputs:
 
 def _launch(
     normed: Tensor, summed: Tensor, mean: Tensor, inverse: Tensor, /, x: Tensor, residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None, eps: float,
+    weight: Tensor | None, bias: Tensor | None, eps: float,
 ) -> None:  # fmt: skip
     launch_norm(
         x=x, residual=residual, weight=weight, bias=bias, summed=summed, y=normed, mean=mean, inverse=inverse, eps=eps
@@ -37,8 +36,7 @@ def _launch(
 
 def _allocate_backward(
     grad_normed: Tensor | None, grad_summed: Tensor | None, summed: Tensor, weight: Tensor | None, bias: Tensor | None,
-    mean: Tensor,
-    inverse: Tensor, needs: list[bool],
+    mean: Tensor, inverse: Tensor, needs: list[bool],
 ) -> Outputs:  # fmt: skip
     affine = (
         dense_like(t) if need and t is not None and grad_normed is not None else None
@@ -49,9 +47,8 @@ def _allocate_backward(
 
 def _launch_backward(
     grad_x_and_residual: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /,
-    grad_normed: Tensor | None,
-    grad_summed: Tensor | None, summed: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
-    inverse: Tensor, needs: list[bool],
+    grad_normed: Tensor | None, grad_summed: Tensor | None, summed: Tensor, weight: Tensor | None, bias: Tensor | None,
+    mean: Tensor, inverse: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     if grad_normed is not None:
         launch_norm_backward(

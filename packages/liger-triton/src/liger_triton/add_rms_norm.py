@@ -35,8 +35,7 @@ def _allocate(x: Tensor, *rest: object) -> Outputs:
 
 def _launch(
     normed: Tensor, summed: Tensor, inverse_rms: Tensor, /, x: Tensor, residual: Tensor, weight: Tensor | None,
-    eps: float,
-    weight_offset: float, cast_input: bool,
+    eps: float, weight_offset: float, cast_input: bool,
 ) -> None:  # fmt: skip
     launch_norm(
         x=x, residual=residual, weight=weight, summed=summed, y=normed, inverse=inverse_rms,

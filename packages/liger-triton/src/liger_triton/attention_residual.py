@@ -82,8 +82,7 @@ def _allocate_backward(
 
 def _launch_backward(
     grad_layers: Tensor | None, grad_query: Tensor | None, grad_weight: Tensor | None, /, grad_y: Tensor,
-    layers: Tensor, query: Tensor,
-    weight: Tensor | None, statistics: Tensor, needs: list[bool],
+    layers: Tensor, query: Tensor, weight: Tensor | None, statistics: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     if layers.numel() == 0:
         zero(grad_query, grad_weight)

@@ -79,8 +79,7 @@ def _allocate_backward(
 
 def _launch_backward(
     grad_x: Tensor | None, grad_alpha: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /,
-    grad_y: Tensor, x: Tensor,
-    alpha: Tensor, weight: Tensor | None, bias: Tensor | None, needs: list[bool],
+    grad_y: Tensor, x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None, needs: list[bool],
 ) -> None:  # fmt: skip
     if x.numel() == 0:
         zero(grad_alpha, grad_weight, grad_bias)

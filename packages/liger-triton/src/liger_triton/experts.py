@@ -70,10 +70,9 @@ class Gate(NamedTuple):
 def experts(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None, *, activation: Literal["silu", "gelu", "gelu_tanh", "relu_squared"] = "silu",
-    limit: float | None = None,
-    alpha: float = 1.0, shift: float = 0.0, interleaved: bool = False, gate_up_a: Tensor | None = None,
-    gate_up_b: Tensor | None = None,
-    down_a: Tensor | None = None, down_b: Tensor | None = None,
+    limit: float | None = None, alpha: float = 1.0, shift: float = 0.0, interleaved: bool = False,
+    gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None, down_a: Tensor | None = None,
+    down_b: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     adapters = Adapters(gate_up_a, gate_up_b, down_a, down_b)
     supported(x, gate_up, down, weight, gate_up_bias, down_bias, *adapters)
@@ -120,8 +119,7 @@ def _launch(
 
 def _allocate_backward(
     grad_y: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, biases: Biases, adapters: Adapters,
-    gate: Gate, joined: Tensor,
-    order: Tensor, slot_rows: Tensor, ends: Tensor, needs: list[bool],
+    gate: Gate, joined: Tensor, order: Tensor, slot_rows: Tensor, ends: Tensor, needs: list[bool],
 ) -> Outputs:  # fmt: skip
     inputs = (x, gate_up, down, routing.weight, *biases, *adapters)
     matrices = (False, True, True, False, False, False, *[True] * len(adapters))
@@ -147,13 +145,10 @@ def _scratch_backward(
 
 def _launch_backward(
     grad_x: Tensor | None, grad_gate_up: Tensor | None, grad_down: Tensor | None, grad_weight: Tensor | None,
-    grad_gate_up_bias: Tensor | None,
-    grad_down_bias: Tensor | None, grad_gate_up_a: Tensor | None, grad_gate_up_b: Tensor | None,
-    grad_down_a: Tensor | None,
-    grad_down_b: Tensor | None, scratch: Tensor | None, /, grad_y: Tensor, x: Tensor, gate_up: Tensor, down: Tensor,
-    routing: Routing,
-    biases: Biases, adapters: Adapters, gate: Gate, joined: Tensor, order: Tensor, slot_rows: Tensor, ends: Tensor,
-    needs: list[bool],
+    grad_gate_up_bias: Tensor | None, grad_down_bias: Tensor | None, grad_gate_up_a: Tensor | None,
+    grad_gate_up_b: Tensor | None, grad_down_a: Tensor | None, grad_down_b: Tensor | None, scratch: Tensor | None, /,
+    grad_y: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, biases: Biases, adapters: Adapters,
+    gate: Gate, joined: Tensor, order: Tensor, slot_rows: Tensor, ends: Tensor, needs: list[bool],
 ) -> Outputs:  # fmt: skip
     for_x, for_gate_up, for_down, for_weight, for_gate_up_bias, for_down_bias, *for_adapters = needs
     for_first, for_second = (for_gate_up, *for_adapters[:2]), (for_down, *for_adapters[2:])
@@ -302,18 +297,16 @@ def _activate(
 
 def _activate_backward(
     joined: Tensor, pulled: Tensor, active: Tensor, grad_joined: Tensor | None, grad_weight: Tensor | None,
-    along: Tensor | None, order: Tensor,
-    ends: Tensor, routing: Routing, biases: Biases, gate: Gate, for_down: bool,
+    along: Tensor | None, order: Tensor, ends: Tensor, routing: Routing, biases: Biases, gate: Gate, for_down: bool,
 ) -> None:  # fmt: skip
     rows, width = active.shape
     if rows * width:
         activate_backward_launch(
             (cdiv(rows, ROWS),), joined, contiguous(biases.gate_up_bias), order, contiguous(routing.chosen), ends,
-            contiguous(routing.weight), along,
-            pulled, active, grad_joined, grad_weight, rows, width, ends.shape[0], *_numbers(gate),
+            contiguous(routing.weight), along, pulled, active, grad_joined, grad_weight, rows, width, ends.shape[0],
+            *_numbers(gate),
             NEEDS_JOINED=grad_joined is not None, NEEDS_WEIGHT=grad_weight is not None, HAS_ALONG=along is not None,
-            NEEDS_ACTIVE=for_down,
-            WEIGHTED=active.dtype != torch.float16, **_constants(joined, width, biases, gate),
+            NEEDS_ACTIVE=for_down, WEIGHTED=active.dtype != torch.float16, **_constants(joined, width, biases, gate),
         )  # fmt: skip
     elif grad_weight is not None:
         grad_weight.zero_()

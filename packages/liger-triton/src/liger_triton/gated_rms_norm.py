@@ -84,8 +84,7 @@ def _allocate_backward(
 
 def _launch_backward(
     grad_x: Tensor | None, grad_gate: Tensor | None, grad_weight: Tensor | None, /, grad_y: Tensor, x: Tensor,
-    gate: Tensor,
-    weight: Tensor | None, form: Form, inverse: Tensor, needs: list[bool],
+    gate: Tensor, weight: Tensor | None, form: Form, inverse: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     if x.numel() == 0:
         if grad_weight is not None:

@@ -88,8 +88,7 @@ def _launch(
 
 def _allocate_backward(
     grad_y: Tensor, x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
-    inverse: Tensor,
-    needs: list[bool],
+    inverse: Tensor, needs: list[bool],
 ) -> Outputs:  # fmt: skip
     return tuple(
         dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, weight, bias), strict=True)
@@ -98,8 +97,7 @@ def _allocate_backward(
 
 def _launch_backward(
     grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /, grad_y: Tensor, x: Tensor,
-    num_groups: int,
-    weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool],
+    num_groups: int, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     if x.numel() == 0:
         zero(grad_weight, grad_bias)

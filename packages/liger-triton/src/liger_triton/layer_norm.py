@@ -40,8 +40,7 @@ def _allocate_backward(
 
 def _launch_backward(
     grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /, grad_y: Tensor, x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool],
+    weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     launch_norm_backward(
         grad_y=grad_y, x=x, weight=weight, mean=mean, inverse=inverse,

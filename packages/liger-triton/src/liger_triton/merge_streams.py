@@ -34,9 +34,8 @@ def _launch(merged: Tensor, /, x: Tensor, y: Tensor, post: Tensor, res: Tensor |
     res = None if res is None else positions(res, 2)
     tiles = cdiv(width, BLOCK)
     forward_launch(
-        (x.shape[0] * tiles,), x, y, post, res, merged,
-        x.stride(0), x.stride(1), y.stride(0), *post.stride(), *((0, 0, 0) if res is None else res.stride()), width,
-        tiles,
+        (x.shape[0] * tiles,), x, y, post, res, merged, x.stride(0), x.stride(1), y.stride(0), *post.stride(),
+        *((0, 0, 0) if res is None else res.stride()), width, tiles,
         COUNT=streams, STREAMS=block, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
 
@@ -51,8 +50,7 @@ def _allocate_backward(
 
 def _launch_backward(
     grad_x: Tensor | None, grad_y: Tensor | None, grad_post: Tensor | None, grad_res: Tensor | None, /,
-    grad_merged: Tensor, x: Tensor,
-    y: Tensor, post: Tensor, res: Tensor | None, needs: list[bool],
+    grad_merged: Tensor, x: Tensor, y: Tensor, post: Tensor, res: Tensor | None, needs: list[bool],
 ) -> None:  # fmt: skip
     if x.numel() == 0:
         zero(grad_y, grad_post, grad_res)
@@ -113,9 +111,8 @@ def forward_kernel(
 
 @triton.jit
 def backward_kernel(
-    grad_merged, x, y, post, res, grad_x, grad_y, grad_post, grad_res,
-    grad_stride, grad_stream, x_stride, x_stream, y_stride, post_stride, post_stream, res_stride, res_out, res_in,
-    width,
+    grad_merged, x, y, post, res, grad_x, grad_y, grad_post, grad_res, grad_stride, grad_stream,
+    x_stride, x_stream, y_stride, post_stride, post_stream, res_stride, res_out, res_in, width,
     COUNT: tl.constexpr, STREAMS: tl.constexpr, BLOCK: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
     """One program walks the tiles of one position.

@@ -38,8 +38,7 @@ def _allocate_backward(
 
 def _launch_backward(
     grad_x: Tensor | None, grad_scale: Tensor | None, grad_shift: Tensor | None, /, grad_y: Tensor, x: Tensor,
-    scale: Tensor,
-    shift: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool],
+    scale: Tensor, shift: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     _norm_modulated.backward(grad_y, x, scale, None, mean, inverse, grad_x, grad_scale, grad_shift, None)
 

@@ -65,8 +65,7 @@ def _allocate_backward(
 
 def _launch_backward(
     grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /, grad_y: Tensor, x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None, inverse: Tensor, needs: list[bool],
+    weight: Tensor, bias: Tensor | None, inverse: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     if x.numel() == 0:
         zero(grad_weight, grad_bias)

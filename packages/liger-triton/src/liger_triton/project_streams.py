@@ -61,8 +61,7 @@ def _allocate_backward(
 
 def _launch_backward(
     grad_x: Tensor | None, grad_weight: Tensor | None, /, grad_y: Tensor, x: Tensor, weight: Tensor, y: Tensor,
-    inverse: Tensor,
-    needs: list[bool],
+    inverse: Tensor, needs: list[bool],
 ) -> None:  # fmt: skip
     if x.numel() == 0 or y.numel() == 0:
         zero(grad_x, grad_weight)

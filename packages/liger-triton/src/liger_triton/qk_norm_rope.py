@@ -89,8 +89,7 @@ def _like(x: Tensor) -> Tensor:
 
 def _launch(
     out_q: Tensor, out_k: Tensor, inverse_q: Tensor, inverse_k: Tensor, /, q: Tensor, k: Tensor, q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor, sin: Tensor, eps: float, weight_offset: float, cast_input: bool, interleaved: bool,
+    k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float, weight_offset: float, cast_input: bool, interleaved: bool,
 ) -> None:  # fmt: skip
     q, k, cos, sin = (_columns(t) for t in (q, k, cos, sin))
     batch, _, tokens, width = q.shape
@@ -159,16 +158,13 @@ def _launch_backward(
         return
     partials = q.new_empty((sums, programs, q.shape[3]), dtype=torch.float32) if sums else None
     backward_launch(
-        (programs,), above_q, above_k, q, k, grad_q, grad_k, inverse_q, inverse_k, contiguous(q_weight),
-        contiguous(k_weight), cos, sin,
-        grad_q_weight, grad_k_weight, partials,
-        *above_q.stride()[:3], *above_k.stride()[:3], *q.stride()[:3], *k.stride()[:3], *into_q.stride()[:3],
-        *into_k.stride()[:3],
-        *_tables(cos, sin, q.shape[0]),
-        q.shape[0] * q.shape[2], q.shape[2], q.shape[1], k.shape[1], cos.shape[-1] // 2, q.shape[3], q_count, k_count,
-        programs,
-        weight_offset, Q_TOKENS=q_tile.tokens, Q_HEADS=q_tile.heads, K_TOKENS=k_tile.tokens, K_HEADS=k_tile.heads,
-        **options,
+        (programs,), above_q, above_k, q, k, grad_q, grad_k, inverse_q, inverse_k,
+        contiguous(q_weight), contiguous(k_weight), cos, sin, grad_q_weight, grad_k_weight, partials,
+        *above_q.stride()[:3], *above_k.stride()[:3], *q.stride()[:3], *k.stride()[:3],
+        *into_q.stride()[:3], *into_k.stride()[:3], *_tables(cos, sin, q.shape[0]),
+        q.shape[0] * q.shape[2], q.shape[2], q.shape[1], k.shape[1], cos.shape[-1] // 2, q.shape[3],
+        q_count, k_count, programs, weight_offset,
+        Q_TOKENS=q_tile.tokens, Q_HEADS=q_tile.heads, K_TOKENS=k_tile.tokens, K_HEADS=k_tile.heads, **options,
     )  # fmt: skip
     if partials is not None:
         sum_columns(partials, grad_q_weight, grad_k_weight)

@@ -63,8 +63,7 @@ def _allocate_backward(
 
 def _launch_backward(
     grad_x: Tensor | None, grad_weight: Tensor | None, /, grad_y: Tensor, x: Tensor, weight: Tensor | None,
-    inverse_rms: Tensor,
-    weight_offset: float, needs: list[bool],
+    inverse_rms: Tensor, weight_offset: float, needs: list[bool],
 ) -> None:  # fmt: skip
     launch_norm_backward(
         grad_y=grad_y, x=x, weight=weight, inverse=inverse_rms, offset=weight_offset,
@@ -165,8 +164,7 @@ def launch_norm(
     forward_launch(
         grid, *args, count, width, eps, offset,
         CAST_INPUT=cast_input, WHOLE=width == shape.block and count % shape.rows == 0, ROWS=shape.rows,
-        BLOCK=shape.block,
-        num_warps=shape.warps, enable_fp_fusion=fuses(shape.block),
+        BLOCK=shape.block, num_warps=shape.warps, enable_fp_fusion=fuses(shape.block),
     )  # fmt: skip
 
 
@@ -207,9 +205,8 @@ def launch_norm_backward(
     # is constant.
     backward_launch(
         (programs + cdiv(width, STRIP) if direct and sums else programs,), *args, partials, grad_stride, summed_stride,
-        x_stride, count, width,
-        programs, offset, ROWS=several, BLOCK=block, STAGES=stages_of(size, x), num_warps=4,
-        enable_fp_fusion=mean is None,
+        x_stride, count, width, programs, offset,
+        ROWS=several, BLOCK=block, STAGES=stages_of(size, x), num_warps=4, enable_fp_fusion=mean is None,
     )  # fmt: skip
     if partials is not None:
         sum_columns(partials, grad_weight, grad_bias)

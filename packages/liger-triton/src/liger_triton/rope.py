@@ -82,8 +82,7 @@ def _allocate_backward(grad_out_q: Tensor | None, grad_out_k: Tensor | None, *re
 
 def _launch_backward(
     grad_q: Tensor | None, grad_k: Tensor | None, /, grad_out_q: Tensor | None, grad_out_k: Tensor | None, cos: Tensor,
-    sin: Tensor,
-    interleaved: bool, needs: list[bool],
+    sin: Tensor, interleaved: bool, needs: list[bool],
 ) -> None:  # fmt: skip
     _turn(
         grad_out_q if grad_q is not None else None,
@@ -221,14 +220,12 @@ def rope_kernel(
         k_b = tl.load(k_row + second, mask=k_mask & inside, other=0.0).to(tl.float32)
     store_turned(
         row, rows_at(out_q, batch, token, head, out_q_batch, out_q_head, out_q_token), out_q_column, a, b, first,
-        second,
-        cos1, cos2, upper, lower, row_mask & inside, row_mask, half, width, REST, BLOCK,
+        second, cos1, cos2, upper, lower, row_mask & inside, row_mask, half, width, REST, BLOCK,
     )  # fmt: skip
     if BOTH:
         store_turned(
             k_row, rows_at(out_k, batch, token, head, out_k_batch, out_k_head, out_k_token), out_k_column, k_a, k_b,
-            first, second,
-            cos1, cos2, upper, lower, k_mask & inside, k_mask, half, width, REST, BLOCK,
+            first, second, cos1, cos2, upper, lower, k_mask & inside, k_mask, half, width, REST, BLOCK,
         )  # fmt: skip
 
 

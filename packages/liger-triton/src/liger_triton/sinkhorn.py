@@ -84,19 +84,9 @@ def softmax_of(x, x_stride, x_row, x_column, i, j, row, rows, COUNT: tl.constexp
 
 @triton.jit
 def forward_kernel(
-    x,
-    y,
-    divisors,
-    x_stride,
-    x_row,
-    x_column,
-    rows,
-    iterations,
-    eps,
-    COUNT: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    x, y, divisors, x_stride, x_row, x_column, rows, iterations, eps,
+    COUNT: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """One program iterates on ROWS matrices, which are the last dimension, so that few threads share one."""
     i, j = tl.arange(0, SIZE).to(tl.int64)[:, None, None], tl.arange(0, SIZE).to(tl.int64)[None, :, None]
     step = tl.cast(rows, tl.int64) * (2 * COUNT)

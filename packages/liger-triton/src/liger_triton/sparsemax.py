@@ -62,9 +62,8 @@ def _launch(y: Tensor, /, x: Tensor) -> None:
         return
     block, several, warps = forward_shape(width)
     forward_launch(
-        (cdiv(rows, several),), x, y, x_stride, rows, width, ROWS=several, BLOCK=block, NEIGHBORS=min(NEIGHBORS, block),
-        EVEN=block == width,
-        num_warps=warps,
+        (cdiv(rows, several),), x, y, x_stride, rows, width,
+        ROWS=several, BLOCK=block, NEIGHBORS=min(NEIGHBORS, block), EVEN=block == width, num_warps=warps,
     )  # fmt: skip
 
 

@@ -13,8 +13,7 @@ from liger_triton.launch import supported
 
 def swiglu(
     gate: Tensor, up: Tensor | None = None, *, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0,
-    gate_scale: float = 1.0,
-    scale: float = 1.0, overwrite: bool = False,
+    gate_scale: float = 1.0, scale: float = 1.0, overwrite: bool = False,
 ) -> Tensor:  # fmt: skip
     supported(gate)
     numbers = PLAIN
