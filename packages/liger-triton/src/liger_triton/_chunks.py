@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in registers as tuples of chunks: a width that is not a power of two leaves few lanes idle, and no chunk but the
-last needs a mask.
+"""Rows in registers as tuples of chunks, of which only the last needs a mask: at any width, few lanes are idle.
 
-A chunk is CHUNK adjacent columns, 16 bytes of bf16 for each thread; the last one is as short as the columns that are
-left allow.
+A chunk is CHUNK adjacent columns, 16 bytes of bf16 for each thread. The last one may be shorter.
 """
 
 from __future__ import annotations
@@ -18,18 +16,17 @@ LANES = 32
 
 
 def chunks_of(width: int, warps: int, centered: bool = False) -> dict[str, int | bool]:
-    """How so many warps hold a row, as compile-time arguments; centered: their distances from a mean are taken."""
+    """Return the compile-time arguments for rows in `warps` warps; centered rows subtract a mean."""
     chunk = min(LANES * VECTOR * warps, power_of_two(width))
-    # A thread of a full chunk adds its neighbors first, unless a short one comes right behind it: see `fuses` and
-    # `row_sum`. A product fused into its distance from the mean would leave its round-off, which is large beside that
-    # of a constant row.
+    # See `fuses`: with a short chunk behind it, a thread does not add its neighbors first. Around a mean, a fused
+    # product would leave its round-off, which is large beside that of a constant row.
     short = chunk < LANES * VECTOR * warps or (chunk < width < 2 * chunk and size_of(1, width, chunk) < chunk)
     return {"CHUNK": chunk, "num_warps": warps, "enable_fp_fusion": not short and not centered}
 
 
 @triton.constexpr_function
 def size_of(c, width, chunk):
-    """Columns of chunk c of a row; of the last one at least a quarter of the others'."""
+    """Return the number of columns of chunk c; the last chunk has at least a quarter of the others' columns."""
     return min(chunk, max(chunk // 4, triton.next_power_of_2(width - c * chunk)))
 
 
@@ -40,30 +37,30 @@ def is_full(c, width, chunk):
 
 
 def warps_for(width: int, most: int) -> int:
-    """The fewest warps, up to 16, with which a row has at most so many chunks."""
+    """Return the fewest warps, up to 16, with which a row has at most `most` chunks."""
     return min(16, power_of_two(cdiv(width, LANES * VECTOR * most)))
 
 
 def registers_for(warps: int) -> int:
-    """The most registers of a thread with which so many warps fit on a multiprocessor."""
+    """Return the most registers per thread with which so many warps fit on a multiprocessor."""
     return 65536 // LANES // warps // 8 * 8
 
 
 @triton.jit
 def no_chunks():
-    """The tuple that chunks are added to."""
+    """Return the empty tuple, to which chunks are added."""
     return ()
 
 
 @triton.jit
 def columns_of(c: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """The columns of chunk c."""
+    """Return the columns of chunk c."""
     return c * CHUNK + tl.arange(0, size_of(c, WIDTH, CHUNK))
 
 
 @triton.jit
 def read_chunk(row, c: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Chunk c of a row in float32, zero where the row has no columns."""
+    """Load chunk c of a row in float32, zero where the row has no columns."""
     column = columns_of(c, WIDTH, CHUNK)
     return read(row + column, None if is_full(c, WIDTH, CHUNK) else column < WIDTH)
 
@@ -78,7 +75,7 @@ def write_chunk(row, value, c: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.cons
 
 @triton.jit
 def read_chunks(row, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """All chunks of a row."""
+    """Load all chunks of a row."""
     values = no_chunks()
     for c in tl.static_range(triton.cdiv(WIDTH, CHUNK)):
         values += (read_chunk(row, c, WIDTH, CHUNK),)
@@ -94,7 +91,7 @@ def write_chunks(row, values, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def cast(values, DTYPE: tl.constexpr):
-    """All chunks in another dtype."""
+    """Convert all chunks to another dtype."""
     result = no_chunks()
     for c in tl.static_range(len(values)):
         result += (values[c].to(DTYPE),)
@@ -103,7 +100,7 @@ def cast(values, DTYPE: tl.constexpr):
 
 @triton.jit
 def no_sums(WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Sums over no rows."""
+    """Return the sums over no rows: zeros."""
     values = no_chunks()
     for c in tl.static_range(triton.cdiv(WIDTH, CHUNK)):
         values += (tl.zeros((size_of(c, WIDTH, CHUNK),), dtype=tl.float32),)
@@ -112,7 +109,7 @@ def no_sums(WIDTH: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def multiplied(a, b):
-    """a · b of each column."""
+    """Return a · b for each column."""
     values = no_chunks()
     for c in tl.static_range(len(a)):
         values += (a[c] * b[c],)
@@ -121,7 +118,7 @@ def multiplied(a, b):
 
 @triton.jit
 def plus(a, b):
-    """a + b of each column."""
+    """Return a + b for each column."""
     values = no_chunks()
     for c in tl.static_range(len(a)):
         values += (a[c] + b[c],)
@@ -130,7 +127,7 @@ def plus(a, b):
 
 @triton.jit
 def plus_scaled(a, b, factor):
-    """a + factor · b of each column."""
+    """Return a + factor · b for each column."""
     values = no_chunks()
     for c in tl.static_range(len(a)):
         values += (a[c] + factor * b[c],)
@@ -139,7 +136,7 @@ def plus_scaled(a, b, factor):
 
 @triton.jit
 def plus_product(a, b, other):
-    """a + b · other of each column, in one instruction, which a product by itself is not."""
+    """Return a + b · other for each column, in one instruction, which a separate product would prevent."""
     values = no_chunks()
     for c in tl.static_range(len(a)):
         values += (a[c] + b[c] * other[c],)
@@ -148,13 +145,13 @@ def plus_product(a, b, other):
 
 @triton.jit
 def product_sum(a, b):
-    """Σ a · b over a row."""
+    """Return Σ a · b over a row."""
     return row_sum(multiplied(a, b))
 
 
 @triton.jit
 def row_sum(a):
-    """Σ a over a row."""
+    """Return Σ a over a row."""
     LAST: tl.constexpr = len(a) - 1
     total = a[0]
     for c in tl.static_range(1, LAST):
@@ -162,7 +159,7 @@ def row_sum(a):
     if LAST > 0:
         SHORT: tl.constexpr = a[LAST].shape[0]
         if a[0].shape[0] > SHORT:
-            # Neighbors, which a thread has.
+            # Each thread adds its own neighbors.
             total = tl.sum(tl.reshape(total, (SHORT, a[0].shape[0] // SHORT)), 1)
         total += a[LAST]
     return tl.sum(total, 0)
@@ -170,11 +167,11 @@ def row_sum(a):
 
 @triton.jit
 def centered(a, average, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """a - average, zero where the row has no columns."""
+    """Return a - average, zero where the row has no columns."""
     values = no_chunks()
     for c in tl.static_range(len(a)):
-        away = a[c] - average
+        deviation = a[c] - average
         if not is_full(c, WIDTH, CHUNK):
-            away = tl.where(columns_of(c, WIDTH, CHUNK) < WIDTH, away, 0.0)
-        values += (away,)
+            deviation = tl.where(columns_of(c, WIDTH, CHUNK) < WIDTH, deviation, 0.0)
+        values += (deviation,)
     return values

@@ -11,6 +11,5 @@ import triton.language as tl
 # e^x = 2^(x · LOG2E) and log x = log2(x) · LN2. The interpreter multiplies by a constexpr only from the right.
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2.0))
-# A running maximum begins at the lowest finite number, so that a masked lane or a class at -∞ gives exponents of -∞ and
-# never ∞ - ∞.
+# Running maxima begin at the lowest finite number: a masked lane or a class at -∞ then never gives ∞ - ∞.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)

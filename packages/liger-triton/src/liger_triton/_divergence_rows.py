@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The divergences' reads of two rows of logits in Triton, and the maximum and the sum of each row."""
+"""The reads of two rows of logits for the divergences in Triton, and the maximum and sum of each row."""
 
 from __future__ import annotations
 
@@ -130,14 +130,11 @@ def statistics(
     FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
     PLAIN: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Return m and d of both rows.
-
-    Returns (student's m, d, teacher's m, d, teacher's x at the student's largest, student's d without temperature).
-    """
+    """Return (student's m, d; teacher's m, d, and x at the student's largest; student's d without temperature)."""
     m = tl.full((BLOCK // VECTOR,), LOWEST, dtype=tl.float32)
     d = tl.zeros((BLOCK // VECTOR,), dtype=tl.float32)
     their_m = m
-    # The teacher's x at each thread's largest of the student.
+    # The teacher's x at the largest x of the student that each thread has seen.
     their_first = m
     their_d = d
     sharp_d = d
@@ -164,8 +161,8 @@ def seen(m, d, their_m, their_d, their_first, sharp_d, x, y, temperature, FORMUL
     """Update each thread's statistics of a row with VECTOR more neighbors of both sides."""
     if FORMULA != KIND_FORWARD:
         highest = tl.max(x, 1)
-        there = tl.max(tl.where(x == highest[:, None], y, float("-inf")), 1)
-        their_first = tl.where(highest > m, there, tl.where(highest == m, tl.maximum(there, their_first), their_first))
+        first = tl.max(tl.where(x == highest[:, None], y, float("-inf")), 1)
+        their_first = tl.where(highest > m, first, tl.where(highest == m, tl.maximum(first, their_first), their_first))
     top, d, _, _ = grown(m, d, d, d, x, False, False)
     their_m, their_d, _, _ = grown(their_m, their_d, d, d, y, False, False)
     if HARD:

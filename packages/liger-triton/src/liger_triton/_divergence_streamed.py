@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The forward KL of two rows of logits by one read of them, in Triton."""
+"""The forward KL of two rows of logits in one read, in Triton."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from liger_triton._logits import capped
 
 @triton.jit
 def moved(s, a, w, v, down, our_down):
-    """The sums of `streamed` after the anchors grew by down (the teacher's) and our_down, to base 2.
+    """Return the sums of `streamed` after the anchors grew by down (the teacher's) and our_down, to base 2.
 
-    With α and β the factors of w and v, s becomes α · (a - δ · w - w) + β · v, or α · (s + (e^δ - 1) · (s - a) + (e^δ -
-    1 - δ) · w), whose parts are of second order as s is, and which loses no digits where δ is small.
+    With α and β the factors of w and v, s becomes α · (a - δ · w - w) + β · v. For a small δ, where that loses digits,
+    this is α · (s + (e^δ - 1) · (s - a) + (e^δ - 1 - δ) · w), whose terms are of second order, as s is.
     """
     alpha = tl.exp2(-down)
     beta = tl.exp2(-our_down)
@@ -34,7 +34,7 @@ def moved(s, a, w, v, down, our_down):
 
 @triton.jit
 def added(s, a, w, v, mean, m, anchor, their_m, their_anchor, x, y, mask, scale, their_scale):
-    """The state of `streamed` with a block more."""
+    """Return the state of `streamed` after one more block."""
     m = tl.maximum(m, tl.max(x, 1))
     their_m = tl.maximum(their_m, tl.max(y, 1))
     # Where the sides are so far apart that e^mean could overflow, no digits cancel.
@@ -43,7 +43,7 @@ def added(s, a, w, v, mean, m, anchor, their_m, their_anchor, x, y, mask, scale,
     top = m * scale - mean
     their_top = their_m * their_scale
     s, a, w, v = moved(s, a, w, v, their_top - their_anchor, top - anchor)
-    # Rounded once, so that the anchors are exactly what is subtracted, and what logits have in common cancels.
+    # Each difference is rounded once, so that what the logits have in common cancels exactly.
     below = tl.fma(x, scale, -top[:, None])
     beneath = tl.fma(y, their_scale, -their_top[:, None])
     q = tl.exp2(below)
@@ -68,17 +68,17 @@ def streamed(
     HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PAIRED: tl.constexpr, HALF: tl.constexpr,
     VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """(KL(p ‖ q), m and d of the student, m and d of the teacher) by one read of a row.
+    """Return (KL(p ‖ q), m and d of the student, m and d of the teacher) from one read of a row.
 
-    Infinite or NaN if a logit is; see the slow passes.
+    The results are infinite or NaN if a logit is; see the slow passes.
 
     With any anchors n, n' and w = e^(y - n'), v = e^(x - n), δ = (y - n') - (x - n):
 
         KL(p ‖ q) = s/W - (u - log(1 + u))        s = Σ (w · δ - w + v), W = Σ w, u = Σ (v - w) / W
 
-    Terms of s are ≥ 0 and, as u², of second order in δ, so near agreement nothing cancels as long as the anchors are
-    about as far apart as most classes are. Each thread has its own, near the maxima of what it read, at which the mean
-    of δ under p was 0 until now; in the end all move to those of the row.
+    Terms of s are ≥ 0 and, like u², of second order in δ. Near agreement nothing cancels if the distance of the anchors
+    is that of most classes. Each thread has anchors near its maxima, at which the mean of δ under p was 0 until now; in
+    the end all move to those of the row.
     """
     m = tl.full((HALF // VECTOR,), -1e30, dtype=tl.float32)
     their_m = m
@@ -89,7 +89,7 @@ def streamed(
     w = s
     v = s
     mean = s
-    # To base 2. The scale of a logit is part of the exponential's; what a cap gives has no scale left.
+    # To base 2, with the logit scale included; a softcap has already applied it.
     scale = LOG2E if HAS_SOFTCAP else logit_scale * LOG2E
     their = LOG2E if TEACHER_SOFTCAP else their_scale * LOG2E
     offset = tl.arange(0, HALF // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
@@ -121,7 +121,7 @@ def streamed(
     their_highest = tl.max(their_anchor, 0)
     down = their_highest - their_anchor
     our_down = highest - anchor
-    # Selected, so that no product is fused into a sum of two threads, of which each would fuse its own.
+    # The select prevents fusing the products into the sum, where each of two threads would fuse its own.
     exp_sum = tl.sum(tl.where(v > 0, tl.exp2(-our_down) * v, v), 0)
     alpha = tl.exp2(-down)
     their_sum = tl.sum(tl.where(w > 0, alpha * w, w), 0)
@@ -132,7 +132,7 @@ def streamed(
     u = tl.sum(s - a, 0) / their_sum
     log = tl.log2(tl.sum(tl.where(v > 0, v, 0.0), 0) / their_sum) * LN2
     divergence = tl.where(tl.abs(u) < 0.25, tl.sum(s, 0) / their_sum - log_series(u), tl.sum(a, 0) / their_sum + log)
-    # The moments have maxima of x itself.
+    # The results have the maxima of x itself.
     exp_sum *= tl.exp2(-tl.fma(top, scale, -highest))
     their_sum *= tl.exp2(-tl.fma(their_top, their, -their_highest))
     if not HAS_SOFTCAP:

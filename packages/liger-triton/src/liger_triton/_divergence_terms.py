@@ -10,8 +10,8 @@ from liger_core.ops import _divergence as formulas
 from liger_core.ops._divergence import FORWARD, MIXTURE, REVERSE, VARIATION
 from liger_triton._constants import LN2, LOG2E
 
-# After those of liger_core: the Jensen-Shannon divergence with beta 1/2, a mixture whose formula is even in log p - log
-# q, and much shorter.
+# Follows liger_core's formulas: the Jensen-Shannon divergence with beta 1/2, which is even in log p - log q and
+# shorter.
 EVEN = 1 + max(FORWARD, REVERSE, MIXTURE, VARIATION)
 KIND_FORWARD, KIND_REVERSE, KIND_MIXTURE = tl.constexpr(FORWARD), tl.constexpr(REVERSE), tl.constexpr(MIXTURE)
 KIND_VARIATION, KIND_EVEN = tl.constexpr(VARIATION), tl.constexpr(EVEN)
@@ -134,18 +134,17 @@ def compared(below, beneath, offset, first, h, beta, complement, of_teacher, of_
     """
     ours = below * LOG2E
     theirs = tl.fma(beneath, LOG2E, offset * LOG2E)
-    # In this order classes of nearly equal distances are rounded alike, and their difference, of which h - h₀ is made,
-    # is exact.
+    # In this order, classes at nearly equal distances are rounded alike, and the difference h - h₀ is exact.
     apart = (beneath - below) + offset
     if FORMULA == KIND_VARIATION:
         q = tl.exp2(ours)
-        # e^apart - 1, for want of which p - q would lose digits.
+        # e^apart - 1 by its series, because p - q would cancel.
         series = apart * (1.0 + apart * (0.5 + apart * (1.0 / 6 + apart * (1.0 / 24 + apart * (1.0 / 120)))))
         value = tl.abs(tl.where(tl.abs(apart) < 0.125, q * series, tl.exp2(theirs) - q))
-        # -½, 0 or ½ less h, whatever the size of apart.
+        # -½, 0 or ½, minus h, for every size of apart.
         slope = tl.minimum(tl.maximum(tl.fma(apart, -1e38, -h), -0.5 - h), 0.5 - h)
     elif FORMULA == KIND_EVEN:
-        # The cut also changes NaN where both are at -∞.
+        # The cut also replaces NaN, where both are at -∞.
         far = tl.minimum(tl.abs(apart), FAR)
         q = tl.exp2(ours)
         _, log, value = even_terms(far)
@@ -165,7 +164,7 @@ def compared(below, beneath, offset, first, h, beta, complement, of_teacher, of_
         elif FORMULA == KIND_MIXTURE:
             share = tl.where(ahead, beta, complement)
             rest, log, mixture = mixed(share, tl.where(ahead, complement, beta), step, smaller)
-            # The smaller side's KL in units of larger, M - s + s · log(s / M); by its own series where M is close to s.
+            # The smaller side's KL in units of larger, M - s + s · log(s / M), by a series where M is close to s.
             above = share * step
             ratio = above / smaller
             of_other = tl.where(ratio < 0.25, smaller * log_series(ratio), above - smaller * (log + far))
@@ -195,8 +194,7 @@ def slope_unit(FORMULA: tl.constexpr):
 def added_up(values, slopes, offset, inverse, FORMULA: tl.constexpr):
     """Return (divergence, Σ q (h - h₀)) of a row from the terms of its threads, which VARIATION and EVEN double.
 
-    A NaN among the logits of either side shows in the offset, the difference of the logarithms of both sums, if nowhere
-    else.
+    A NaN among the logits always shows in the offset, the difference of the logarithms of both sums.
     """
     total = tl.sum(tl.sum(values, 1), 0) * inverse * (0.5 if FORMULA >= KIND_VARIATION else 1.0)
     mean = tl.sum(tl.sum(slopes, 1), 0) * inverse * slope_unit(FORMULA)

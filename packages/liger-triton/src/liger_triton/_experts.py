@@ -125,10 +125,9 @@ def activate_backward_kernel(
     WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One program takes ROWS rows back through the router weight w and the activation a; `pulled` holds Wᵀ g, `active`
-    gets w · a, or a.
+    """One program takes ROWS rows back through the router weight w and the activation a.
 
-    grad_w = Wᵀ g · a,   grad_a = w · Wᵀ g
+    `pulled` holds Wᵀ g, and `active` gets w · a, or a: grad_w = Wᵀ g · a, grad_a = w · Wᵀ g.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < tl.load(ends + groups - 1)

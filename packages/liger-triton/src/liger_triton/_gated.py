@@ -17,14 +17,12 @@ from liger_core.private_torch import storage_id
 from liger_triton.launch import TILE_WARPS, Launcher, TritonKernel, rows_of, tiles_of
 
 SILU, GELU_TANH, GELU_ERF, RELU_SQUARED = 0, 1, 2, 3
-# Limit of gate and up, α, shift of up, scales of the gate and of the result: a list, which a call passes on in one
-# piece.
+# The limit of gate and up, α, the shift of up, and the scales of the gate and of the result, as one list.
 PLAIN = [math.inf, 1.0, 0.0, 1.0, 1.0]
 
 
 def gated(name: str) -> Callable[..., Any]:
-    """The differentiable gated activation `name(gate, up or None, activation, numbers, overwrite)`; PLAIN says what
-    numbers are."""
+    """Return the differentiable `name(gate, up or None, activation, numbers, overwrite)`, with numbers as in PLAIN."""
     return differentiable(
         TritonKernel(name, _allocate, _launch),
         TritonKernel(f"{name}_backward", _allocate_backward, _launch_backward, _recycle_backward),
@@ -61,7 +59,7 @@ def _recycle_backward(
     grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, numbers: list[float], overwrite: bool,
     needs: list[bool],
 ) -> Outputs:  # fmt: skip
-    """Gate and up themselves if they share no memory: every element is read before its gradient is written there."""
+    """Return gate and up if they share no memory: each element is read before its gradient overwrites it."""
     if (
         not overwrite
         or (up is not None and _share_memory(gate, up))
@@ -73,7 +71,7 @@ def _recycle_backward(
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors of one size overlap; without addresses, which fake tensors do not have."""
+    """Whether two contiguous tensors of one size overlap; addresses are not used, as fake tensors have none."""
     same = storage_id(a.untyped_storage()) == storage_id(b.untyped_storage())
     return same and abs(int(a.storage_offset()) - int(b.storage_offset())) < a.numel()
 
@@ -112,13 +110,13 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def activated(gate, limit, alpha, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr):
-    """The activation of min(gate, limit) and its derivative, in float32, and where it is constant.
+    """Return the activation of min(gate, limit), its derivative, and a mask where it is constant, in float32.
 
-    There a gradient is 0, also if what it would be multiplied by is not finite.
+    Where it is constant the gradient is 0, even if the other factor is not finite.
     """
     flat = tl.zeros(gate.shape, dtype=tl.int1)
     if LIMITED:
-        # Compared, not a minimum, so that NaN stays NaN.
+        # A comparison, not a minimum, so that NaN stays NaN.
         flat = gate > limit
         gate = tl.where(flat, limit, gate)
     if ACTIVATION == 0:
@@ -145,7 +143,7 @@ def activated(gate, limit, alpha, ACTIVATION: tl.constexpr, LIMITED: tl.constexp
 
 @triton.jit
 def limited(up, limit, shift, LIMITED: tl.constexpr):
-    """The factor clamp(up, -limit, limit) + shift, and where it is constant."""
+    """Return the factor clamp(up, -limit, limit) + shift, and a mask where it is constant."""
     flat = tl.zeros(up.shape, dtype=tl.int1)
     if LIMITED:
         flat = (up > limit) | (up < -limit)

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups that one program holds, for group_norm: forward in registers; backward it reads them twice, from the cache
-next to its multiprocessor.
+"""Groups that one program holds, for group_norm: in registers forward, and in its multiprocessor's cache backward.
 
-One H100 (bfloat16), µs, a copy of as many bytes · these kernels · those that read everything twice: 16 x 320 x 64 x 64
-forward 33 · 33 · 40, backward 47 · 63 · 75; 16 x 640 x 32 x 32 forward 20 · 18 · 22, backward 26 · 34 · 42. The sum
-over samples takes 6 µs of the backward pass.
+On one H100 (bfloat16), 16 x 320 x 64 x 64 takes 33 µs forward, as a copy does, and 63 µs backward (a copy 47).
 """
 
 from __future__ import annotations
@@ -20,22 +17,21 @@ from liger_triton._chunks import no_chunks
 from liger_triton._norm import read
 from liger_triton.launch import VECTOR, Launcher, cdiv, power_of_two, processors
 
-# Neighbors of a thread.
+# The neighboring elements of a thread.
 NEAR = tl.constexpr(VECTOR)
 # Numbers of a group that registers hold, bytes that are read again, and the most tiles of a group.
 HELD, CACHED, TILES = 49152, 2**18, 32
-# Numbers of a tile at most, forward and backward.
+# The most numbers of a tile, forward and backward.
 TILE, TILE_BACKWARD = 4096, 2048
 
 
 def holds(size: int, groups: int, like: Tensor) -> bool:
-    """Whether programs hold so many groups of this size; of few and large ones, several programs share one."""
+    """Whether each program holds a group of this size; few large groups are shared among programs instead."""
     return size <= TILE or (size <= HELD and groups >= processors(like.device))
 
 
 class Tiles(NamedTuple):
-    """Channels and columns of a tile, and how many tiles there are across the channels of a group and along the columns
-    of a channel."""
+    """The channels and columns of a tile, the tiles across a group's channels, and those along a channel's columns."""
 
     rows: int
     block: int
@@ -44,13 +40,13 @@ class Tiles(NamedTuple):
 
 
 def cached_tiles(channels: int, space: int, groups: int, like: Tensor) -> Tiles | None:
-    """None where programs do not find so many groups of this size in the cache again."""
+    """Return the tiles, or None if programs would not find groups of this size in the cache again."""
     size = channels * space
     if (size > TILE and groups < processors(like.device)) or 2 * size * like.element_size() > CACHED:
         return None
     block = min(TILE_BACKWARD, power_of_two(space))
     rows = min(TILE_BACKWARD // block, power_of_two(channels))
-    # Channels that fill their tiles, if these are not too small.
+    # Prefer channels that fill their tiles, if the tiles do not get too small.
     exact = channels & -channels
     if exact < rows and 2 * exact * block >= TILE_BACKWARD:
         rows = exact
@@ -59,13 +55,12 @@ def cached_tiles(channels: int, space: int, groups: int, like: Tensor) -> Tiles 
 
 
 def warps_of(elements: int, most: int = 16) -> int:
-    """At most one for so many elements that each thread has eight: of fewer, several threads would write one and the
-    same sum."""
+    """Return the most warps whose threads have eight elements each: with fewer, several would write the same sum."""
     return max(1, min(most, elements // (32 * VECTOR)))
 
 
 def together(space: int, tile: int) -> int:
-    """The number of adjacent elements that certainly have one channel: a tile's, a thread's, or one."""
+    """Return how many adjacent elements are sure to have one channel: a tile's, a thread's, or one."""
     return next(count for count in (tile, VECTOR, 1) if space % count == 0)
 
 
@@ -73,14 +68,14 @@ def forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, y: Tensor, mean: Tensor, inverse: Tensor, groups: int,
     channels: int, space: int, eps: float,
 ) -> None:  # fmt: skip
-    """groups: those of a sample; channels: those of a group."""
+    """Launch the forward pass; groups are those of a sample, channels those of a group."""
     size = channels * space
     tile = max(VECTOR, min(TILE if size > 4 * TILE else TILE // 2, power_of_two(size)))
     tiles = cdiv(size, tile)
     forward_launch(
         (mean.numel(),), x, weight, bias, y, mean, inverse, groups, channels, space, eps,
         TILES=tiles, EVEN=size % tile == 0, TOGETHER=together(space, tile), BLOCK=tile, num_warps=warps_of(tile),
-        # Only if a thread adds several squares first: see `fuses`.
+        # Products may be fused only if a thread adds several squares first: see `fuses`.
         enable_fp_fusion=tiles > 1,
     )  # fmt: skip
 
@@ -89,7 +84,7 @@ def backward(
     tiles: Tiles, grad_y: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, inverse: Tensor,
     grad_x: Tensor | None, groups: int,
 ) -> Tensor:  # fmt: skip
-    """Returns the sums (2, samples, 1, channels) of grad_y · n and of grad_y."""
+    """Launch the backward pass, and return the sums (2, samples, 1, channels) of grad_y · n and of grad_y."""
     samples, channels, space = x.shape[0], x.shape[1] // groups, x.shape[2:].numel()
     sums = x.new_empty((2, samples, 1, x.shape[1]), dtype=torch.float32)
     backward_launch(
@@ -105,7 +100,7 @@ def forward_kernel(
     x, weight, bias, y, mean, inverse, groups, channels, space, eps,
     TILES: tl.constexpr, EVEN: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program r normalizes group r. EVEN: the last tile is full, as the others are."""
+    """Program r normalizes group r. EVEN: the last tile is full, like the others."""
     row = tl.program_id(0).to(tl.int64)
     size = channels * space
     x += row * size
@@ -120,10 +115,10 @@ def forward_kernel(
     average = tl.div_rn(tl.sum(tl.sum(total, 1), 0), tl.cast(size, tl.float32))
     squares = tl.zeros((BLOCK // NEAR, NEAR), dtype=tl.float32)
     for t in tl.static_range(TILES):
-        around = values[t] - average
+        deviation = values[t] - average
         if not EVEN and t == TILES - 1:
-            around = tl.where(t * BLOCK + near < size, around, 0.0)
-        squares += around * around
+            deviation = tl.where(t * BLOCK + near < size, deviation, 0.0)
+        squares += deviation * deviation
     scale = tl.rsqrt(tl.sum(tl.sum(squares, 1), 0) / size + eps)
     tl.store(mean + row, average)
     tl.store(inverse + row, scale)
@@ -137,12 +132,12 @@ def forward_kernel(
 def write_tile(
     y, value, weight, bias, average, scale, channel, first, space, stop, TOGETHER: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Write a tile of y, up to stop, or if that is None, all of it."""
+    """Write a tile of y up to stop, or all of it if stop is None."""
     begin = first + tl.arange(0, BLOCK // NEAR) * NEAR
     offset = begin[:, None] + tl.arange(0, NEAR)[None, :]
     mask = None if stop is None else offset < stop
     value = (value - average) * scale
-    # Numbers TOGETHER have one channel, so that one division serves them.
+    # TOGETHER adjacent elements have one channel, so one division serves them.
     if TOGETHER == BLOCK:
         number = first // space
         held = None
@@ -164,10 +159,10 @@ def backward_kernel(
     grad_y, x, weight, mean, inverse, grad_x, sums, groups, channels, space,
     ACROSS: tl.constexpr, ALONG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Program r sums over group r, then reads it again: grad_x = inverse · (g - mean(g) - n · mean(g · n)), g = grad_y
-    · weight, n the normalized x.
+    """Program r sums over group r, then reads it again for grad_x.
 
-    A tile has ROWS channels. WHOLE: no tile needs a mask.
+    With g = grad_y · weight and n the normalized x, grad_x = inverse · (g - mean(g) - n · mean(g · n)). A tile has ROWS
+    channels. WHOLE: no tile needs a mask.
     """
     row = tl.program_id(0).to(tl.int64)
     average = tl.load(mean + row)
@@ -188,28 +183,28 @@ def backward_kernel(
             value = read(x + start + offset, mask)
             product += grad * ((value - average) * scale)
             total += grad
-        # What a thread has: the threads wait for each other once, behind all reads.
+        # Only the neighbors of each thread are added here: threads wait for each other once, after all reads.
         products += (of_threads(product),)
         totals += (of_threads(total),)
     product = of_channels(products)
     total = of_channels(totals)
     member = tl.arange(0, product.shape[1])[None, :] * ROWS + tl.arange(0, ROWS)[:, None]
-    there = member < channels
+    inside = member < channels
     sums += row * channels
-    tl.store(sums + member, product, mask=there)
-    tl.store(sums + tl.num_programs(0).to(tl.int64) * channels + member, total, mask=there)
+    tl.store(sums + member, product, mask=inside)
+    tl.store(sums + tl.num_programs(0).to(tl.int64) * channels + member, total, mask=inside)
     if grad_x is not None:
         if weight is not None:
-            factor = read(weight + first + member, there)
-            # Selected, so that no thread fuses its product into the sum with another's: see `fuses`.
-            product = tl.where(there, product * factor, 0.0)
-            total = tl.where(there, total * factor, 0.0)
+            factor = read(weight + first + member, inside)
+            # The select prevents fusing the products into the sum: see `fuses`.
+            product = tl.where(inside, product * factor, 0.0)
+            total = tl.where(inside, total * factor, 0.0)
         size = tl.cast(channels * space, tl.float32)
         product_mean = tl.sum(tl.sum(product, 1), 0) / size
         mean_grad = tl.sum(tl.sum(total, 1), 0) / size
-        # Backward through the tiles, because the last ones are the surest to be in the cache.
-        for back in tl.static_range(ACROSS):
-            member = (ACROSS - 1 - back) * ROWS + tl.arange(0, ROWS)
+        # The last tiles come first, because they are most likely still in the cache.
+        for passed in tl.static_range(ACROSS):
+            member = (ACROSS - 1 - passed) * ROWS + tl.arange(0, ROWS)
             for s in tl.static_range(ALONG):
                 column = (ALONG - 1 - s) * BLOCK + tl.arange(0, BLOCK)
                 offset = member[:, None] * space + column[None, :]
@@ -224,26 +219,25 @@ def backward_kernel(
 
 @triton.jit
 def of_threads(tile):
-    """The sums over neighbors, which a thread has."""
+    """Return the sums over the neighbors of each thread."""
     SIZE: tl.constexpr = min(NEAR, tile.shape[1])
     return tl.sum(tl.reshape(tile, (tile.shape[0], tile.shape[1] // SIZE, SIZE)), 2)
 
 
 @triton.constexpr_function
 def levels_of(count):
-    """The logarithm of a power of two."""
+    """Return the logarithm of a power of two."""
     return count.bit_length() - 1
 
 
 @triton.jit
 def of_channels(values):
-    """(ROWS, tiles): the sums of tensors (ROWS, …) over the last dimension, and zeros up to a power of two."""
+    """Return (ROWS, tiles): each tensor (ROWS, …) summed over its last dimension, and zeros up to a power of two."""
     COUNT: tl.constexpr = triton.next_power_of_2(len(values))
     for _ in tl.static_range(COUNT - len(values)):
         values += (tl.zeros(values[0].shape, dtype=tl.float32),)
     ROWS: tl.constexpr = values[0].shape[0]
-    # Side by side, so that one reduction adds them all: the first half of them with the second one, again and again,
-    # keeps their order.
+    # One reduction adds them all; joining the first half with the second, repeatedly, keeps their order.
     for _ in tl.static_range(levels_of(COUNT)):
         pairs = no_chunks()
         for i in tl.static_range(len(values) // 2):

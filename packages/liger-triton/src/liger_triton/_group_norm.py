@@ -13,7 +13,7 @@ from liger_triton.launch import Launcher, wait
 
 @triton.jit
 def moments(x, start, stop, BLOCK: tl.constexpr):
-    """Count, mean and squares around it of x[start:stop], each thread's NEAR neighbors first."""
+    """Return count, mean and sum of squared deviations of x[start:stop], each thread's NEAR neighbors first."""
     begin = tl.arange(0, BLOCK // NEAR) * NEAR
     near = begin[:, None] + tl.arange(0, NEAR)[None, :]
     average = tl.zeros((BLOCK // NEAR,), dtype=tl.float32)
@@ -21,37 +21,37 @@ def moments(x, start, stop, BLOCK: tl.constexpr):
     tiles = (stop - start) // BLOCK
     for tile in range(tiles):
         value = read(x + start + tile * BLOCK + near, None, "evict_last")
-        middle = tl.sum(value, 1) * (1.0 / NEAR)
-        around = value - middle[:, None]
-        step = middle - average
-        # In a whole tile, all see equally many.
+        near_mean = tl.sum(value, 1) * (1.0 / NEAR)
+        deviation = value - near_mean[:, None]
+        step = near_mean - average
+        # In a whole tile, every thread has seen equally many elements.
         share = 1.0 / (tile + 1.0)
         average += step * share
         # In this order, nothing overflows if there are no values yet.
-        squares += tl.sum(around * around, 1) + step * (step * (share * tile * NEAR))
+        squares += tl.sum(deviation * deviation, 1) + step * (step * (share * tile * NEAR))
     seen = tl.full((BLOCK // NEAR,), NEAR, dtype=tl.float32) * tiles
     last = start + tiles * BLOCK
     if last < stop:
         mask = last + near < stop
         value = read(x + last + near, mask, "evict_last")
         count = tl.minimum(tl.maximum(stop - last - begin, 0), NEAR).to(tl.float32)
-        middle = tl.sum(value, 1) / tl.maximum(count, 1.0)
-        around = tl.where(mask, value - middle[:, None], 0.0)
-        step = middle - average
+        near_mean = tl.sum(value, 1) / tl.maximum(count, 1.0)
+        deviation = tl.where(mask, value - near_mean[:, None], 0.0)
+        step = near_mean - average
         share = count / tl.maximum(seen + count, 1.0)
         average += step * share
-        squares += tl.sum(around * around, 1) + step * (step * (share * seen))
+        squares += tl.sum(deviation * deviation, 1) + step * (step * (share * seen))
         seen += count
     return merged(seen, average, squares)
 
 
 @triton.jit
 def merged(count, average, squares):
-    """The moments of the union of several sets."""
+    """Return the moments of the union of several sets."""
     total = tl.sum(count, 0)
     mean = tl.div_rn(tl.sum(average * count, 0), total)
-    away = average - mean
-    return total, mean, tl.sum(squares + away * away * count, 0)
+    deviation = average - mean
+    return total, mean, tl.sum(squares + deviation * deviation * count, 0)
 
 
 @triton.jit
@@ -59,9 +59,9 @@ def forward_kernel(
     x, weight, bias, y, mean, inverse, part_moments, groups, channels, space, part_size, eps,
     EARLY: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr, TOGETHER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (r, p) takes part p of group r.
+    """Program (r, p) processes part p of group r.
 
-    FIRST: it writes the moments of its part; else it normalizes it, by the moments of all.
+    FIRST: it writes the moments of its part; otherwise it normalizes the part by the moments of all.
     """
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -94,7 +94,7 @@ def forward_kernel(
             tl.store(inverse + row, scale)
         channel = (row % groups) * channels
         y += row * size
-        # Backward through the tiles, because the last ones are still in the caches.
+        # The last tiles come first, because they are still in the caches.
         tiles = (stop - start) // BLOCK
         last = start + tiles * BLOCK
         if last < stop:
@@ -108,7 +108,7 @@ def forward_kernel(
 def normalize(
     x, weight, bias, y, average, scale, channel, first, space, stop, TOGETHER: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Read a tile of x, and write it as `write_tile` does."""
+    """Read a tile of x, and write it by `write_tile`."""
     offset = first + (tl.arange(0, BLOCK // NEAR) * NEAR)[:, None] + tl.arange(0, NEAR)[None, :]
     value = read(x + offset, None if stop is None else offset < stop, "evict_first")
     write_tile(y, value, weight, bias, average, scale, channel, first, space, stop, TOGETHER, BLOCK)
@@ -119,10 +119,7 @@ def sum_kernel(
     grad_y, x, mean, inverse, sums, rows, channels, per_group, space, part_size,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Program (r, p) sums grad_y · n and grad_y of part p of ROWS channels, n the normalized x.
-
-    WHOLE: no tile needs a mask.
-    """
+    """Program (r, p) sums grad_y · n and grad_y of part p of ROWS channels. WHOLE: no tile needs a mask."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     average = tl.load(mean + row // per_group, mask=inside, other=0.0)[:, None]
@@ -148,8 +145,7 @@ def mean_kernel(
     weight, sums, means, grad_weight, grad_bias, first, samples, channels, per_group, space, parts,
     EARLY: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
-    """Program r < first writes the means of g · n and g over group r, g = grad_y · weight; one beyond, a strip of the
-    sums over samples."""
+    """Program r < first writes the means of g · n and g over group r; the others, strips of the sums over samples."""
     wait(EARLY)
     totals = sums + tl.cast(samples * parts, tl.int64) * channels
     program = tl.program_id(0)
@@ -193,9 +189,9 @@ def backward_kernel(
     grad_y, x, weight, mean, inverse, means, grad_x, rows, channels, per_group, space, part_size,
     EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """grad_x = inverse · (g - mean(g) - n · mean(g · n)), with g = grad_y · weight and the means over a group."""
+    """Compute grad_x = inverse · (g - mean(g) - n · mean(g · n)), with g = grad_y · weight and means over a group."""
     wait(EARLY)
-    # From the end of what sum_kernel read to its begin: the last of it is still in the caches.
+    # From the end to the begin of sum_kernel's reads, because the last ones are still in the caches.
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
     group = row // per_group

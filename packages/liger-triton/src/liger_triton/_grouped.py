@@ -15,24 +15,22 @@ from triton import knobs
 from liger_core.private_torch import grouped_mm
 from liger_triton.launch import Launcher, cdiv, power_of_two, shared_memory
 
-# Tiles of rows and columns, and what a program multiplies at a time. 16-bit operands go through tensor cores; float32
-# is multiplied exactly. On an H200, 262 144 rows of 2048 by 128 matrices of 1536 columns: 624 TFLOP/s with the first
-# tiles, 571 with the second; sums 565 and 459.
+# Tiles of rows and columns, and the inner size of a step. On an H200, 262 144 rows of 2048 by 128 matrices of 1536
+# columns reach 624 TFLOP/s with LARGE, 571 with MEDIUM.
 LARGE = {"ROWS": 128, "COLUMNS": 256, "INNER": 64, "num_warps": 8, "num_stages": 3}
 MEDIUM = {"ROWS": 128, "COLUMNS": 128, "INNER": 64, "num_warps": 8, "num_stages": 3}
 SMALL = {"ROWS": 64, "COLUMNS": 64, "INNER": 32, "num_warps": 4, "num_stages": 2}
-# Bytes of shared memory that the first tiles take: of three stages, in 16 bits.
+# The shared memory of the LARGE tiles: three stages in 16 bits.
 LARGE_BYTES = 3 * 2 * 64 * (128 + 256)
 
 
 def grouped_matmul(
     rows: Tensor, matrices: Tensor, ends: Tensor, dtype: torch.dtype | None = None, onto: Tensor | None = None
 ) -> Tensor:  # fmt: skip
-    """rows (n, inner) @ matrices (groups, inner, columns), each group of rows with its own; rows behind the last end
-    are not written.
+    """Multiply each group of rows (n, inner) by its own matrix of (groups, inner, columns); others are not written.
 
     dtype  of the result; that of rows by default
-    onto   what the matmul adds to, before it rounds, and returns: (n, columns), dense
+    onto   the dense tensor (n, columns) to which the matmul adds before it rounds, and which is returned
     """
     if onto is None and dtype in (None, rows.dtype) and _in_torch(rows, matrices):
         return _torch_grouped_mm(rows, matrices, ends)
@@ -51,8 +49,7 @@ def grouped_matmul(
 
 
 def grouped_sum(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """For each group of rows, left (n, outer)ᵀ @ right (n, columns): (groups, outer, columns); 0 where a group has no
-    rows."""
+    """Return left (n, outer)ᵀ @ right (n, columns) of each group of rows: (groups, outer, columns)."""
     if _in_torch(left, right):
         return _torch_grouped_mm(left.t(), right, ends)
     outer, columns, groups = left.shape[1], right.shape[1], ends.shape[0]
@@ -68,15 +65,14 @@ def grouped_sum(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _tiles(x: Tensor, columns: int) -> dict[str, int]:
-    """Few kinds, since each is compiled."""
+    """Return one of few tile shapes, since a kernel is compiled for each."""
     if x.itemsize != 2 or columns <= SMALL["COLUMNS"]:
         return SMALL
     return LARGE if shared_memory(x.device) >= LARGE_BYTES else MEDIUM
 
 
 def _in_torch(first: Tensor, second: Tensor) -> bool:
-    """Whether torch multiplies these without waiting for the device: bfloat16 on Hopper and later, with rows at
-    multiples of 16 bytes."""
+    """Whether torch multiplies these without a synchronization: aligned bfloat16 on Hopper and later."""
     if not first.is_cuda or first.dtype != torch.bfloat16 or not first.numel() or not _has_kernels(first.device):
         return False
     return all(_aligned(t) for t in (first, second))
@@ -88,9 +84,9 @@ def _has_kernels(device: torch.device) -> bool:
 
 
 def _aligned(x: Tensor) -> bool:
-    """Matrices with adjacent rows or columns.
+    """Whether matrices have adjacent rows or columns at multiples of 16 bytes.
 
-    Sizes are whole vectors, too: torch pads the rows of a result whose columns are not.
+    Sizes must be multiples of 16 bytes, too: torch pads the rows of other results.
     """
     (height, width), (down, right) = x.shape[-2:], x.stride()[-2:]
     packed = (right == 1 and down >= width) or (down == 1 and right >= height)
@@ -104,13 +100,13 @@ def _torch_grouped_mm(first: Tensor, second: Tensor, ends: Tensor) -> Tensor:
 
 
 def _exact(x: Tensor) -> bool:
-    """Whether to multiply in float32. The interpreter of Triton 3.6 multiplies the bits of bfloat16 as integers."""
+    """Whether to multiply in float32: for float32, and in the interpreter, which reads bfloat16 as integers (3.6)."""
     return x.dtype == torch.float32 or bool(knobs.runtime.interpret)
 
 
 @triton.jit
 def multiplied(a, b, total, EXACT: tl.constexpr):
-    """total + a @ b."""
+    """Return total + a @ b."""
     if EXACT:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -134,9 +130,9 @@ def rows_kernel(
     behind = tl.cumsum(tiles, 0)
     group = tl.sum((behind <= tile).to(tl.int32), 0)
     if group < groups:
-        mine = lane == group
-        first = tl.sum(tl.where(mine, start + (tile - behind + tiles) * ROWS, 0), 0)
-        last = tl.sum(tl.where(mine, end, 0), 0)
+        is_group = lane == group
+        first = tl.sum(tl.where(is_group, start + (tile - behind + tiles) * ROWS, 0), 0)
+        last = tl.sum(tl.where(is_group, end, 0), 0)
         row = first + tl.arange(0, ROWS)
         column = (tl.program_id(0) % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
         step = tl.arange(0, INNER)
@@ -149,10 +145,10 @@ def rows_kernel(
         if ADDS:
             total += tl.load(target, mask=row_mask & column_mask, other=0.0).to(tl.float32)
         for begin in range(0, inner, INNER):
-            at = begin + step
-            a = tl.load(left + at[None, :] * inner_stride, mask=row_mask & (at < inner)[None, :], other=0.0)
+            k = begin + step
+            a = tl.load(left + k[None, :] * inner_stride, mask=row_mask & (k < inner)[None, :], other=0.0)
             b = tl.load(
-                right + at.to(tl.int64)[:, None] * matrix_inner, mask=(at < inner)[:, None] & column_mask, other=0.0
+                right + k.to(tl.int64)[:, None] * matrix_inner, mask=(k < inner)[:, None] & column_mask, other=0.0
             )
             total = multiplied(a, b, total, EXACT)
         tl.store(target, total.to(out.dtype.element_ty), mask=row_mask & column_mask)
@@ -177,14 +173,14 @@ def sum_kernel(
     column_mask = (column < columns)[None, :]
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for begin in range(start, end, INNER):
-        at = begin + step
-        inside = at < end
-        at = at.to(tl.int64)
+        k = begin + step
+        inside = k < end
+        k = k.to(tl.int64)
         a = tl.load(
-            left + at[None, :] * left_row + row[:, None] * left_column, mask=row_mask & inside[None, :], other=0.0
+            left + k[None, :] * left_row + row[:, None] * left_column, mask=row_mask & inside[None, :], other=0.0
         )
         b = tl.load(
-            right + at[:, None] * right_row + column[None, :] * right_column,
+            right + k[:, None] * right_row + column[None, :] * right_column,
             mask=inside[:, None] & column_mask,
             other=0.0,
         )

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of norms whose rows are one block each, and what all norms share: column sums over all rows, for
-grad_weight and grad_bias.
+"""The kernels of norms with one block per row, and the column sums that give all norms grad_weight and grad_bias.
 
-Many rows: each program that walks rows adds its own, a second kernel adds what the programs have. Few rows: programs
-beside them add whole columns, which reads the rows twice but spares memory, a launch and its wait.
+With many rows, each program sums those that it walks, and a second kernel adds these sums. With few rows, extra
+programs sum whole columns: that reads the rows twice, but spares memory, a launch and its wait.
 """
 
 from __future__ import annotations
@@ -16,18 +15,17 @@ from triton import knobs
 from liger_triton.launch import Launcher, cdiv, power_of_two, wait
 
 DIRECT_ROWS = 512
-# Columns of a program that adds whole columns (in the interpreter a program costs milliseconds), and rows that it reads
-# at once.
+# Columns (more in the interpreter, where programs are slow) and rows that a program reads at once to sum columns.
 STRIP, STRIP_ROWS = 512 if knobs.runtime.interpret else 32, 128
-# Numbers that a program which adds the sums of all programs reads at once, and its warps.
+# Numbers that a program of the second kernel reads at once, and its warps.
 SUMMED, SUM_WARPS = 8192, 4
 
-# No hint on how long the cache keeps what is read.
+# Gives the cache no hint.
 ANY = tl.constexpr("")
 
 
 def zero(*gradients: Tensor | None) -> None:
-    """The sums over no rows."""
+    """Set the requested gradients to zero, the sum over no rows."""
     for gradient in gradients:
         if gradient is not None:
             gradient.zero_()
@@ -35,7 +33,7 @@ def zero(*gradients: Tensor | None) -> None:
 
 @triton.jit
 def read(pointer, mask, POLICY: tl.constexpr = ANY):
-    """Values in float32, zero where masked; mask None: none is."""
+    """Load values in float32, zero where masked; a mask of None masks nothing."""
     if mask is None:
         return tl.load(pointer, eviction_policy=POLICY).to(tl.float32)
     else:
@@ -60,7 +58,7 @@ def forward_kernel(
     value = read(x + row[:, None] * x_stride + column[None, :], mask)
     if residual is not None:
         value += read(residual + row[:, None] * residual_stride + column[None, :], mask)
-        # The rounded sum is normalized: the one that the next layer sees.
+        # The norm is that of the rounded sum, which the next layer sees.
         rounded = value.to(summed.dtype.element_ty)
         tl.store(summed + out, rounded, mask=mask)
         value = rounded.to(tl.float32)
@@ -89,12 +87,11 @@ def backward_kernel(
     grad_stride, summed_stride, x_stride, rows, width, programs, offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program p walks the groups p, p + programs, … of ROWS rows; its column sums go to row p of partials, or later
-    programs add columns.
+    """Program p walks the groups p, p + programs, … of ROWS rows; its column sums go to row p of partials.
 
-    With n = (x - mean) · inverse and g = grad_y · weight:  grad_x = inverse · (g - mean(g) - n · mean(g · n)) +
-                                                            grad_summed,
-    without mean(g) if not centered. Masked lanes need no care while their gradient is zero.
+    With n = (x - mean) · inverse and g = grad_y · weight, grad_x = inverse · (g - mean(g) - n · mean(g · n)) +
+    grad_summed, without mean(g) if not centered. Masked lanes need no care while their gradient is zero. Without
+    partials, the programs from `programs` on sum whole columns.
     """
     program = tl.program_id(0)
     if partials is None and program >= programs:
@@ -106,7 +103,7 @@ def backward_kernel(
     column_mask = column < width
     if weight is not None:
         factor = (tl.load(weight + column, mask=column_mask, other=0.0).to(tl.float32) + offset)[None, :]
-    # Tiles, added up once at the end: all threads that know a sum of a column know the same bits.
+    # Tiles are summed once, at the end, so that all threads that know a column's sum know the same bits.
     sum_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     sum_bias = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for start in tl.range(program * ROWS, rows, programs * ROWS, num_stages=STAGES):
@@ -126,7 +123,7 @@ def backward_kernel(
             if weight is not None:
                 grad = grad * factor
             if mean is not None:
-                # Centered first: of two columns nothing but round-off would be left of a larger product.
+                # Center first: with two columns, a larger product would leave nothing but round-off.
                 grad = tl.where(mask, grad - (tl.sum(grad, 1) / width)[:, None], 0.0)
             result = (grad - value * (tl.sum(grad * value, 1) / width)[:, None]) * scale
             if grad_summed is not None:
@@ -146,7 +143,7 @@ def add_columns(
     strip, grad_y, x, mean, inverse, grad_weight, grad_bias, grad_stride, x_stride, rows, width,
     ROWS: tl.constexpr = STRIP_ROWS, BLOCK: tl.constexpr = STRIP,
 ):  # fmt: skip
-    """Write one strip of the gradients."""
+    """Sum one strip of columns over all rows, and write its gradients."""
     column = strip * BLOCK + tl.arange(0, BLOCK)
     sum_weight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     sum_bias = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
@@ -161,7 +158,7 @@ def add_columns(
 
 @triton.jit
 def summands(grad_y, x, mean, inverse, grad_stride, x_stride, row, column, rows, width):
-    """A tile of grad_y · n and of grad_y, of which grad_weight and grad_bias are the column sums."""
+    """Return tiles of grad_y · n and of grad_y, whose column sums are grad_weight and grad_bias."""
     row_mask = row < rows
     mask = row_mask[:, None] & (column < width)[None, :]
     grad = tl.load(grad_y + row[:, None] * grad_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -205,7 +202,7 @@ def sum_columns(partials: Tensor, grad_weight: Tensor | None, grad_bias: Tensor 
 def column_sum_kernel(
     partials, grad_weight, grad_bias, programs, width, EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Program (c, s) adds all rows of BLOCK columns of partials[s] into the s-th of the gradients that are there."""
+    """Program (c, s) adds all rows of BLOCK columns of partials[s] into the s-th requested gradient."""
     wait(EARLY)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms of rows that a program holds in registers in chunks, one row per program or one after the other.
+"""Norms of rows that a program holds in registers as chunks, one row at a time.
 
 Backward, these are rows of more than 512 columns; forward, those whose width is not a power of two.
 """
@@ -64,15 +64,13 @@ def backward(
         sum_columns(partials, grad_weight, grad_bias)
 
 
-# Share of copy bandwidth on one H200 (bfloat16), backward: rms_norm .81 at 1024 columns, .86 at 2560, .90 at 4096 and
-# 5120, .89 at 8192, .91 at 16384; layer_norm .79 at 1024, .85 at 3072, .88 at 4096 and 5120, .86 at 8192. In one block
-# a row of 2560 columns reaches .74, of 5120 .78.
+# Share of copy bandwidth on one H200 (bfloat16): rms_norm .81 at 1024 columns, .90 at 4096, layer_norm .79, .88.
 def backward_shape(width: int, centered: bool, summed: bool) -> tuple[int, int, bool]:
     """Return the warps per row and per multiprocessor, and whether the weight stays in registers between rows."""
     if width <= 3072:
         return max(2, warps_for(width, 3)), 8 if summed else 12, True
     if width > 12288 and summed:
-        # Three rows fill the shared memory: they are faster without waiting there (.93 at 14336 columns, with .86).
+        # Three rows fill the shared memory; without stages they are faster (.93 at 14336 columns instead of .86).
         return 32, 32, False
     if width > 8192 and centered:
         # Both column sums take half of the registers.
@@ -123,7 +121,7 @@ def forward_kernel(
         rounded = no_chunks()
         for c in tl.static_range(len(value)):
             total = value[c] + read_chunk(residual + row * residual_stride, c, WIDTH, CHUNK)
-            # The rounded sum is normalized: the one that the next layer sees.
+            # The norm is that of the rounded sum, which the next layer sees.
             rounded += (total.to(summed.dtype.element_ty).to(tl.float32),)
         write_chunks(summed + row * WIDTH, rounded, WIDTH, CHUNK)
         value = rounded
@@ -146,10 +144,9 @@ def backward_kernel(
     grad_stride, summed_stride, x_stride, rows, WIDTH: tl.constexpr, programs, strips, offset,
     HELD: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program p walks every programs-th row, and writes its sums for the other gradients to row p of partials
-    (sums, programs, width).
+    """Program p walks every programs-th row; its column sums go to row p of partials (sums, programs, width).
 
-    partials None: `strips` programs before them add whole columns instead. HELD: the weight stays in registers; else
+    Without partials, `strips` programs before them sum whole columns. HELD: the weight stays in registers; otherwise
     the cache serves it to every row.
     """
     program = tl.program_id(0) - strips
@@ -184,7 +181,7 @@ def backward_kernel(
             if mean is not None:
                 away = row_sum(scaled) / WIDTH
             if grad_summed is not None:
-                # All of it before the first store, which the compiler must not move a load past.
+                # Loaded before the first store, past which the compiler must not move a load.
                 others = read_chunks(grad_summed + row * summed_stride, WIDTH, CHUNK)
             for c in tl.static_range(len(value)):
                 result = (scaled[c] - normal[c] * slope - away) * scale

@@ -43,12 +43,11 @@ from liger_triton.launch import (
 )
 
 WIDEST = 16384
-# Chunks of a row forward and backward, and forward, warps of all programs of a multiprocessor, of which some 12 run at
-# once: those that start later even out the others' times. Share of copy bandwidth on one H200 (bfloat16) backward: .86
-# at 1152 columns, .91 at 3072 (centered .90). Forward, µs on one H100, a copy · as it is · 4 chunks, 16 warps, 3 rows
-# on their way: 256 x 256 x 1152 105 · 111 · 114, 8 x 4096 x 3072 138 · 143 · 146.
+# Chunks of a row forward and backward; warps of a multiprocessor forward, of which some 12 run at once, so that those
+# that start later even out the others' times. On one H200 (bfloat16), backward reaches .86 of copy bandwidth at 1152
+# columns, .91 at 3072.
 MOST_CHUNKS, MOST_CHUNKS_BACKWARD, WARPS, RUNNING = 6, 3, 48, 12
-# Numbers that a program which adds what the programs of a sample have reads at once, at most so many rows of them.
+# Numbers that a program of the second kernel reads at once, in at most so many rows.
 STRIP, STRIP_ROWS = 1024, 32
 
 
@@ -58,7 +57,7 @@ def check_width(x: Tensor) -> None:
 
 
 def statistics(x: Tensor, count: int) -> Outputs:
-    """Memory for so many float32 numbers a row."""
+    """Allocate `count` float32 numbers per row."""
     rows = x.numel() // max(1, x.shape[-1])
     return tuple(x.new_empty(rows, dtype=torch.float32) for _ in range(count))
 
@@ -87,7 +86,7 @@ def backward(
     grad_y: Tensor, x: Tensor, scale: Tensor, weight: Tensor | None, mean: Tensor | None, inverse: Tensor,
     grad_x: Tensor | None, grad_scale: Tensor | None, grad_shift: Tensor | None, grad_weight: Tensor | None,
 ) -> None:  # fmt: skip
-    """grad_x row by row.
+    """Launch the backward pass: grad_x row by row, and sums that a second kernel adds.
 
     With S = Σ grad_y · n and T = Σ grad_y over the tokens of a sample: grad_scale = weight · S, grad_shift = T, and
     grad_weight = Σ (1 + scale) · S over samples.
@@ -126,7 +125,7 @@ def backward(
 
 
 def programs_of_sample(programs: int, x: Tensor, samples: int) -> int:
-    """So many that a multiprocessor has about `programs` of all samples, if there are not more samples than that."""
+    """Return the programs per sample that give a multiprocessor about `programs` in total, at least one."""
     return max(1, programs * processors(x.device) // samples)
 
 
@@ -154,7 +153,7 @@ def forward_kernel(
 
 @triton.jit
 def modulation(scale, weight, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """(1 + scale) · weight of a row."""
+    """Return (1 + scale) · weight of a row."""
     factors = no_chunks()
     for c in tl.static_range(triton.cdiv(WIDTH, CHUNK)):
         factor = 1.0 + read_chunk(scale, c, WIDTH, CHUNK)
@@ -187,7 +186,7 @@ def backward_kernel(
         if grad_x is not None:
             scaled = multiplied(grad, factors)
             if mean is not None:
-                # Centered first: of two columns nothing but round-off would be left of a larger product.
+                # Center first: with two columns, a larger product would leave nothing but round-off.
                 scaled = centered(scaled, row_sum(scaled) / WIDTH, WIDTH, CHUNK)
             slope = product_sum(scaled, normal) / WIDTH
             for c in tl.static_range(len(value)):
@@ -203,7 +202,7 @@ def sum_kernel(
     partials, scale, weight, grad_scale, grad_shift, of_samples, scale_stride, programs, width, samples, strips,
     EARLY: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program s · strips + c adds what the programs of sample s have of column strip c."""
+    """Program s · strips + c adds the sums of sample s's programs in column strip c."""
     wait(EARLY)
     sample = (tl.program_id(0) // strips).to(tl.int64)
     column = (tl.program_id(0) % strips) * BLOCK + tl.arange(0, BLOCK)

@@ -85,8 +85,8 @@ def forward_tiles(
 ):  # fmt: skip
     """Normalize and rotate the same heads of all of this program's tokens, TOKENS adjacent ones at a time.
 
-    y1 = m1·cos1 - m2·sin1,  y2 = m2·cos2 + m1·sin2,  where m = x · inverse · (weight + offset) and inverse = 1 /
-                             sqrt(mean(x²) + eps).
+    y1 = m1·cos1 - m2·sin1,  y2 = m2·cos2 + m1·sin2,
+    where m = x · inverse · (weight + offset) and inverse = 1 / sqrt(mean(x²) + eps).
     """
     batch, start, step, head, there = share(program, programs, tiles, batches, heads, TOKENS, HEADS, EVEN)
     column, partner, inside, turned, negative = columns(HALF, WIDTH, INTERLEAVED, PAIRS, LANES)
@@ -95,7 +95,7 @@ def forward_tiles(
     table_mask = turned[None, :]
     weight1 = factor(weight, column, inside, offset)
     weight2 = factor(weight, partner, turned, offset)
-    # The rows of the first tokens of the batch row, from which those of every tile are equally far.
+    # The rows of the batch row's first tokens; those of every tile are equally far from them.
     index = tl.arange(0, TOKENS).to(tl.int64)
     x = rows_at(x, batch, index, head, x_batch, x_head, x_token)
     out = rows_at(out, batch, index, head, out_batch, out_head, out_token)
@@ -103,8 +103,7 @@ def forward_tiles(
     cos += (batch * cos_batch + index * cos_token)[:, None]
     sin += (batch * sin_batch + index * sin_token)[:, None]
     for number in tl.range(start, tokens, step, num_stages=STAGES):
-        # No mask for tokens: the last tile ends with the last token, and stores some tokens that the tile before it
-        # stores, too.
+        # No mask for tokens: the last tile ends with the last token, and repeats some tokens of the tile before it.
         token = tl.cast(tl.minimum(number, tokens - TOKENS), tl.int64)
         row = x + token * x_token
         cos_row = cos + token * cos_token
@@ -140,7 +139,7 @@ def forward_kernel(
     K_TOKENS: tl.constexpr, K_HEADS: tl.constexpr, Q_EVEN: tl.constexpr, K_EVEN: tl.constexpr,
     INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Every program walks its tokens with a tile of heads of q, then of k; what tokens share is computed once."""
+    """Every program walks its tokens with a tile of heads of q, then of k; per-token values are computed once."""
     program = tl.program_id(0)
     if q_tiles > 0:
         forward_tiles(
@@ -163,7 +162,7 @@ def tile_position(tile, rows, tokens, heads, TOKENS: tl.constexpr, HEADS: tl.con
     It is (batch and token of each row, heads, mask of valid rows, mask of valid rows and heads, offsets of the scales).
     """
     tiles = tl.cdiv(heads, HEADS)
-    # In 32 bits: a 64-bit division takes more instructions than the rest of a small tile.
+    # In 32 bits, because a 64-bit division takes more instructions than the rest of a small tile.
     index = (tile // tiles) * TOKENS + tl.arange(0, TOKENS)
     head = (tile % tiles) * HEADS + tl.arange(0, HEADS)
     there = (index < rows)[:, None, None] & (head < heads)[None, :, None]
@@ -179,8 +178,7 @@ def backward_tiles(
     INTERLEAVED: tl.constexpr, PAIRS: tl.constexpr, LANES: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Walk the tiles start, start + programs, …, and store the column sums for the weight gradient, if it is wanted, in
-    part_row.
+    """Walk the tiles start, start + programs, …, and store the requested column sums for grad_weight in part_row.
 
     With n = x · inverse and the gradient d of n · (weight + offset), which is the upstream one rotated back,
     d1 = g1·cos1 + g2·sin2,  d2 = g2·cos2 - g1·sin1,  and h = d · (weight + offset):
@@ -190,7 +188,7 @@ def backward_tiles(
     weight1 = factor(weight, column, inside, offset)
     if PAIRS:
         weight2 = factor(weight, partner, turned, offset)
-    # Tiles, added up once at the end: all threads that know a sum of a column know the same bits.
+    # Tiles are summed once, at the end, so that all threads that know a column's sum know the same bits.
     sum1 = tl.zeros((TOKENS, HEADS, LANES), dtype=tl.float32)
     sum2 = tl.zeros((TOKENS, HEADS, LANES), dtype=tl.float32)
     for tile in tl.range(start, count, programs, num_stages=STAGES):
@@ -268,7 +266,7 @@ def backward_kernel(
     if grad_q_weight is not None:
         part_row += programs * width
     if grad_k is not None or grad_k_weight is not None:
-        # The programs that had one tile of q less begin.
+        # The programs with one tile of q less come first.
         backward_tiles(
             (program + programs - q_tiles % programs) % programs, k_tiles, programs, above_k, k, grad_k, inverse_k,
             k_weight, cos, sin, part_row, grad_k_weight, above_k_batch, above_k_head, above_k_token, k_batch, k_head,

@@ -12,12 +12,12 @@ from liger_triton.launch import Launcher
 
 @triton.jit
 def power(x, EXACT: tl.constexpr):
-    """e^x for x ≤ 0. EXACT: to the last digits also of a large x, whose product with log₂ e is rounded otherwise."""
+    """Return e^x for x ≤ 0. EXACT: to the last digits, although the product of a large x with log₂ e is rounded."""
     if EXACT:
-        # Below, e^x is 0 in float32; this way NaN stays NaN.
+        # Below, e^x is 0 in float32. A select, because NaN must stay NaN.
         x = tl.where(x < -200.0, -200.0, x)
         whole = tl.floor(x * LOG2E + 0.5)
-        # The product with the first of both parts of log 2 is exact.
+        # The product with the first part of log 2 is exact.
         rest = (x - whole * 0.693359375) + whole * 2.12194440e-4
         return tl.exp2(whole) * tl.exp2(rest * LOG2E)
     else:
@@ -31,7 +31,7 @@ def forward_kernel(x, y, x_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.co
     inside = (column < width)[None, :]
     for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
-        # The last row again for the lanes behind it: rows of nothing but minus infinity would make them NaN.
+        # Lanes after the last row repeat it: rows of nothing but minus infinity would give NaN.
         source = tl.minimum(row, rows - 1)
         value = tl.load(x + source[:, None] * x_stride + column[None, :], mask=inside, other=float("-inf")).to(
             tl.float32
@@ -53,7 +53,7 @@ def forward_kernel(x, y, x_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.co
 def backward_kernel(
     grad_y, y, grad_x, grad_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
-    """grad_x = y · (grad_y - Σ grad_y · y) of every programs-th group of ROWS rows."""
+    """Compute grad_x = y · (grad_y - Σ grad_y · y) of every programs-th group of ROWS rows."""
     column = tl.arange(0, BLOCK)
     for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
@@ -66,9 +66,9 @@ def backward_kernel(
 
 @triton.jit
 def wait_for(done, PARTS: tl.constexpr):
-    """Report that this program has stored what it found, and wait for the other programs of its row.
+    """Signal that this program's results are stored, and wait for the other programs of its row.
 
-    Programs take rows in the order in which they start, so all those of a row but the last one have started: each wait
+    Programs take rows in the order in which they start, so every row but the newest has all its programs: each wait
     ends.
     """
     tl.debug_barrier()
@@ -102,7 +102,7 @@ def split_forward_kernel(
     tops = tl.load(row_moments + blocks, mask=blocks < PARTS, other=float("-inf"), volatile=True)
     totals = tl.load(row_moments + PARTS + blocks, mask=blocks < PARTS, other=0.0, volatile=True)
     highest = tl.max(tops, 0)
-    # NaN for a row of nothing but minus infinity, as in one block.
+    # A row of nothing but minus infinity gives NaN, as in one block.
     total = tl.sum(totals * power(tops - highest, EXACT), 0)
     value = value * (power(top - highest, EXACT) / total)
     tl.store(y + row * width + column, value.to(y.dtype.element_ty), mask=mask, eviction_policy="evict_first")
@@ -113,7 +113,7 @@ def split_backward_kernel(
     grad_y, y, grad_x, started, moments, grad_stride, rows, width,
     PARTS: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one block of a row, whose sum the programs of the row add up in one order."""
+    """One program computes the gradient of one block of a row, whose sum all its programs add in one order."""
     turn = tl.atomic_add(started, 1, sem="relaxed", scope="gpu")
     row = (turn // PARTS).to(tl.int64)
     block = turn % PARTS
@@ -138,8 +138,7 @@ def split_backward_kernel(
 
 @triton.jit
 def wide_forward_kernel(x, y, x_stride, rows, width, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Program p computes every programs-th row: every lane keeps the maximum and the sum of what it reads, then all are
-    merged."""
+    """Program p computes every programs-th row: each lane has a running maximum and sum, merged at the end."""
     lane = tl.arange(0, BLOCK)
     EXACT: tl.constexpr = x.dtype.element_ty == tl.float32
     tiles = tl.cdiv(width, BLOCK)
@@ -155,7 +154,7 @@ def wide_forward_kernel(x, y, x_stride, rows, width, EVEN: tl.constexpr, BLOCK: 
                 source + column, mask=mask, other=None if EVEN else float("-inf"), eviction_policy="evict_last"
             ).to(tl.float32)
             higher = tl.maximum(top, value)
-            # Without a finite maximum there is nothing to scale yet, and nothing to add.
+            # Without a finite maximum, there is nothing to scale or to add yet.
             base = tl.where(higher == float("-inf"), 0.0, higher)
             total = total * power(top - base, EXACT) + power(value - base, EXACT)
             top = higher
@@ -173,7 +172,7 @@ def wide_forward_kernel(x, y, x_stride, rows, width, EVEN: tl.constexpr, BLOCK: 
 
 @triton.jit
 def wide_backward_kernel(grad_y, y, grad_x, grad_stride, rows, width, EVEN: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradient of every programs-th row in two passes over its tiles, the second backward."""
+    """Compute the gradient of every programs-th row in two passes over its tiles, the second in reverse."""
     lane = tl.arange(0, BLOCK)
     tiles = tl.cdiv(width, BLOCK)
     for number in range(tl.program_id(0), rows, tl.num_programs(0)):

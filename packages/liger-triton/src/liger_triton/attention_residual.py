@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""attention_residual in Triton: one pass over the layers forward, with an online softmax; two backward, since a score's
-gradient depends on all layers.
+"""attention_residual in Triton: one pass over the layers forward, with an online softmax, and two backward.
 
 The second pass over a row follows the first at once, and finds the layers in registers or in the cache.
 """
@@ -31,12 +30,11 @@ from liger_triton.launch import (
     supported,
 )
 
-# The longest rows and the most layers.
+# The widest rows and the most layers.
 WIDEST, DEEPEST = 16384, 256
-# Columns of a program that adds what the programs have.
+# Columns of a program that adds the partial sums.
 STRIP = 16
-# Chunks of a row and layers on their way at once, forward. Share of copy bandwidth on one H200 (bfloat16): .90 at 2304
-# columns, .96 at 4096 (8192 rows of 9 layers), .90 at 2048 (4096 rows of 25).
+# Chunks of a row and layers loaded ahead, forward: .90 of copy bandwidth at 2304 columns on one H200, .96 at 4096.
 MOST_CHUNKS, MOST_STAGES = 9, 4
 # The same backward, the most warps of a multiprocessor, and the share of the L2 cache that their rows may fill.
 MOST_CHUNKS_BACKWARD, MOST_STAGES_BACKWARD, WALKING, KEPT = 5, 10, 8, 0.6
@@ -54,7 +52,7 @@ def attention_residual(layers: Tensor, query: Tensor, weight: Tensor | None = No
 
 def _allocate(layers: Tensor, query: Tensor, weight: Tensor | None, eps: float) -> Outputs:
     rows = layers[0].numel() // max(1, layers.shape[-1])
-    # Scores, and what scales the keys.
+    # The statistics are the scores, and the scales of the keys.
     return layers.new_empty(layers.shape[1:]), layers.new_empty((2, rows, layers.shape[0]), dtype=torch.float32)
 
 
@@ -106,8 +104,7 @@ def _launch_backward(
 
 
 class Shape(NamedTuple):
-    """Warps of a row, programs of a multiprocessor, layers in registers from the first pass to the second, and layers
-    on their way at once."""
+    """Warps per row, programs per multiprocessor, layers held in registers for the second pass, and stages."""
 
     warps: int
     programs: int
@@ -116,16 +113,14 @@ class Shape(NamedTuple):
 
 
 def backward_shape(depth: int, width: int, layers: Tensor) -> Shape:
-    """So many programs that the L2 cache holds all layers of their rows, but at least four warps. 16 warps leave a
-    thread registers for no layer.
+    """Return a shape with at least four warps whose rows' layers fit in the L2 cache; 16 warps hold no layers.
 
-    One H100 (bfloat16), µs, a copy · these shapes · 8 warps and no layer held: 9 x 8192 x 2304 242 · 283 · 297, 9 x
-    8192 x 4096 428 · 481 · 509, 25 x 4096 x 2048 286 · 368 · 415, 5 x 16384 x 1536 187 · 206 · 220.
+    On one H100 (bfloat16), 9 x 8192 x 4096 takes 481 µs, with 8 warps and no layer held 509 (a copy 428).
     """
     warps, size = warps_for(width, MOST_CHUNKS_BACKWARD), width * layers.element_size()
     cached = int(KEPT * l2_cache(layers.device)) // (depth * size * processors(layers.device))
     programs = max(cdiv(4, warps), min(WALKING // warps, cached))
-    # Few layers fill no long pipeline, unless nothing else runs meanwhile.
+    # Few layers do not fill a long pipeline, unless nothing else runs meanwhile.
     stages = MOST_STAGES_BACKWARD if programs == 1 else max(MOST_STAGES, min(MOST_STAGES_BACKWARD, depth // 2 - 2))
     return Shape(
         warps,
@@ -136,7 +131,7 @@ def backward_shape(depth: int, width: int, layers: Tensor) -> Shape:
 
 
 def _stacked(layers: Tensor) -> Tensor:
-    """The layers as (depth, rows, width) with adjacent columns, in place where the strides allow."""
+    """Return the layers as (depth, rows, width) with adjacent columns, copied only if their strides require it."""
     shape = (layers.shape[0], layers.shape[1:-1].numel(), layers.shape[-1])
     if layers.stride(-1) != 1:
         layers = layers.contiguous()

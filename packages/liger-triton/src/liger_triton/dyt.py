@@ -28,7 +28,7 @@ from liger_triton.launch import (
 
 
 class Shape(NamedTuple):
-    """Rows and columns of a tile, warps, and for the backward pass pipeline stages and programs per multiprocessor."""
+    """Rows, columns and warps of a tile; for the backward pass also pipeline stages and programs per multiprocessor."""
 
     rows: int
     columns: int
@@ -60,7 +60,7 @@ def _launch(y: Tensor, /, x: Tensor, alpha: Tensor, weight: Tensor | None, bias:
     x, x_stride = strided_rows(x)
     block = min(FORWARD.columns, power_of_two(width))
     tiles = cdiv(width, block)
-    # A tile of few numbers has fewer rows, so that there are programs enough.
+    # With few numbers, tiles have fewer rows, so that there are enough programs.
     several = min(FORWARD.rows, 1 << max(0, (tiles * rows // (16 * processors(x.device))).bit_length() - 1))
     forward_launch(
         (tiles * cdiv(rows, several),), x, alpha, contiguous(weight), contiguous(bias), y, x_stride, rows, width, tiles,
@@ -102,7 +102,7 @@ def _launch_backward(
     if partials is not None:
         sum_columns(partials, grad_weight, grad_bias)
     if total is not None:
-        # One column: the sums of all programs.
+        # The sums of all programs are one column.
         sum_columns(total, grad_alpha, None)
 
 
@@ -115,10 +115,7 @@ _dyt = differentiable(
 
 @triton.jit
 def curve(u, EXACT: tl.constexpr):
-    """tanh(u) and 1 - tanh(u)², which is not computed as that difference, since that would cancel.
-
-    EXACT: to the last digits of float32.
-    """
+    """Return tanh(u) and 1 - tanh(u)², which would cancel as a difference. EXACT: to the last digits of float32."""
     size = tl.abs(u)
     decay = tl.exp2(size * (-2.0 * LOG2E))
     square = u * u
@@ -129,11 +126,11 @@ def curve(u, EXACT: tl.constexpr):
         series = 1.0 + square * (-0.3333333333333333 + square * (0.13333333333333333 - square * 0.05396825396825397))
         value = tl.where(size < 0.1, u * series, far)
     else:
-        # A reciprocal in two instructions; a division has eight.
+        # Two instructions for a reciprocal; a division has eight.
         root = tl.rsqrt(1.0 + decay)
         share = root * root
         far = tl.where(u < 0, decay - 1.0, 1.0 - decay) * share
-        # Off by 2e-5 at most, which 16 bits do not show.
+        # The error is at most 2e-5, below the precision of 16 bits.
         value = tl.where(size < 0.05, u - u * (square * 0.3333333333333333), far)
     return value, (4.0 * decay) * (share * share)
 

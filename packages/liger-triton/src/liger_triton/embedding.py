@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""embedding in Triton: rows are copied; their gradients are summed in the order of the sorted indices."""
+"""embedding in Triton: rows are copied, and their gradients are summed in the order of the sorted indices."""
 
 from __future__ import annotations
 
@@ -12,21 +12,16 @@ from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
 from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, rows_of, supported, wait
 
-# Sorted indices that one program adds up. A sum that ends in a later span continues there, and a second kernel adds its
-# parts.
+# Sorted indices that one program sums. A second kernel adds the parts of sums that continue in later spans.
 SPAN = 16
-# Columns and warps of a program that adds up, and rows of its that are on their way at once.
+# Columns and warps of a program that sums, and its pipeline stages.
 SUM_TILE, SUM_WARPS, STAGES = 1024, 2, 4
-# Rows, columns and warps of a program that copies. Share of copy bandwidth on one H100 (bfloat16), 16384 rows of 4096
-# columns, some of them frequent: .75 to .85, depending on where the memory lies; all columns of a row after the other
-# reach .70.
+# Rows, columns and warps of a program that copies: .75 to .85 of copy bandwidth on one H100, a row at a time .70.
 COPIED, COPIED_TILE, COPY_WARPS = 8, 256, 2
-# As many indices are sorted by comparing each with all others, in one kernel instead of ten: indices of a program, and
-# others at once.
+# The most indices that are sorted by comparing each with all others, in one kernel instead of ten; indices of a
+# program, and others at a time.
 COMPARED, RANKED, OTHERS = 8192, 16, 128
-# Zeros that a program writes. Beside them as many pairs of indices are compared for nothing: 16384 indices into a table
-# of 262144 x 2560 (bfloat16) take .41 ms forward and backward on one H200, .89 of copy bandwidth, instead of .56 if
-# sorted.
+# Zeros that a program writes while others compare: .41 ms instead of .56 for 16384 indices into 262144 x 2560 (H200).
 ZEROS = 8192
 
 
@@ -66,7 +61,7 @@ def _launch_backward(
     sorted_index, order = _prepared(index.contiguous().view(-1), grad_weight)
     tiles, block = _tiles(width, SUM_TILE)
     spans = cdiv(count, SPAN)
-    # The sum that a span begins with if it continues one, and the one that it ends with if that goes beyond it.
+    # The sums that continue from an earlier span, and those that continue in a later one.
     parts = torch.empty(2, spans, width, dtype=torch.float32, device=grad_y.device)
     grid = (spans * tiles,)
     shape = (count, rows, width, tiles, padding)
@@ -81,12 +76,12 @@ def _launch_backward(
 
 
 def _prepared(index: Tensor, grad_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The indices in order, and where each was; equal ones stay in theirs. The gradient is filled with zeros."""
+    """Return the sorted indices and their former positions, equal ones in order, and fill the gradient with zeros."""
     count, rows, size = index.numel(), grad_weight.shape[0], grad_weight.numel()
     narrow = rows < 2**31 - 1
     if not narrow or (count > COMPARED and count**2 > size):
         grad_weight.zero_()
-        # 32 bits are sorted in half the time.
+        # Sorting 32 bits takes half the time.
         sorted_index, order = torch.sort(index.to(torch.int32) if narrow else index, stable=True)
         return sorted_index, order
     sorted_index, order = (torch.empty(count, dtype=torch.int32, device=index.device) for _ in range(2))
@@ -99,23 +94,23 @@ def _prepared(index: Tensor, grad_weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tiles(width: int, most: int) -> tuple[int, int]:
-    """(tiles per row, block)."""
+    """Return (tiles per row, block)."""
     block = min(most, power_of_two(max(1, width)))
     return cdiv(width, block), block
 
 
 @triton.jit
 def rows_kernel(index, weight, y, weight_stride, count, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """One program copies one tile of columns of ROWS rows; NaN for a row that is not there."""
+    """One program copies one tile of columns of ROWS rows; NaN for a row that does not exist."""
     program = tl.program_id(0)
-    # All rows of one tile after the other: then the cache still has that of a frequent row.
+    # All rows of one tile come one after the other, so the cache still has the tile of a frequent row.
     parts = tl.cdiv(count, ROWS)
     position = (program % parts).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (program // parts * BLOCK + tl.arange(0, BLOCK))[None, :]
-    wanted = position < count
-    row = tl.load(index + position, mask=wanted, other=0).to(tl.int64)
+    valid = position < count
+    row = tl.load(index + position, mask=valid, other=0).to(tl.int64)
     inside = ((row >= 0) & (row < rows))[:, None]
-    mask = wanted[:, None] & (column < width)
+    mask = valid[:, None] & (column < width)
     value = tl.load(weight + row[:, None] * weight_stride + column, mask=mask & inside, other=float("nan"))
     tl.store(y + position[:, None] * width + column, value, mask=mask)
 
@@ -125,8 +120,7 @@ def prepare_kernel(
     index, sorted_index, order, grad_weight, count, rows, ranks, size, ROWS: tl.constexpr, OTHERS: tl.constexpr,
     BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Each of the first `ranks` programs puts ROWS indices in order; the others write BLOCK zeros each, which keeps the
-    memory busy meanwhile."""
+    """Each of the first `ranks` programs sorts ROWS indices; the others write BLOCK zeros each meanwhile."""
     program = tl.program_id(0)
     if program < ranks:
         rank(program, index, sorted_index, order, count, rows, ROWS, OTHERS)
@@ -137,7 +131,7 @@ def prepare_kernel(
 
 @triton.jit
 def rank(program, index, sorted_index, order, count, rows, ROWS: tl.constexpr, OTHERS: tl.constexpr):
-    """Put ROWS indices where they belong in the order: behind all smaller ones and behind earlier equal ones."""
+    """Store ROWS indices at their sorted positions: after all smaller ones and after earlier equal ones."""
     entry = program * ROWS + tl.arange(0, ROWS)
     inside = entry < count
     key = narrowed(tl.load(index + entry, mask=inside, other=0), rows)
@@ -145,7 +139,7 @@ def rank(program, index, sorted_index, order, count, rows, ROWS: tl.constexpr, O
     for start in range(0, count, OTHERS):
         others = start + tl.arange(0, OTHERS)
         other = narrowed(tl.load(index + others, mask=others < count, other=0), rows)
-        # Larger than all: behind the last one.
+        # The largest number comes after all indices.
         other = tl.where(others < count, other, 2147483647)[None, :]
         before += ((other < key[:, None]) | ((other == key[:, None]) & (others[None, :] < entry[:, None]))).to(tl.int32)
     position = tl.sum(before, 1)
@@ -155,7 +149,7 @@ def rank(program, index, sorted_index, order, count, rows, ROWS: tl.constexpr, O
 
 @triton.jit
 def narrowed(index, rows):
-    """In 32 bits; an index of no row stays one."""
+    """Convert to 32 bits; an index without a row stays one."""
     return tl.minimum(tl.maximum(index, -1), rows).to(tl.int32)
 
 
@@ -164,10 +158,10 @@ def spans_kernel(
     grad_y, sorted_index, order, grad_weight, heads, tails, grad_stride, count, rows, width, tiles, padding,
     EARLY: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program sums one tile of columns over one span of the sorted indices, a run of equal ones after the other.
+    """One program sums one tile of columns over one span of the sorted indices, run by run of equal indices.
 
-    Runs that lie in the span go to grad_weight. A run that began before it goes to heads, one that began in it and
-    continues behind it to tails.
+    Runs within the span go to grad_weight; a run that began before it goes to heads, and one that began in it and
+    continues after it to tails.
     """
     wait(EARLY)
     program = tl.program_id(0)
@@ -219,17 +213,17 @@ def crossing_kernel(
     before = tl.load(sorted_index + first - 1, mask=first > 0, other=-1).to(tl.int64)
     behind = tl.load(sorted_index + last, mask=last < count, other=-1).to(tl.int64)
     counted = (row != padding) & (row >= 0) & (row < rows)
-    # Sorted: a span whose last index is the one before it holds no other.
+    # The indices are sorted: a span whose last index is the one before it has no other.
     begins = (last < count) & (row == behind) & ((first == 0) | (row != before)) & counted
     if begins:
         total = tl.load(tails + span * width + column, mask=mask, other=0.0)
         span += 1
-        going = True
-        while going:
+        more = True
+        while more:
             total += tl.load(heads + span * width + column, mask=mask, other=0.0)
             span += 1
-            # The run has come to the next span if that begins with it.
-            going = (span < spans) & (tl.load(sorted_index + tl.minimum(span * SPAN, count - 1)).to(tl.int64) == row)
+            # The run continues in the next span if that begins with its index.
+            more = (span < spans) & (tl.load(sorted_index + tl.minimum(span * SPAN, count - 1)).to(tl.int64) == row)
         tl.store(grad_weight + row * width + column, total.to(grad_weight.dtype.element_ty), mask=mask)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""experts in Triton: what happens to rows before, between and after two grouped matmuls.
+"""experts in Triton: the passes over rows before, between and after two grouped matmuls.
 
 The backward pass reads only x, the outputs of the first matmul and the order of the rows. With a router weight w, a
-row's output w · (W a), and its upstream gradient g, the gradient of a is w · (Wᵀ g), and that of w is g · (W a) = (Wᵀ
-g) · a: no output of the second matmul is kept.
+row's output w · (W a) and its upstream gradient g, the gradient of a is w · (Wᵀ g), and that of w is g · (W a) =
+(Wᵀ g) · a: no output of the second matmul is kept.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from liger_triton._experts import (
 from liger_triton._grouped import grouped_matmul, grouped_sum
 from liger_triton.launch import ComposedKernel, cdiv, contiguous, dense_like, power_of_two, strided_rows, supported
 
-# As in `activated`.
+# The codes of `activated`.
 CODES = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu_squared": 3}
 # Columns of a row that one program copies or sums.
 WIDE = 2048
-# Rows and columns of the tile that one program activates, and of that which it sums over rows.
+# Rows and columns of a tile that one program activates, or sums over rows.
 ROWS, COLUMNS = 8, 256
 SUMMED, NARROW = 32, 64
 
@@ -96,7 +96,7 @@ def _allocate(
 
 
 def _scratch(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, *rest: Any) -> int:
-    """The rows that experts take in and give, and what they activate. Sorting takes keys and positions twice."""
+    """Return the bytes of the experts' inputs, activations and outputs, and of the keys and positions for sorting."""
     _, hidden, inner = down.shape
     return routing.chosen.numel() * ((hidden + inner) * x.itemsize + 40)
 
@@ -136,7 +136,7 @@ def _allocate_backward(
 def _scratch_backward(
     grad_y: Tensor, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, *rest: Any
 ) -> int:  # fmt: skip
-    """The rows and activations of the forward pass, before the gradients of x and gate_up are allocated."""
+    """Return the bytes of the rows and activations, before the gradients of x and gate_up are allocated."""
     *_, needs = rest
     results = sum(t.numel() * t.itemsize for t, need in zip((x, gate_up), needs, strict=False) if need)
     rows = routing.chosen.numel()
@@ -154,14 +154,14 @@ def _launch_backward(
     for_first, for_second = (for_gate_up, *for_adapters[:2]), (for_down, *for_adapters[2:])
     through = for_x or any(for_first) or for_gate_up_bias
     grads = _spread(grad_y, slot_rows, routing)
-    # Wᵀ g and w · a may leave float16's range where w · Wᵀ g, (Wᵀ g) · a and the gradient of W do not.
+    # Wᵀ g and w · a may overflow float16 where w · Wᵀ g, (Wᵀ g) · a and the gradient of W do not.
     narrow = grads.dtype == torch.float16
     wide = torch.float32 if narrow else grads.dtype
     if through or for_weight:
         pulled = _through(grads, down, adapters.down_b, adapters.down_a, ends, wide)
     else:
         pulled = grads.new_empty(grads.shape[0], down.shape[2])
-    # The weighted activation, which the gradient of down is made of, takes the place of what has been read.
+    # The weighted activation, of which the gradient of down is made, overwrites `pulled` once that is read.
     active = torch.empty_like(pulled, dtype=grads.dtype) if narrow and any(for_second) else pulled
     grad_joined = (torch.empty_like(joined) if scratch is None else scratch) if through else None
     if for_weight:
@@ -214,7 +214,7 @@ def _through(
     """Return rows @ matrices of each group, plus rows @ first @ second with an adapter."""
     out = grouped_matmul(rows, matrices, ends, dtype)
     if first is not None and second is not None:
-        # In one pass over the large result, and without rounding the small product.
+        # One pass over the large result, which does not round the small product.
         out = grouped_matmul(grouped_matmul(rows, first, ends), second, ends, onto=out)
     return out
 

@@ -32,8 +32,7 @@ WIDEST = 16384
 
 
 class Form(NamedTuple):
-    """The options: eps, what is added to the weight, whether the gate is a sigmoid and comes first, columns of a group
-    (0: all)."""
+    """The options: eps, weight offset, whether the gate is a sigmoid and comes first, columns of a group (0: all)."""
 
     eps: float
     offset: float
@@ -110,19 +109,16 @@ def _launch_backward(
         sum_columns(partials, grad_weight, None)
 
 
-# Share of copy bandwidth on one H200 (bfloat16, kernels alone) at 8192 · 4096 columns: forward .92 (16 warps .88) ·
-# .98, backward .95 · .95 (with the weight held .75 · .87).
+# Share of copy bandwidth on one H200 (bfloat16): .92 at 8192 columns, .98 at 4096; backward .95.
 def forward_shape(width: int) -> tuple[int, int, int]:
-    """Block of columns, rows of a program, warps."""
+    """Return the block of columns, the rows of a program, and its warps."""
     return row_shape(width, 2048, lambda block: 8 if block <= 8192 else 16)
 
 
 def backward_shape(width: int, size: int, shared: int) -> tuple[int, int, int, int, int, bool]:
-    """Block, rows, warps, pipeline stages, programs per multiprocessor, whether the weight stays in registers from row
-    to row.
+    """Return (block, rows, warps, stages, programs per multiprocessor, whether the weight stays in registers).
 
-    size is the bytes of a column of the three tensors. The next rows are on their way in shared memory while these are
-    computed.
+    size is the bytes of a column of the three tensors; the stages load the next rows into shared memory.
     """
     block, rows, warps = forward_shape(width)
     programs = 4 if block <= 2048 else 2 if block <= 4096 else 1
@@ -141,7 +137,7 @@ _gated_rms_norm = differentiable(
 
 @triton.jit
 def gated(gate, SIGMOID: tl.constexpr):
-    """The activation of the gate and its derivative."""
+    """Return the activation of the gate and its derivative."""
     sigmoid = tl.sigmoid(gate)
     if SIGMOID:
         value = sigmoid
@@ -184,10 +180,9 @@ def backward_kernel(
     offset, SIGMOID: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     HELD: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, g) walks group g of every programs-th ROWS rows, from the p-th on; its weight gradient goes to row p
-    of partials.
+    """Program (p, g) walks group g of every programs-th ROWS rows; its weight gradient goes to row p of partials.
 
-    With n the normalized row and u its gradient: that of what was normalized is inverse · (u - n · mean(u · n)).
+    With n the normalized row and u its gradient, the gradient before the norm is inverse · (u - n · mean(u · n)).
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)

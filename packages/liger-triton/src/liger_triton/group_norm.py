@@ -22,9 +22,9 @@ from liger_triton._group_norm import backward_launch, forward_launch, mean_launc
 from liger_triton._norm import zero
 from liger_triton.launch import TritonKernel, cdiv, contiguous, dense_like, power_of_two, processors, supported
 
-# Numbers of a group, which are counted in 32 bits, as far as the last tile goes.
+# The most numbers of a group: they are counted in 32 bits up to the end of the last tile.
 MOST = 2**31 - 2**16
-# Channels of a program that adds their sums over the samples.
+# Channels of a program that sums over samples.
 STRIP = 16
 
 
@@ -36,8 +36,8 @@ class Shape(NamedTuple):
     programs: int
 
 
-# Of large groups, of groups that these tiles would fit badly, and of the backward pass. Forward, a thread has 16
-# numbers of a tile, and so adds several before threads add theirs: see `fuses`.
+# SMALL is for groups that FORWARD fits badly. In FORWARD, a thread has 16 numbers of a tile, and so adds several before
+# threads add theirs: see `fuses`.
 FORWARD, SMALL, BACKWARD = Shape(8192, 16, 4), Shape(2048, 4, 4), Shape(2048, 4, 8)
 
 

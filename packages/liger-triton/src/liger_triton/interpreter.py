@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes Triton's interpreter compute as the hardware does, and run functions that kernels call in half the time."""
+"""Patches that make Triton's interpreter compute as the hardware does, and call functions in half the time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from triton.runtime import interpreter
 
 
 def round_to_nearest() -> None:
-    """Replace the interpreter's truncation (Triton 3.6 to 3.9), which doubles the error of every bfloat16 result, by
-    rounding to nearest even."""
+    """Make casts to bfloat16 round to nearest even, not toward zero as in the interpreter (Triton 3.6 to 3.9)."""
     builder: Any = interpreter.InterpreterBuilder
     if getattr(builder.cast_impl, "rounds_to_nearest", False):
         return
@@ -30,15 +29,14 @@ def round_to_nearest() -> None:
 
 
 def _nearest(values: Any) -> Any:
-    """The upper 16 bits of float32 values after rounding to nearest even; NaN stays NaN."""
+    """Return the upper 16 bits of float32 values after rounding to nearest even; NaN stays NaN."""
     bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded).reshape(np.shape(values))
 
 
 def multiply_bfloat16() -> None:
-    """Make tl.dot read bfloat16 operands as numbers: the interpreter (Triton 3.6 to 3.9) multiplies their bits as
-    integers."""
+    """Make tl.dot read bfloat16 operands as numbers, not as integers as in the interpreter (Triton 3.6 to 3.9)."""
     builder: Any = interpreter.InterpreterBuilder
     if getattr(builder.create_dot, "reads_bfloat16", False):
         return
@@ -52,14 +50,14 @@ def multiply_bfloat16() -> None:
 
 
 def _widened(operand: Any) -> Any:
-    """In float32, which holds every product of two bfloat16 numbers exactly."""
+    """Convert to float32, which holds every product of two bfloat16 numbers exactly."""
     if operand.dtype.scalar != tl.bfloat16:
         return operand
     return interpreter.TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
 def round_once() -> None:
-    """Make tl.fma round once: the interpreter (Triton 3.6 to 3.9) rounds the product, too."""
+    """Make tl.fma round once; the interpreter (Triton 3.6 to 3.9) rounds the product, too."""
     builder: Any = interpreter.InterpreterBuilder
     if getattr(builder.create_fma, "rounds_once", False):
         return
@@ -77,8 +75,7 @@ def round_once() -> None:
 
 
 def narrow_floats() -> None:
-    """Give kernels their floats in float32, as on a GPU: the interpreter (Triton 3.6 to 3.9) computes with those of
-    Python, in float64."""
+    """Pass floats to kernels in float32, as on a GPU, not in float64 as the interpreter does (Triton 3.6 to 3.9)."""
     inner: Any = interpreter._implicit_cvt
     if getattr(inner, "narrows", False):
         return
@@ -93,8 +90,7 @@ def narrow_floats() -> None:
 
 
 def ignore_nan() -> None:
-    """Make tl.minimum and tl.maximum return the other number if one is NaN, as a GPU does; the interpreter (Triton 3.6
-    to 3.9) returns NaN."""
+    """Make tl.minimum and tl.maximum ignore NaN, as on a GPU; the interpreter (Triton 3.6 to 3.9) returns it."""
     builder: Any = interpreter.InterpreterBuilder
     builder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
     builder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
@@ -119,8 +115,7 @@ def compare_to_booleans() -> None:
 
 
 def find_builtins_once() -> None:
-    """Cache the names of the builtins that the interpreter replaces; it searches all of triton.language for them at
-    every call."""
+    """Cache the builtins that the interpreter replaces; it searches all of triton.language in every call."""
     if not hasattr(interpreter, "_patch_builtin"):
         return
 
@@ -131,7 +126,7 @@ def find_builtins_once() -> None:
     def patch(namespace: Any, builder: Any, scope: Any) -> None:
         for name in builtins_of(namespace):
             member = getattr(namespace, name)
-            # All or none of them are replaced already.
+            # Either all of them or none are replaced already.
             if not tl.core.is_builtin(member):
                 return
             interpreter._patch_attr(namespace, name, member, builder, scope)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by all launchers: the device guard, row views, and the dtypes that the kernels support."""
+"""The parts that all launchers share: the device guard, row views, and the dtypes that the kernels support."""
 
 from __future__ import annotations
 
@@ -40,15 +40,13 @@ if knobs.runtime.interpret:
 NAMESPACE = "liger_triton"
 PLAIN = frozenset({Tensor, Parameter})
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
-# Releases of Triton whose launcher `Launcher` knows how to call; 3.6 takes the arguments one by one, the others in a
-# tuple.
+# Releases of Triton that `Launcher` can call: 3.6 takes the arguments one by one, the others in a tuple.
 KNOWN_RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
-# Column tiles, not one program a row: a row padded to a power of two wastes up to a third of the lanes (I = 11008 →
-# 16384).
+# Column tiles, not a program per row: padding to a power of two would idle a third of the lanes at 11008 columns.
 TILE, TILE_WARPS = 2048, 8
-# Neighbors that one thread takes: 16 bytes of bf16.
+# Neighboring elements that one thread takes: 16 bytes of bf16.
 VECTOR = 8
-# Programs of a persistent grid in the interpreter, where a program costs milliseconds and there is no device to fill.
+# Programs of a persistent grid in the interpreter, where each takes milliseconds and there is nothing to fill.
 INTERPRETER_PROCESSORS = 2
 
 
@@ -68,12 +66,9 @@ class TritonKernel(Kernel):
 
 
 class ComposedKernel(TritonKernel):
-    """A kernel whose outputs other kernels make, which allocate them.
+    """A kernel that launches others, which allocate its outputs: its launch gets None for each, and returns them.
 
-    Its launch gets None for each output, and returns them.
-
-    reused  the input that a backward whose graph is freed behind it may work in; launch gets it as its last output,
-            `scratch`
+    reused  the input that a backward may overwrite if it frees its graph; launch gets it as its last output, `scratch`
     """
 
     def __init__(self, name: str, allocate: Any, launch: Any, reused: str = "", scratch: Any = None) -> None:
@@ -84,20 +79,19 @@ class ComposedKernel(TritonKernel):
         outputs: list[Any] = [None] * self.count
         if self.reused is not None and allocate is self.recycle:
             outputs[-1] = args[self.reused]
-        # A no-op for CPU tensors.
+        # Does nothing for CPU tensors.
         with torch.cuda.device_of(args[self.anchor]):
             results: Any = self.launch(*outputs, *self.grouped(args))
         return results
 
 
 class Launcher:
-    """Starts a Triton kernel, `launcher(grid, *args, BLOCK=…, num_warps=…)`, reusing the kernel compiled for an equal
-    earlier call.
+    """The launcher of a Triton kernel, `launcher(grid, *args, BLOCK=…, num_warps=…)`, with a cache of compiled kernels.
 
-    Triton's own call spends 10 µs finding that kernel again (H200 host, 12 arguments: 14.3 against 4.8 µs). The key
-    holds all that Triton specializes on: dtypes, 16-byte alignment, the integers themselves, the constexprs and the
-    device. Pointers are passed as addresses: for a tensor Triton asks the driver whether the device can reach it, which
-    `check` of every op has made sure of. Releases of Triton other than KNOWN_RELEASES get Triton's own call.
+    Triton's own call takes 10 µs longer to find one (H200 host, 12 arguments: 14.3 instead of 4.8 µs). The key holds
+    all that Triton specializes on: dtypes, 16-byte alignment, the values of integers, the constexprs and the device.
+    Pointers are passed as addresses: for a tensor, Triton would ask the driver whether the device can reach it, which
+    every op's `check` has made sure of. Releases of Triton other than KNOWN_RELEASES get Triton's own call.
     """
 
     LIMIT = 4096
@@ -109,7 +103,7 @@ class Launcher:
         self.direct = not knobs.runtime.interpret and triton.__version__.startswith(KNOWN_RELEASES)
 
     def __call__(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        # The hooks of a profiler need launch metadata that only Triton's own call collects.
+        # A profiler's hooks need launch metadata that only Triton's own call collects.
         if not self.direct or getattr(knobs.runtime.launch_enter_hook, "calls", True):
             self.call_triton(grid, args, options)
             return
@@ -144,24 +138,19 @@ class Launcher:
             start(x, y, 1, stream, function, *between, *values, *constants)
 
     def after(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        """Start a kernel that reads what the last launch wrote: it is on the device already when that ends, and its
-        `wait` returns then.
+        """Launch a kernel that reads the results of the last launch: it starts early and waits for them in `wait`.
 
-        Saves 1.2 µs a launch on an H200 (programmatic dependent launch).
+        This saves 1.2 µs per launch on an H200 (programmatic dependent launch).
         """
         early = self.direct and overlaps()
         self(grid, *args, EARLY=early, **({"launch_pdl": True} if early else {}), **options)
 
     def call_triton(self, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Triton's own call.
-
-        States explicitly that products may be fused into sums, which Triton 3.9 warns about and 3.10 changes.
-        """
+        """Launch by Triton's own call. Fusion is requested explicitly, because Triton 3.10 changes the default."""
         return self.kernel[grid](*args, **{"enable_fp_fusion": True, **options})
 
     def keep(self, key: tuple[Any, ...], compiled: Any, count: int, options: dict[str, Any]) -> None:
-        """Cache a kernel compiled for a call with `count` arguments, with everything that Triton's launcher needs
-        around them."""
+        """Cache a compiled kernel for calls with `count` arguments, with all that Triton's launcher needs."""
         run = compiled.run
         if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
             # Scratch memory and a sanitizer's state belong to one launch; Triton's own call provides them.
@@ -180,10 +169,7 @@ class Launcher:
 
 
 def overlaps() -> bool:
-    """Whether the current device may start a kernel before the one that it depends on has ended:
-
-    Hopper GPUs and later ones of NVIDIA.
-    """
+    """Whether the current device may start a kernel before the previous one has ended: NVIDIA's Hopper and later."""
     return torch.version.cuda is not None and capability(current_device()) >= (9, 0)
 
 
@@ -194,13 +180,13 @@ def capability(device: int) -> tuple[int, int]:
 
 @triton.jit
 def wait(EARLY: tl.constexpr):
-    """Until the kernel that was launched before has ended and what it wrote is visible; see `Launcher.after`."""
+    """Wait until the previous kernel has ended and its results are visible; see `Launcher.after`."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
 
 
 def supported(*tensors: Tensor | None) -> None:
-    """Decline dtypes that the kernels do not compute in, and tensors that lie on several devices."""
+    """Decline dtypes that the kernels do not compute in, and DTensors."""
     for tensor in tensors:
         if tensor is None:
             continue
@@ -213,25 +199,25 @@ def supported(*tensors: Tensor | None) -> None:
 def fuses(block: int) -> bool:
     """Whether a reduction of so many elements may fuse products into its sums.
 
-    Triton 3.6 lets every thread that knows a sum write it to shared memory (triton-lang/triton#7264, #11614). All know
-    the same bits only if no thread fuses the product of its one element into the sum with its neighbor's, which was
-    rounded.
+    In Triton 3.6, every thread that knows a sum may write it to shared memory (triton-lang/triton#7264, #11614). Their
+    bits agree only if no thread fuses the product of its single element into the sum with its neighbor's rounded
+    product.
     """
     return block > 512
 
 
 def cdiv(a: int, b: int) -> int:
-    """⌈a / b⌉; triton.cdiv does the same in ten times the time."""
+    """Return ⌈a / b⌉, in a tenth of the time of triton.cdiv."""
     return -(-a // b)
 
 
 def power_of_two(n: int) -> int:
-    """The next power of two, at least 1."""
+    """Return the next power of two, at least 1."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """x as (rows, width) with adjacent columns, read in place where its strides allow, else copied once."""
+    """Return x as (rows, width) with adjacent columns: a view where its strides allow, else a copy."""
     if x.dim() == 2 and (x.stride(1) == 1 or x.shape[1] == 1):
         return x
     if x.dim() == 0:
@@ -245,7 +231,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def tiles_of(*tensors: Tensor) -> tuple[int, int, int, int]:
-    """(rows, width, tiles per row, block); dense tensors count as one long row."""
+    """Return (rows, width, tiles per row, block); dense tensors count as one long row."""
     rows, width = tensors[0].shape
     if all(t.is_contiguous() for t in tensors):
         rows, width = 1, rows * width
@@ -259,8 +245,7 @@ def dense_like(x: Tensor) -> Tensor:
 
 
 def row_shape(width: int, most: int, warps: Callable[[int], int]) -> tuple[int, int, int]:
-    """Block of columns, rows of a program, warps: rows of up to `most` columns share a program, longer ones have
-    `warps(block)`."""
+    """Return (block, rows, warps) of a program: rows of up to `most` columns share one, others get warps(block)."""
     block = power_of_two(width)
     if block <= most:
         return block, max(1, min(64, most // block)), 4
@@ -268,7 +253,7 @@ def row_shape(width: int, most: int, warps: Callable[[int], int]) -> tuple[int, 
 
 
 def strided_rows(x: Tensor) -> tuple[Tensor, int]:
-    """x, or where its strides allow no such reading a copy, as rows of adjacent columns; and how far apart they are."""
+    """Return x as rows of adjacent columns, copied if its strides require it, and the stride of the rows."""
     if x.is_contiguous():
         return x, x.shape[-1]
     x = rows_of(x)
@@ -280,14 +265,13 @@ def contiguous(vector: Tensor | None) -> Tensor | None:
 
 
 def registers(most: int | None, like: Tensor) -> dict[str, int]:
-    """The option that bounds the registers of a thread, so that more warps run at once; only Triton's backend for
-    NVIDIA GPUs has it."""
+    """Return the option that limits a thread's registers, for more warps; only Triton's NVIDIA backend has it."""
     return {"maxnreg": most} if most and like.is_cuda and torch.version.cuda else {}
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a device."""
+    """Return the number of streaming multiprocessors of a device."""
     if device.type != "cuda":
         return INTERPRETER_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -295,22 +279,21 @@ def processors(device: torch.device) -> int:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use."""
+    """Return the bytes of shared memory that one program may use."""
     if device.type != "cuda":
         return 0
     return int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
 def stages_of(size: int, like: Tensor, most: int = 3) -> int:
-    """Rows on their way at once, at most so many, which wait in shared memory; size is the bytes of one row of every
-    program of a multiprocessor."""
-    # A kilobyte stays for the reductions.
+    """Return the pipeline stages, up to `most`, that fit in shared memory if each takes `size` bytes of it."""
+    # One KiB is left for reductions.
     return max(1, min(most, (shared_memory(like.device) - 1024) // max(1, size)))
 
 
 @cache
 def l2_cache(device: torch.device) -> int:
-    """Bytes of the cache that all multiprocessors share."""
+    """Return the bytes of the cache that all multiprocessors share."""
     if device.type != "cuda":
         return 2**20
     return int(torch.cuda.get_device_properties(device).L2_cache_size)

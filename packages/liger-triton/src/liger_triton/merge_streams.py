@@ -72,8 +72,7 @@ def _launch_backward(
 
 
 def _columns(streams: int) -> int:
-    """Columns of a tile of the backward, whose threads hold a product for each pair of streams: of 8 streams a quarter
-    as many as of 4."""
+    """Return the columns of a backward tile, whose threads have a product per pair of streams: fewer for 8 streams."""
     return min(BLOCK, BLOCK * 16 // streams**2)
 
 
@@ -123,7 +122,7 @@ def backward_kernel(
     row = tl.program_id(0).to(tl.int64)
     stream = tl.arange(0, STREAMS).to(tl.int64)
     used = stream < COUNT
-    # Tensors of the loop are (i, j, column) from the start: a converted layout would pass through shared memory.
+    # The loop's tensors are (i, j, column) from the start: conversions would pass through shared memory.
     i, j = stream[:, None, None], stream[None, :, None]
     of_post = tl.zeros((STREAMS, 1, BLOCK // FOLD), dtype=tl.float32)
     of_res = tl.zeros((STREAMS, STREAMS, BLOCK // FOLD), dtype=tl.float32)
@@ -161,7 +160,7 @@ def backward_kernel(
 
 @triton.jit
 def folded(value, FOLD: tl.constexpr):
-    """Sums of FOLD neighboring columns, which one thread has."""
+    """Return the sums of FOLD neighboring columns, which one thread has."""
     shape: tl.constexpr = value.shape
     return tl.sum(tl.reshape(value, (shape[0], shape[1], shape[2] // FOLD, FOLD)), 3)
 

@@ -19,7 +19,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @hookimpl
 def liger_backends() -> list[Backend]:
-    # The interpreter is for tests: it is thousands of times slower than PyTorch, so `auto` never selects it.
+    # `auto` never selects the interpreter, which is thousands of times slower than PyTorch: it is for tests.
     devices = ("cpu", "cuda") if INTERPRETED else ("cuda",)
     return [
         Backend(

@@ -25,9 +25,8 @@ from liger_triton.launch import (
 )
 
 WIDEST = 16384
-# Chunks of a row forward and backward, and backward, warps of a multiprocessor. Share of copy bandwidth on
-# one H200 (bfloat16), forward · backward: .94 · .90 at 4096 columns, .95 · .90 at 8192, .95 · .89 at 11008, .97 · .95
-# at 14336.
+# Chunks of a row forward and backward, and warps of a multiprocessor backward. Share of copy bandwidth on one H200
+# (bfloat16), forward · backward: .94 · .90 at 4096 columns, .97 · .95 at 14336.
 MOST_CHUNKS, MOST_CHUNKS_BACKWARD, WARPS = 7, 11, 8
 
 
@@ -127,7 +126,7 @@ def forward_kernel(
     first *= tl.load(weight + 2).to(tl.float32)
     added = 0.0 if bias is None else tl.load(bias).to(tl.float32)
     for c in tl.static_range(len(value)):
-        # Horner's form: of the row, only the values stay in registers.
+        # Horner's form, in which only the values of the row stay in registers.
         result = value[c] * (value[c] * (value[c] * third + second) + first) + added
         write_chunk(y + row * WIDTH, result, c, WIDTH, CHUNK)
 
@@ -137,10 +136,10 @@ def backward_kernel(
     grad_y, x, weight, inverse, grad_x, partials, grad_stride, x_stride, rows, WIDTH: tl.constexpr,
     STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Program p walks every programs-th row; the sums of its rows go to row p of partials.
+    """Program p walks every programs-th row; its sums go to row p of partials.
 
-    With n the k-th power normalized and P = Σ grad_y · n of a row, the power's gradient is weight · inverse · (grad_y -
-    n · P / width), and that of x is k · x^(k-1) times as much; here all are polynomials of u = x normalized.
+    With n the normalized k-th power and P = Σ grad_y · n of a row, the power's gradient is weight · inverse · (grad_y -
+    n · P / width), and that of x is k · x^(k-1) times it. Here all are polynomials of u, the normalized x.
     """
     program = tl.program_id(0)
     factor_3 = tl.load(weight).to(tl.float32)
@@ -157,7 +156,7 @@ def backward_kernel(
         third = tl.load(inverse + row * 3)
         second = tl.load(inverse + row * 3 + 1)
         first = tl.load(inverse + row * 3 + 2)
-        # The normalized powers are u, ratio_2 · u² and ratio_3 · u³: of the row, only grad and u stay in registers.
+        # The normalized powers are u, ratio_2 · u² and ratio_3 · u³, so only grad and u stay in registers.
         ratio_2 = second / first / first
         ratio_3 = third / first / first / first
         normal = no_chunks()

@@ -15,7 +15,7 @@ from liger_triton._norm import read, sum_columns, zero
 from liger_triton._streams import positions
 from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, power_of_two, processors, supported
 
-# Logits that a program holds, and the tile of rows and columns that it multiplies.
+# The most logits that a program holds, and the rows and columns of the tile that it multiplies.
 MOST, ROWS, BLOCK = 128, 64, 64
 
 
@@ -39,7 +39,7 @@ def _launch(y: Tensor, inverse: Tensor, /, x: Tensor, weight: Tensor, eps: float
     x, weight = positions(x.flatten(-2), 1, adjacent=True), positions(weight, 1, adjacent=True)
     (rows, columns), count = x.shape, weight.shape[0]
     blocks = cdiv(rows, ROWS)
-    # So many programs share the columns that all processors have some; each takes a multiple of the tile.
+    # Enough programs share the columns to fill all processors; each takes a multiple of the tile.
     span = BLOCK * cdiv(columns, BLOCK * max(1, min(cdiv(columns, 16 * BLOCK), cdiv(3 * processors(x.device), blocks))))
     splits = cdiv(columns, span)
     partials = x.new_empty((splits, rows, count + 1), dtype=torch.float32)
@@ -87,7 +87,7 @@ def _launch_backward(
 
 
 def _logits(count: int) -> int:
-    # What a matrix multiply takes at least.
+    # A matrix multiply takes at least 16.
     return max(16, power_of_two(count))
 
 
@@ -100,7 +100,7 @@ _project_streams = differentiable(
 
 @triton.jit
 def halves(value):
-    """Two bfloat16 numbers and a third that add up to a float32 number."""
+    """Split a float32 number into a sum of three bfloat16 numbers."""
     high = value.to(tl.bfloat16)
     rest = value - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
@@ -109,7 +109,7 @@ def halves(value):
 
 @triton.jit
 def times(a, b, total, EXACT: tl.constexpr):
-    """total + a · b in float32, of a in float32 and b as it is; EXACT: b is bfloat16, and a three such numbers."""
+    """Return total + a · b in float32. EXACT: b is bfloat16, and a is split into three such numbers."""
     if EXACT:
         high, middle, low = halves(a)
         total = tl.dot(low, b, total)
@@ -124,8 +124,7 @@ def forward_kernel(
     x, weight, partials, x_stride, weight_stride, rows, columns, span,
     COUNT: tl.constexpr, LOGITS: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (r, s) multiplies ROWS rows and its span of columns, and adds up their squares; the logits are rows of
-    the product."""
+    """Program (r, s) multiplies ROWS rows and span s of columns into (logits, rows), and sums their squares."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     logit = tl.arange(0, LOGITS)
     first = tl.program_id(1) * span
@@ -150,7 +149,7 @@ def forward_kernel(
 def finish_kernel(
     partials, y, inverse, splits, rows, columns, eps, COUNT: tl.constexpr, LOGITS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """One program adds what the spans of ROWS rows have, and scales it."""
+    """One program adds the results of all spans for ROWS rows, and scales them."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     logit = tl.arange(0, LOGITS)
     mask = (row < rows)[:, None] & (logit < COUNT)[None, :]
@@ -172,8 +171,7 @@ def backward_kernel(
 ):  # fmt: skip
     """Program (c, s) walks its span of rows of a strip of columns.
 
-    With g = grad_y · inverse: grad_x = g · weight - x · inverse² · mean over columns of Σ grad_y · y, and grad_weight =
-    gᵀ · x.
+    With g = grad_y · inverse: grad_x = g · weight - x · inverse² · Σ grad_y · y / columns, and grad_weight = gᵀ · x.
     """
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
@@ -196,7 +194,7 @@ def backward_kernel(
         grad = grad * scale[:, None]
         if grad_x is not None:
             if EXACT:
-                # To float32's precision: of a few columns, little is left after the subtraction below.
+                # In float32's precision: with few columns, the subtraction below cancels most digits.
                 high, middle, low = halves(grad)
                 by_high, by_middle, by_low = halves(by)
                 result = tl.dot(high, by_low, tl.dot(low, by_high, tl.dot(middle, by_middle)))

@@ -22,7 +22,7 @@ WIDEST_HEAD = 1024
 
 
 class Shape(NamedTuple):
-    """Columns of a tile (tokens × heads × width), programs per multiprocessor, tiles on their way, and warps."""
+    """Columns of a tile (tokens × heads × width), programs per multiprocessor, pipeline stages, and warps."""
 
     columns: int
     programs: int
@@ -31,18 +31,14 @@ class Shape(NamedTuple):
 
 
 def forward_shape(width: int, q_heads: int, k_heads: int) -> Shape:
-    """One H100 (bfloat16, 4 × 4096 tokens): 32 + 4 heads of 64 columns 61 µs, with 1024 columns in a tile 73; 4 + 1 of
-    256 38.5 µs, 39.0."""
+    """Return the forward shape. On one H100 (bfloat16), 32 + 4 heads of 64 take 61 µs; tiles of 1024 columns, 73."""
     if 64 < width < 256:
         return Shape(1024, 16, 2, 1)
     return Shape(2048, 8, 2, 1 if _sixteen(2048, width, q_heads, k_heads) else 2)
 
 
 def backward_shape(width: int, q_heads: int, k_heads: int) -> Shape:
-    """Share of copy bandwidth on one H200 (bfloat16): 32 + 8 heads of 128 columns .87, 16 + 8 .78, 16 + 8 of 256 .88.
-
-    In the shape of other heads of 128 columns, 16 + 8 reach .49.
-    """
+    """Return the backward shape: 32 + 8 heads of 128 reach .87 of copy bandwidth on one H200 (bfloat16)."""
     if width >= 256:
         return Shape(2048, 4, 3, 2)
     shape = Shape(4096, 2, 3, 4)
@@ -52,7 +48,7 @@ def backward_shape(width: int, q_heads: int, k_heads: int) -> Shape:
 
 
 def _sixteen(columns: int, width: int, *heads: int) -> bool:
-    """Whether a tile has 16 heads, of which two or four warps load each in a way that is not pipelined well."""
+    """Whether a tile has 16 heads, which two or four warps load in a badly pipelined way."""
     return 16 in (_heads(number, columns // power_of_two(width)) for number in heads)
 
 
@@ -76,13 +72,13 @@ def _allocate(q: Tensor, k: Tensor, *rest: object) -> Outputs:
 
 
 def _scales(x: Tensor) -> Tensor:
-    """(batch, tokens, heads), as projections lie in memory."""
+    """Allocate (batch, tokens, heads), the order of projections in memory."""
     batch, heads, tokens, _ = x.shape
     return x.new_empty((batch, tokens, heads), dtype=torch.float32)
 
 
 def _like(x: Tensor) -> Tensor:
-    """New memory in the order of x's strides, with adjacent columns."""
+    """Allocate memory in the order of x's strides, with adjacent columns."""
     like = torch.empty_like(x)
     return like if like.stride(-1) == 1 else dense_like(x)
 
@@ -97,18 +93,16 @@ def _launch(
     rows, options = _options(width, cos.shape[-1], interleaved, shape)
     q_heads, k_heads = (_heads(x.shape[1], rows) for x in (q, k))
     q_tiles, k_tiles = cdiv(q.shape[1], q_heads), cdiv(k.shape[1], k_heads)
-    # Every program has one tile of heads of q and one of k, in one batch row; programs that have the same ones share
-    # the tokens.
+    # A program has one tile of heads of q and one of k in one batch row; programs with the same ones share tokens.
     different, most = batch * math.lcm(max(1, q_tiles), max(1, k_tiles)), shape.programs * processors(q.device)
     programs = different * min(tokens, max(1, most // max(1, different))) if q_tiles + k_tiles else 0
-    # Tokens of a tile: at most as many as every program has.
+    # The tokens of a tile: at most as many as every program has.
     q_tokens, k_tokens = (
         max(1, min(rows // heads, power_of_two(batch * tokens * tiles // max(1, programs) + 1) // 2))
         for heads, tiles in ((q_heads, q_tiles), (k_heads, k_tiles))
     )
     if 2 * programs <= most:
-        # So few tokens that there is room for more threads. One H200: one token of 32 + 8 heads 2.7 µs with four warps,
-        # 3.7 with two.
+        # With few tokens, there is room for more threads: one token of 32 + 8 heads takes 2.7 µs on one H200, not 3.7.
         options["num_warps"] = 4 if programs < processors(q.device) else 2
     if programs:
         forward_launch(
@@ -141,9 +135,9 @@ def _launch_backward(
     cos: Tensor,
     sin: Tensor, inverse_q: Tensor, inverse_k: Tensor, weight_offset: float, interleaved: bool, needs: list[bool],
 ) -> None:  # fmt: skip
-    """Weight gradients by float32 partial sums of each program, which a second kernel adds."""
+    """Launch the backward pass; a second kernel adds the programs' float32 sums for the weight gradients."""
     q, k, cos, sin = (_columns(t) for t in (q, k, cos, sin))
-    # Rows without a gradient are not walked; any tensor stands for what is then not read.
+    # Rows without a gradient are not walked, so any tensor can stand in for it.
     above_q, above_k = (x if grad is None else _columns(grad) for grad, x in ((grad_out_q, q), (grad_out_k, k)))
     into_q, into_k = (x if grad is None else grad for grad, x in ((grad_q, q), (grad_k, k)))
     shape = backward_shape(q.shape[3], q.shape[1], k.shape[1])
@@ -171,26 +165,26 @@ def _launch_backward(
 
 
 def _options(width: int, rotary: int, interleaved: bool, shape: Shape) -> tuple[int, dict[str, object]]:
-    """Heads that a tile has room for, and the compile-time arguments that both kernels have."""
-    # Whole heads in halves: no column is read twice.
+    """Return the number of heads that fit in a tile, and the compile-time arguments of both kernels."""
+    # With whole heads in halves, no column is read twice.
     pairs = rotary == width and not interleaved
     options: dict[str, object] = {
         "INTERLEAVED": interleaved, "PAIRS": pairs, "LANES": power_of_two(width // 2 if pairs else width),
         "STAGES": shape.stages, "num_warps": shape.warps,
-        # A sum of pairs has no product that another thread could fuse into it otherwise (`fuses`).
+        # A sum of pairs leaves no product that another thread could fuse differently (`fuses`).
         "enable_fp_fusion": pairs or fuses(width),
     }  # fmt: skip
     return max(1, shape.columns // power_of_two(width)), options
 
 
 def _heads(heads: int, rows: int) -> int:
-    """Heads of a token in a tile, which share its cos and sin: no idle rows where a power of two divides the heads."""
+    """Return the heads of a token in a tile, all used if a power of two divides them; they share its cos and sin."""
     even = heads & -heads
     return min(rows, even if even >= 4 else power_of_two(heads))
 
 
 class Tile(NamedTuple):
-    """How tiles cover (tokens, heads) of a tensor: tokens and heads of one, and how many there are."""
+    """A tiling of the (tokens, heads) of a tensor: tokens and heads of a tile, and the number of tiles."""
 
     tokens: int
     heads: int
@@ -206,7 +200,7 @@ def _tile(tokens: int, heads: int, rows: int) -> Tile:
 
 
 def _columns(x: Tensor) -> Tensor:
-    """x with adjacent columns, copied only where they are not."""
+    """Return x with adjacent columns, copied only if they are not."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""relu_squared in Triton; with up, by the kernels of the gated activations."""
+"""relu_squared in Triton; with up, it uses the kernels of the gated activations."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def forward_kernel(x, y, x_stride, width, tiles, BLOCK: tl.constexpr):
     column = (program % tiles).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     value = tl.load(x + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    # Not the maximum of the two, so that NaN stays NaN.
+    # A select, not a maximum, so that NaN stays NaN.
     value = tl.where(value < 0.0, 0.0, value * value)
     tl.store(y + row * width + column, value.to(y.dtype.element_ty), mask=mask)
 

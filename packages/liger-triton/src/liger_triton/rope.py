@@ -16,8 +16,8 @@ from liger_core.kernels import Outputs
 from liger_core.private_torch import dispatch_stack_length
 from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, processors, supported
 
-# Pairs of columns that one program turns, tokens × heads × rotary/2: more than the fewest once every multiprocessor has
-# a program.
+# The fewest and the most pairs of columns (tokens × heads × rotary/2) of a program; more than the fewest only if every
+# multiprocessor has a program.
 FEWEST, MOST = 512, 2048
 
 
@@ -32,19 +32,19 @@ def rope(
         result = _rope(q, k, cos, sin, interleaved)
         return result
     if torch.compiler.is_compiling() or dispatch_stack_length():
-        # Tracing turns in-place writes into copies anyway.
+        # Tracing converts in-place writes to copies anyway.
         turned = _rope(q, k, cos, sin, interleaved)
         return q.copy_(turned[0]), k.copy_(turned[1])
     _forward.check_plain((q, k, cos, sin), "rope")
     if torch.is_grad_enabled() and (q._is_view() or k._is_view()) and (q.requires_grad or k.requires_grad):
-        # Autograd lets a function overwrite a view only if that is its first input and all that it returns.
+        # Autograd lets a function overwrite a view only if that is its first input and its only output.
         return _InPlace.apply(q, None, cos, sin, interleaved), _InPlace.apply(k, None, cos, sin, interleaved)
     result = _InPlace.apply(q, k, cos, sin, interleaved)
     return result
 
 
 class _InPlace(torch.autograd.Function):
-    """Declares the mutation to autograd: version counters change, so that an overwritten saved q or k is detected."""
+    """Declare the mutation to autograd: version counters change, so it detects an overwritten saved q or k."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool) -> Any:
@@ -53,7 +53,7 @@ class _InPlace(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
         ctx.set_materialize_grads(False)
-        # A no-op for CPU tensors, which the interpreter takes.
+        # Does nothing for CPU tensors, which the interpreter takes.
         with torch.cuda.device_of(q):
             _turn(q, k, q, k, cos, sin, interleaved, False)
         return q if k is None else tensors
@@ -118,14 +118,13 @@ def _turn(
     half = power_of_two(rotary // 2)
     most = max(x.shape[1] for x, _ in pairs)
     each = power_of_two(cdiv(batch * tokens * power_of_two(most) * half, processors(x1.device)))
-    # One warp whose threads each turn several heads reads cos and sin for fewer rows in vain: .83 of copy bandwidth at
-    # 256 columns, with four .69.
+    # Wide rows get one warp whose threads turn several heads each: .83 of copy bandwidth at 256 columns, with four .69.
     wide = half >= 128
     each = min(MOST // 2 if wide else MOST, max(FEWEST, each))
     heads = min(power_of_two(most), max(1, each // half))
     per_program = max(1, min(each // (half * heads), power_of_two(tokens)))
     groups = cdiv(batch * tokens, per_program)
-    # Where the heads of q and k fit one tile each, one program turns both and reads cos and sin once.
+    # If the heads of q and k fit in one tile each, one program turns both and reads cos and sin once.
     grid = (groups, cdiv(most, heads))
     rope_launch(
         grid, x1, x2, out1, out2, cos, sin,
@@ -139,7 +138,7 @@ def _turn(
 
 
 def table_strides(table: Tensor, batch: int) -> tuple[int, int]:
-    """Strides over batch and tokens; 0 for a shared batch."""
+    """Return the strides over batch and tokens; 0 for a shared batch."""
     if table.dim() == 2 or table.shape[0] == 1:
         return 0, table.stride(-2)
     return table.stride(0), table.stride(1)
@@ -147,7 +146,7 @@ def table_strides(table: Tensor, batch: int) -> tuple[int, int]:
 
 @triton.jit
 def rows_at(x, batch, token, head, x_batch, x_head, x_token):
-    """The offsets of the rows of a tile (tokens, heads)."""
+    """Return the offsets of the rows of a tile (tokens, heads)."""
     return x + (batch * x_batch + token * x_token)[:, None, None] + (head.to(tl.int64) * x_head)[None, :, None]
 
 
@@ -213,7 +212,7 @@ def rope_kernel(
     a = tl.load(row + first, mask=row_mask & inside, other=0.0).to(tl.float32)
     b = tl.load(row + second, mask=row_mask & inside, other=0.0).to(tl.float32)
     if BOTH:
-        # Loaded before the first store: the compiler must not move a load past a store that it might read from.
+        # Loaded before the first store, past which the compiler must not move a load.
         k_row = rows_at(k, batch, token, head, k_batch, k_head, k_token)
         k_mask = token_mask[:, None, None] & (head < k_heads)[None, :, None]
         k_a = tl.load(k_row + first, mask=k_mask & inside, other=0.0).to(tl.float32)

@@ -37,7 +37,7 @@ def _launch(y: Tensor, /, x: Tensor, iterations: int, eps: float) -> None:
 
 def _allocate_backward(grad_y: Tensor, x: Tensor, iterations: int, eps: float, needs: list[bool]) -> Outputs:
     size = x.shape[-1]
-    # For each matrix the last iterate, and what was divided by on the way.
+    # For each matrix: the last iterate, and all divisors.
     floats = x.numel() // max(1, size) * (size + 2 * iterations - 1)
     return dense_like(x), x.new_empty(floats, dtype=torch.float32)
 
@@ -74,7 +74,7 @@ _sinkhorn = differentiable(
 
 @triton.jit
 def softmax_of(x, x_stride, x_row, x_column, i, j, row, rows, COUNT: tl.constexpr):
-    """The softmax of each row of the matrices (i, j, row), zero outside them."""
+    """Return the softmax of each row of the matrices (i, j, row), zero outside them."""
     inside = (i < COUNT) & (j < COUNT)
     value = tl.load(x + row * x_stride + i * x_row + j * x_column, mask=inside & (row < rows), other=0.0).to(tl.float32)
     value = tl.where(j < COUNT, value, float("-inf"))
@@ -117,7 +117,7 @@ def backward_kernel(
 ):  # fmt: skip
     """One program walks back through the iterations of ROWS matrices.
 
-    Of q = p / s with s = Σ p + eps the gradient is (g - Σ g · q) / s, and p is q · s.
+    For q = p / s with s = Σ p + eps, the gradient of p is (g - Σ g · q) / s, and p is q · s.
     """
     i, j = tl.arange(0, SIZE).to(tl.int64)[:, None, None], tl.arange(0, SIZE).to(tl.int64)[None, :, None]
     step = tl.cast(rows, tl.int64) * (2 * COUNT)

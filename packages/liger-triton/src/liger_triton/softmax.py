@@ -2,8 +2,8 @@
 """softmax in Triton.
 
 A row that fits in the registers of a program is read once. A longer one is split among programs that wait for each
-other's sums, which also reads it once; where programs run one after the other, one program reads it twice, the second
-time backward, so that caches still hold much.
+other's sums, which also reads it once. Where these cannot all run at once, one program reads the row twice, the second
+time in reverse, because caches still hold its end.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ from liger_triton.launch import (
 
 
 class Shape(NamedTuple):
-    """Columns of a block, rows of a program, warps, pipeline stages, and programs per multiprocessor (0: as many as
-    there are rows).
+    """Columns of a block, rows of a program, warps, stages, and programs per multiprocessor (0: as many as rows).
 
-    split  whether the blocks of a row that is longer than one belong to as many programs
+    split  whether the blocks of a longer row belong to as many programs
     """
 
     block: int
@@ -51,10 +50,9 @@ class Shape(NamedTuple):
     split: bool = False
 
 
-# Share of copy bandwidth on one H200 (bfloat16, kernels alone), forward · backward: .96 · 1.03 at 4096 columns, .91 ·
-# .98 at 32768, .76 · .81 at 128256, where one program a row reaches .69 · .65.
+# Share of copy bandwidth on one H200 (bfloat16), forward · backward: .96 · 1.03 at 4096 columns, .76 · .81 at 128256.
 def forward_shape(width: int, size: int, shared: int) -> Shape:
-    """size is the bytes of a column. At 32768, the next row is on its way in shared memory meanwhile (.77 without)."""
+    """Return the forward shape; size is the bytes of a column. At 32768 columns, stages help (.91, without .77)."""
     block = power_of_two(width)
     if block <= 2048:
         return Shape(block, max(1, min(64, 2048 // block)), 4)
@@ -66,7 +64,7 @@ def forward_shape(width: int, size: int, shared: int) -> Shape:
 
 
 def backward_shape(width: int) -> Shape:
-    """At 32768, a second read (.98) is better than a whole row in registers (.95)."""
+    """Return the backward shape. At 32768 columns, a second read (.98) is better than a row in registers (.95)."""
     block = power_of_two(width)
     if block <= 2048:
         return Shape(block, max(1, min(64, 2048 // block)), 4)
@@ -78,7 +76,7 @@ def backward_shape(width: int) -> Shape:
 
 
 def _warps(width: int, block: int) -> int:
-    """Twice as many where no lane is idle; with idle ones, at 7000 columns, the backward pass falls from .78 to .50."""
+    """Return the warps of a block: twice as many if no lane is idle; otherwise that would take .78 to .50 at 7000."""
     return 16 if width == 8192 else max(8, block // 1024)
 
 
@@ -125,12 +123,12 @@ def _programs(rows: int, shape: Shape, x: Tensor) -> int:
 
 def _meets(width: int, shape: Shape, x: Tensor) -> bool:
     """Whether all programs of a row can run at once, as those that wait for each other must."""
-    # Kernels of other streams may hold the rest, and rows of theirs wait too.
+    # Kernels of other streams may hold the other processors, and wait for their own rows, too.
     return x.is_cuda and 4 * cdiv(width, shape.block) <= processors(x.device)
 
 
 def _meeting(x: Tensor, rows: int, parts: int, numbers: int) -> tuple[Tensor, Tensor]:
-    """How many programs have started, and of each row are done with their part; and memory for what each found."""
+    """Allocate the counters of started programs and of each row's finished parts, and memory for their results."""
     return x.new_zeros(rows + 1, dtype=torch.int32), x.new_empty(rows * parts * numbers, dtype=torch.float32)
 
 
