@@ -87,7 +87,7 @@ def run_locally(op: str, layout: Layout, call: Callable[..., Any], arguments: Ma
 
 
 def _placements(names: _Names, split: list[str | None]) -> list[Any]:
-    """Return a tensor's placements: sharded in those of its dimensions that are split, else replicated."""
+    """Return a tensor's placements: sharded in its dimensions that are split, replicated otherwise."""
     from torch.distributed.tensor import Replicate, Shard
 
     return [Replicate() if name is None or name not in names else Shard(names.index(name)) for name in split]

@@ -207,7 +207,7 @@ class Op(Generic[P, R]):
                 ) from None
 
     def checked(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments of a call, cast as autocast does; raises what the call itself would raise."""
+        """Return the arguments of a call, cast as under autocast, or raise the error that the call would raise."""
         self.check(*args, **kwargs)
         if self.same_dtypes is None or self.same_dtypes(args, kwargs):
             return args, kwargs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables that commands print: no cell is cut, and those of Liger's commands fit 100 columns."""
+"""The tables that commands print: cells are never cut, and tables of Liger's own commands fit in 100 columns."""
 
 from __future__ import annotations
 

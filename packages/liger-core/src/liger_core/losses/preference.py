@@ -55,7 +55,7 @@ def dpo(
     length_normalized: bool = False,
     nll_weight: float = 0.0,
 ) -> Result:
-    """Compute the loss of direct preference optimization, which raises chosen over rejected answers.
+    """Compute the loss of direct preference optimization: prefer chosen to rejected answers more than a reference does.
 
         Δ    = log π(y_w|x)/π_ref(y_w|x) − log π(y_l|x)/π_ref(y_l|x)
         loss = mean of −(1 − ε) log σ(βΔ) − ε log σ(−βΔ)
@@ -121,7 +121,7 @@ def cpo(
 def simpo(
     policy: LogProbs, *, mask: Tensor | None = None, beta: float = 2.0, gamma: float = 1.0, label_smoothing: float = 0.0
 ) -> Result:
-    """Compute the loss of SimPO, which compares mean log-probabilities of tokens, with a margin and no reference.
+    """Compute the loss of SimPO: compare mean log-probabilities of tokens, with a target margin and no reference.
 
         loss = mean of −log σ(β/|y_w| log π(y_w|x) − β/|y_l| log π(y_l|x) − γ)
 
@@ -143,7 +143,7 @@ def simpo(
 def orpo(
     policy: LogProbs, *, mask: Tensor | None = None, odds_weight: float = 0.1, averaging: Averaging = SEQUENCE
 ) -> Result:
-    """Compute the loss of odds ratio preference optimization: likelihood of the chosen answers, and their odds.
+    """Compute the loss of odds ratio preference optimization: fine-tune on chosen answers, and raise their odds.
 
         odds(y) = P(y) / (1 − P(y)),   log P(y) = 1/|y| log π(y|x)
         loss    = mean of −1/|y_w| log π(y_w|x) − odds_weight · mean of log σ(log odds(y_w) − log odds(y_l))

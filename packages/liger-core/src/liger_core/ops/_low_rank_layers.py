@@ -215,7 +215,7 @@ class LowRankLayers:
             gradients.grad_bias.copy_(grad_y.sum(0, dtype=accumulator(grad_y.dtype)))
 
     def _of_input(self, grad_x: Tensor | None, branches: list[Branch], x: Tensor, scale: float) -> None:
-        """Compute the gradients of x and of every a, with one matmul each for what all b project side by side."""
+        """Compute the gradients of x and of every a by one matmul each: the products with every b lie side by side."""
         matrices = [branch.layer.a for branch in branches]
         joint, grad_y = torch.cat(matrices), branches[0].grad_y
         columns, dtype = factor_columns(grad_y, joint, joint.shape[0])
