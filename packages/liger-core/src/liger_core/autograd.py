@@ -222,8 +222,7 @@ def check_backward(title: str, *grads: Tensor | None) -> None:
         if grad is not None and is_legacy_batched(grad):
             raise GradientError(
                 f"{title}: upstream gradients must be plain tensors, got a batch of them (is_grads_batched=True, "
-                "vectorize=True); "
-                "take one at a time"
+                "vectorize=True); take one at a time"
             )
 
 

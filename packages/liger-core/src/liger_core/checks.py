@@ -199,9 +199,8 @@ def mixed(op: str, spread: list[str], plain: list[str], problem: Exception | Non
     """Raise DeviceError for DTensors beside plain tensors, with their names."""
     raise DeviceError(
         f"{op}: tensors must all be DTensors or all be plain, got {', '.join(spread)} as DTensor and "
-        f"{', '.join(plain)} as plain; "
-        f"distribute {', '.join(plain)} over the same mesh with distribute_tensor, or pass local tensors with "
-        ".to_local()"
+        f"{', '.join(plain)} as plain; distribute {', '.join(plain)} over the same mesh with distribute_tensor, or "
+        "pass local tensors with .to_local()"
     ) from problem
 
 

@@ -129,8 +129,7 @@ class _ReferenceKernel(Kernel):
     def refuse_transform(self, op: str) -> NoReturn:
         raise GradientError(
             f"{op}: the gradient must be taken by backward() or torch.autograd.grad, got a torch.func transform or "
-            "forward-mode AD; "
-            "write this part in plain PyTorch"
+            "forward-mode AD; write this part in plain PyTorch"
         )
 
 

@@ -78,8 +78,7 @@ class Absent:
         library = self.name.path.partition(":")[0].partition(".")[0]
         raise RuntimeError(
             f"{self.name.purpose.removesuffix('.')}: {library} must have {self.name.title}, got {library} "
-            f"{version(library)} without it; "
-            "use a version that docs/private-names.md lists"
+            f"{version(library)} without it; use a version that docs/private-names.md lists"
         )
 
 

@@ -93,8 +93,7 @@ class use:
             if inner and error is None:
                 raise BackendError(
                     f"{self._layer.source}: blocks must end in the reverse of the order in which they began, but `with "
-                    f"{inner[-1].source}`, "
-                    "which began inside this one, is still open"
+                    f"{inner[-1].source}`, which began inside this one, is still open"
                 )
 
     def undo(self) -> None:
@@ -119,8 +118,7 @@ def _check_nesting(layer: _Layer) -> None:
     if _blocks and _inside.get() is not _blocks[-1]:
         raise BackendError(
             f"{layer.source}: the selection of the process must not change while another thread or task is inside "
-            f"`with {_blocks[-1].source}`; "
-            "select one backend for all of them, or run the blocks one after the other"
+            f"`with {_blocks[-1].source}`; select one backend for all of them, or run the blocks one after the other"
         )
 
 
@@ -343,8 +341,7 @@ def _refuse(op: Op[..., Any], name: str, source: str) -> Callable[..., Any]:
     def refuse(reason: Unsupported, *args: Any, **kwargs: Any) -> NoReturn:
         raise BackendError(
             f"{op.name}: backend {name!r} must be able to take this call, it declined: {reason}; it was selected by "
-            f"{source}, "
-            f"select 'auto' or {op.name}=reference to run the reference instead"
+            f"{source}, select 'auto' or {op.name}=reference to run the reference instead"
         ) from reason
 
     return refuse
