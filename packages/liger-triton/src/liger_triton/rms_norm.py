@@ -55,10 +55,7 @@ def _launch(
 def _allocate_backward(
     grad_y: Tensor, x: Tensor, weight: Tensor | None, inverse_rms: Tensor, weight_offset: float, needs: list[bool]
 ) -> Outputs:
-    return (
-        dense_like(x) if needs[0] else None,
-        dense_like(weight) if needs[1] and weight is not None else None,
-    )
+    return (dense_like(x) if needs[0] else None, dense_like(weight) if needs[1] and weight is not None else None)
 
 
 def _launch_backward(

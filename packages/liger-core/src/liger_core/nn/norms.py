@@ -119,12 +119,7 @@ class GatedRMSNorm(RMSNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
-            width,
-            eps,
-            elementwise_affine=elementwise_affine,
-            weight_offset=weight_offset,
-            device=device,
-            dtype=dtype,
+            width, eps, elementwise_affine=elementwise_affine, weight_offset=weight_offset, device=device, dtype=dtype
         )
         self.options: Any = {"activation": activation, "gate_first": gate_first, "group_size": group_size}
 
@@ -226,11 +221,7 @@ class PolyNorm(nn.Module):
     """
 
     def __init__(
-        self,
-        eps: float = 1e-6,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, eps: float = 1e-6, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         self.eps = eps

@@ -60,9 +60,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         why="a float32 layer over narrow streams",
     )
     yield Sample(
-        "strided_rows",
-        (n(5, 4, 160)[..., :72], n(5, 160)[:, :72], *call(5, 4, 1)[2:]),
-        why="slices are read in place",
+        "strided_rows", (n(5, 4, 160)[..., :72], n(5, 160)[:, :72], *call(5, 4, 1)[2:]), why="slices are read in place"
     )
     yield Sample(
         "transposed",
