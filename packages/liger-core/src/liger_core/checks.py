@@ -173,7 +173,7 @@ def constant(op: str, **tensors: Any) -> None:
 def not_plain(op: str, arguments: Mapping[str, Any], problem: Exception) -> None:
     """Raise an error that says what to do if a call failed because of DTensors or quantized tensors."""
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    # The errors of torchao's tensors begin so.
+    # torchao's tensors refuse an operation with their class and "dispatch".
     packed = [
         f"{n} as {kind}"
         for n, t in tensors.items()

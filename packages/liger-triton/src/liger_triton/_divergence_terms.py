@@ -10,8 +10,7 @@ from liger_core.ops import _divergence as formulas
 from liger_core.ops._divergence import FORWARD, MIXTURE, REVERSE, VARIATION
 from liger_triton._constants import LN2, LOG2E
 
-# Follows liger_core's formulas: the Jensen-Shannon divergence with beta 1/2, which is even in log p - log q and
-# shorter.
+# Besides liger_core's formulas: the Jensen-Shannon divergence with beta 1/2, which is even in log p - log q.
 EVEN = 1 + max(FORWARD, REVERSE, MIXTURE, VARIATION)
 KIND_FORWARD, KIND_REVERSE, KIND_MIXTURE = tl.constexpr(FORWARD), tl.constexpr(REVERSE), tl.constexpr(MIXTURE)
 KIND_VARIATION, KIND_EVEN = tl.constexpr(VARIATION), tl.constexpr(EVEN)

@@ -20,7 +20,7 @@ STRIP, STRIP_ROWS = 512 if knobs.runtime.interpret else 32, 128
 # Numbers that a program of the second kernel reads at once, and its warps.
 SUMMED, SUM_WARPS = 8192, 4
 
-# Gives the cache no hint.
+# No eviction policy: the cache gets no hint.
 ANY = tl.constexpr("")
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# float32 overflows at e⁸⁸, and the gradient of a saturated function then is inf · 0, which is NaN.
+# float32 overflows at e⁸⁸, where the gradient of a saturated function is inf · 0, which is NaN.
 LARGEST = 80.0
 
 

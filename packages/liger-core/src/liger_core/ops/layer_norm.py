@@ -71,7 +71,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     affine = [normal(device, torch.float32, 72) for _ in range(2)]
     yield Sample("float32_weight", (n(5, 72), *affine), why="weight and bias have another dtype than x")
     yield Sample("one_row", (n(1, 200), n(200), n(200)), why="a single row")
-    # A small eps would leave a thousandth of the gradient, where equally exact formulas differ by half.
+    # A small eps would leave a thousandth of the gradient, where errors of equally exact formulas differ by half.
     yield Sample("two_columns", (n(9, 2), n(2), n(2), 0.1), why="the fewest columns with a variance")
     yield Sample("wide", (n(3, 20000), n(20000), n(20000)), why="the row is longer than one block")
     yield Sample("empty", (n(0, 64), n(64), n(64)), why="no rows: nothing is launched, gradients are zero")
