@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a process ends that was one of several."""
+"""End a process that was one of several."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NoReturn
 
 
 def end(code: int = 0) -> NoReturn:
-    """End this process at once, with all that it printed.
+    """Flush the output and end this process without running the interpreter's shutdown.
 
-    A process group outlives destroy_process_group, since caches of DTensor and DeepSpeed hold it, and with it the
-    threads of gloo. One of these that lets go of its last tensors only while the interpreter ends, as on a busy
-    machine, aborts the process: "terminate called without an active exception".
+    Caches of DTensor and DeepSpeed keep a process group, and with it gloo's threads, beyond destroy_process_group. A
+    thread that frees its last tensors during the shutdown aborts the process: "terminate called without an active
+    exception".
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -18,7 +18,7 @@ from liger_core.plugins import PROJECT
 
 PACKAGES = (*PROJECT, "torch", "triton", "transformers")
 PEERS = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl")
-# What a row says of where and with what it was measured; a run resumes only where all of it is the same.
+# The columns that must be equal for a run to resume an earlier one.
 PLACE = ("machine", "versions", "commit")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -104,7 +104,7 @@ def _commit() -> str:
         return subprocess.run(command, capture_output=True, check=True, timeout=10).stdout.strip()
 
     try:
-        # An environment may be inside the checkout of another project, whose commit would then be reported.
+        # An environment inside the checkout of another project must not report that project's commit.
         git("ls-files", "--error-unmatch", source.name)
         commit = git("rev-parse", "--short=12", "HEAD").decode()
         packages = str(source.parents[3])

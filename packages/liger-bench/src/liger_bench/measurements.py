@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the commands that measure one job after the other: existing rows are reused, and new rows are written at
-once."""
+"""Measure one job after the other, reuse the rows of earlier runs, and write each new row at once."""
 
 from __future__ import annotations
 
@@ -34,12 +33,12 @@ Job = TypeVar("Job")
 R = TypeVar("R", bound=Row)
 M = TypeVar("M", bound=Measured[Any])
 Show = Callable[[str], object]
-# What measures the jobs that are left, beside the rows that are known, and shows what it does.
+# A function that measures the remaining jobs, given the known rows, and shows its progress.
 Measure = Callable[[list[Job], list[R], Show], Generator[M, None, None]]
 
 
 def check_known(command: str, option: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Raise OptionError for a name that an option does not have."""
+    """Raise OptionError for a name that is not a known value of the option."""
     for name in names:
         if name not in known:
             raise OptionError(
@@ -49,11 +48,11 @@ def check_known(command: str, option: str, names: Iterable[str], known: Collecti
 
 @dataclass(frozen=True)
 class Files:
-    """The files that rows are written to: `name`.csv and `name`.json in the folder `out`, and the table `csv`.
+    """The files that rows are written to, if any.
 
-    Either may be None.
-
-    header  the column names in the first line of a table
+    name, out  the rows go to `name`.csv and `name`.json in the folder `out`
+    header     the column names in the first line of a table
+    csv        another table
     """
 
     name: str
@@ -70,7 +69,7 @@ class Files:
         return self.out / f"{self.name}.json" if self.out else None
 
     def check(self) -> None:
-        """Raise OptionError if rows could not be appended, before hours are spent on them."""
+        """Raise OptionError if rows cannot be appended, before hours are spent on them."""
         if self.out is not None:
             check_folder("results: --out", self.out)
         if self.csv is not None:
@@ -105,8 +104,8 @@ def completed(
 ) -> tuple[list[R], list[M]]:
     """Return the rows of all jobs, in order, and the measurements of those jobs without a row in `before`.
 
-    case  the dataclass of the fields that a job and its row share, which identify a measurement on the same machine,
-          versions and commit
+    case  a dataclass whose fields are those of a job and its row that identify a measurement on one machine with the
+          same versions and commit
     """
     identity, environment = attrgetter(*(field.name for field in fields(case))), attrgetter(*PLACE)
     known = {identity(row): row for row in before if environment(row) == tuple(where[name] for name in PLACE)}
@@ -118,11 +117,11 @@ def completed(
 
 
 def _measured(count: int, begin: Callable[[Show], Generator[M, None, None]], files: Files) -> list[M]:
-    """Measure with a progress bar and write each row at once: no later failure loses it."""
+    """Measure with a progress bar, and write each row at once, because a later job may crash."""
     measurements: list[M] = []
     with progress_bar() as bar:
         task = bar.add_task("", total=count)
-        # Closed even if it is interrupted, which ends the processes.
+        # Closing the generator ends its processes, also after an interruption.
         with closing(begin(lambda doing: bar.update(task, description=doing))) as results:
             for result in results:
                 measurements.append(result)

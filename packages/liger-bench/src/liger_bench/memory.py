@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory, measured at the allocator, so that temporaries inside custom ops count, too."""
+"""Peak memory, measured at the allocator, which also sees temporaries inside custom ops."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ MOST_BYTES = 1 << 60
 
 
 def peak_bytes(function: Callable[[], object], device: torch.device, *, collect: bool = True) -> int:
-    """The most memory that function() holds at any time, beyond what was held when it began.
+    """Return the most memory that function() holds at any time, beyond what was held when it began.
 
     On a GPU this is the caching allocator's own record. On the CPU it is the running sum of the allocations and
-    releases that the profiler records at the allocator: unlike a dispatch mode, it sees allocations inside a custom op,
-    and it does not change the path that a call takes. A release of memory that was held before is not recorded there,
-    so function should not release any. Scratch memory that a library takes from the system by itself is not seen on
-    either. Without collect, garbage in cycles is not looked for before, which takes a tenth of a second.
+    releases that the profiler records: unlike a dispatch mode, it sees allocations inside a custom op and does not
+    change the path of a call. It does not record releases of older memory, so function should not release any. Memory
+    that a library allocates past PyTorch is not counted on either device.
+
+    collect  whether to collect garbage first, which takes a tenth of a second
     """
     if collect:
         gc.collect()
@@ -46,7 +47,7 @@ def peak_bytes(function: Callable[[], object], device: torch.device, *, collect:
 
 
 def bytes_of(option: str, size: str) -> int:
-    """The bytes of a size such as "24GiB", "512 MB" or "1e9 B".
+    """Return the bytes of a size such as "24GiB", "512 MB" or "1e9 B".
 
     Raises OptionError for anything else, and for a number without a unit, which could mean bytes or GiB.
     """
@@ -63,16 +64,15 @@ def bytes_of(option: str, size: str) -> int:
 
 
 def held_bytes(values: Iterable[Any]) -> int:
-    """The memory behind tensors, and behind those in dictionaries, lists, wrappers and objects; what several of them
-    share counts once."""
+    """Return the bytes of the storages behind these values; a storage that several of them share counts once."""
     return sum({storage.data_ptr(): storage.nbytes() for value in values for storage in storages(value)}.values())
 
 
 def storages(value: Any) -> Iterator[torch.UntypedStorage]:
-    """The memory behind a tensor, or behind all tensors in a dictionary, list, wrapper or object."""
+    """Yield the storages of a tensor, or of all tensors in a dictionary, list, tensor subclass or object."""
     if isinstance(value, Tensor):
         if is_traceable_wrapper_subclass(value):
-            # A DTensor names its mesh, too, which refers to itself.
+            # A DTensor also names its mesh, which refers to itself.
             parts = (getattr(value, name) for name in value.__tensor_flatten__()[0])
             yield from storages([inner for inner in parts if isinstance(inner, Tensor)])
         else:
@@ -81,16 +81,15 @@ def storages(value: Any) -> Iterator[torch.UntypedStorage]:
         for item in value.values() if isinstance(value, dict) else value:
             yield from storages(item)
     elif hasattr(value, "__dict__") and not isinstance(value, type):
-        # As the projectors in the state of GaLore.
+        # Such as the projectors in GaLore's optimizer state.
         yield from storages(vars(value))
 
 
 class CpuAllocations:
-    """A context in which PyTorch's profiler, of which one may run at a time, records the allocations and releases of
-    the CPU allocator."""
+    """A context in which PyTorch's profiler records the CPU allocator; only one profiler may run at a time."""
 
     def __enter__(self) -> Self:
-        # Without this the profiler writes about its own start and end to the terminal.
+        # Otherwise the profiler prints its own start and end.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self._profile.__enter__()
@@ -100,12 +99,12 @@ class CpuAllocations:
         self._profile.__exit__(None, None, None)
 
     def events(self) -> list[tuple[float, int, int]]:
-        """(microseconds, address, bytes) in order of time; bytes are negative where the address is released."""
+        """Return (microseconds, address, bytes) in order of time; the bytes of a release are negative."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(path))
             trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-        # A trace counts its microseconds from a base of its own.
+        # The times in a trace are relative to its base.
         base = trace["baseTimeNanoseconds"] / 1e3
         events = [
             (e["ts"], e["args"])
@@ -116,7 +115,7 @@ class CpuAllocations:
 
 
 def peak_of(events: Iterable[tuple[float, int, int]]) -> int:
-    """The peak of the memory that was allocated meanwhile."""
+    """Return the peak of the memory that the events allocate."""
     live: dict[int, int] = {}
     total = peak = 0
     for _, address, size in events:

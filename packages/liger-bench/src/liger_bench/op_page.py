@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a report on ops, as Markdown: what a user asks first, then every figure."""
+"""The report's page on ops as Markdown: a comparison first, then every figure."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ enqueue it. `extra` is the peak memory beyond the inputs, `beyond gradients` the
 largest ratio of a gradient's error to that of eager PyTorch in the same dtype. A `–` was not measured, or has no
 meaning there.
 """.strip()
-# Implementations, as readers know them.
+# Implementation → its name in pictures.
 NAMES = {"triton": "Liger (Triton)", "reference": "Liger (reference)"}
 
 
 def page(records: Records, pictures: dict[str, Path], command: str) -> list[str]:
-    """Return the parts of the page; `pictures`: key → path as the page links to it; keys are ops and `<op> scaling`."""
+    """Return the sections of the page; `pictures` maps an op, or `<op> scaling`, to the path in the page's link."""
     parts = [
         markdown.where(records.all)[0] + " [Versions and commits](#how-it-was-measured) are below.",
         _ops_compared(records.ops),
@@ -45,7 +45,7 @@ def page(records: Records, pictures: dict[str, Path], command: str) -> list[str]
 
 
 def _ops_compared(rows: Sequence[Record]) -> str:
-    """Each op at its largest shape: eager PyTorch, the fastest other library, and Liger."""
+    """Return a table of each op at its largest shape: eager PyTorch, the fastest other library, and Liger."""
     table = []
     for op in distinct(rows, "op"):
         timed = [
@@ -127,7 +127,7 @@ beyond hidden states and weight, gradients included. *Gathered* collects the log
 
 
 def _sharded(rows: Sequence[Record]) -> str:
-    """Heads whose vocabulary is divided over ranks."""
+    """Return the table of heads whose vocabulary is sharded over ranks."""
     if not rows:
         return ""
     names = {"liger": "**Liger**", "gathered": "gathered", "loss-parallel": "loss-parallel"}
@@ -166,7 +166,7 @@ def _op(name: str, records: Records, pictures: dict[str, Path]) -> str:
 
 
 def _speeds(rows: Sequence[Record]) -> str:
-    """Speed, with accuracy beside it."""
+    """Return the table of times and errors."""
     passes = [name for name in PASSES if any(row["pass"] == name and row["median_ms"] is not None for row in rows)]
     if not passes:
         return ""
@@ -199,7 +199,7 @@ def _speeds(rows: Sequence[Record]) -> str:
 
 
 def _copies(rows: Sequence[Record], passes: Sequence[str], width: int) -> list[list[str]]:
-    """A line, if it was measured, for the plain copy of as many bytes as the rows of a workload must move."""
+    """Return the line of the plain copy that moves as many bytes as a workload must; empty if it was not measured."""
     line = [rows[0]["workload"], "*copy of as many bytes*"]
     for name in passes:
         row = find([r for r in rows if r.get("copy_ms")], {"pass": name})
@@ -209,7 +209,7 @@ def _copies(rows: Sequence[Record], passes: Sequence[str], width: int) -> list[l
 
 
 def _costs(rows: Sequence[Record]) -> str:
-    """Memory and host time of forward and backward."""
+    """Return the table of the memory and host time of forward and backward."""
     full = [row for row in rows if row["pass"] == "full" and row["peak_extra_bytes"] is not None]
     if not full:
         return ""
@@ -238,7 +238,7 @@ def _repeat(records: Records, command: str) -> str:
 
 
 def _pairs(rows: Sequence[Record]) -> list[tuple[str, str]]:
-    """(workload, implementation) with all implementations of a workload together."""
+    """Return the pairs of workload and implementation, with all implementations of a workload together."""
     order = distinct(rows, "workload")
     return sorted(
         dict.fromkeys((row["workload"], row["implementation"]) for row in rows), key=lambda pair: order.index(pair[0])

@@ -20,8 +20,7 @@ from matplotlib.ticker import LogLocator
 from liger_bench.op_page import NAMES, PASSES
 from liger_bench.records import Record, Records, distinct, find, sizes_of
 
-# Distinguishable with any kind of color vision (Okabe and Ito 2008); variants of one implementation differ in dashes
-# and markers.
+# Distinguishable with any color vision (Okabe and Ito 2008). Variants of one library differ in dashes and markers.
 COLORS = {
     "triton": "#d55e00",
     "reference": "#9ca3af",
@@ -36,7 +35,7 @@ COLORS = {
 INK = "#000000"
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D")
-# A part of the axes' height: two labels that are closer overlap.
+# As a fraction of the axes' height; closer labels overlap.
 LABEL_GAP = 0.065
 SIZES = {
     "N": "N, tokens",
@@ -51,7 +50,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Series:
-    """The line of one implementation: places, values, and the quantiles around them."""
+    """The line of one implementation, and the quantiles around it."""
 
     name: str
     x: list[float]
@@ -72,7 +71,7 @@ Styles = dict[str, Style]
 
 
 def draw(records: Records, folder: Path) -> dict[str, Path]:
-    """Draw every picture that there are figures for; return its path by the key that the page knows it by."""
+    """Draw every picture that there are figures for, and return the paths by the keys that `op_page.page` uses."""
     look = styles(distinct([*records.ops, *records.scaling], "implementation"))
     drawn: dict[str, Path] = {}
     for op in distinct([*records.ops, *records.scaling], "op"):
@@ -86,9 +85,9 @@ def draw(records: Records, folder: Path) -> dict[str, Path]:
 
 
 def share_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -> bool:
-    """Draw the fraction of the roofline at each shape, a panel per pass; return False if there is nothing to draw.
+    """Draw the fraction of the roofline at each shape, a panel per pass; return False without anything to draw.
 
-    Variants of a shape are only in tables.
+    Only tables show the variants of a shape.
     """
     rows = [row for row in rows if row["share"] is not None and sizes_of(row["workload"]) == row["workload"]]
     shapes = distinct(rows, "workload")
@@ -117,7 +116,7 @@ def share_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -> 
 def scaling_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -> bool:
     """Draw the time of forward and backward and the roofline against each size; return False without a time to draw."""
     rows = [row for row in rows if row["median_ms"] is not None and row["pass"] == "full"]
-    # Last the size with most implementations, since their names stand at the right.
+    # The size with the most implementations comes last, because their names are at the right.
     names = sorted(
         distinct(rows, "axis"), key=lambda name: len({row["implementation"] for row in rows if row["axis"] == name})
     )
@@ -152,7 +151,7 @@ def scaling_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -
 
 
 def _place(rows: Sequence[Record]) -> str:
-    """The device and dtype of the rows, for a heading."""
+    """Return the device and dtype of the rows, for a heading."""
     machine, _, _ = rows[0]["machine"].partition("; ")
     return f"{machine}, {rows[0]['dtype']}"
 
@@ -173,7 +172,7 @@ def _times(rows: Sequence[Record], implementation: str) -> Series:
 
 
 def _fixed(rows: Sequence[Record]) -> str:
-    """The sizes that a series does not vary, from the names of its workloads: 8192x1024, 8192x2048 → 8192 × ·."""
+    """Return the sizes that a series keeps, from the names of its workloads: 8192x1024, 8192x2048 → 8192 × ·."""
     parts = [sizes_of(row["workload"]).split("x") for row in rows]
     if len({len(p) for p in parts}) != 1:
         return ""
@@ -181,9 +180,9 @@ def _fixed(rows: Sequence[Record]) -> str:
 
 
 def _draw(axes: Any, lines: list[Series], later: set[str], look: Styles) -> None:
-    """Draw the lines with their bands, and at the right the names of those that no later panel has."""
+    """Draw the lines with their bands, and at the right the names that no later panel has."""
     ends = []
-    # Liger's own lines last, so that they lie on top.
+    # Liger's own lines are drawn last, on top.
     for series in sorted(lines, key=lambda series: _family(series.name) == "triton"):
         style = look[series.name]
         line_options = {
@@ -216,7 +215,7 @@ def _draw(axes: Any, lines: list[Series], later: set[str], look: Styles) -> None
 
 
 def _spread(heights: list[float], gap: float) -> list[float]:
-    """The same heights in the same order, moved as little as needed to be that far apart."""
+    """Return the heights, moved as little as possible to be `gap` apart."""
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     placed = [heights[i] for i in order]
     for _ in range(200):
@@ -257,6 +256,6 @@ def _finish(figure: Any, panels: list[Any], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Without the date and the version of matplotlib in it, an unchanged picture is an unchanged file.
+    # Without the version of matplotlib, an unchanged picture is an unchanged file.
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)

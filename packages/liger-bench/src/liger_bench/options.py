@@ -11,13 +11,13 @@ from typing import Any, TypeVar, get_args, get_type_hints
 import typer
 from typer.models import ParameterInfo
 
-# A command that means a smaller limit says so itself.
+# A command with a smaller limit checks it itself.
 LARGEST = 2**32 - 1
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def checked(command: Command) -> Command:
-    """A command that rejects empty paths and numbers beyond all bounds, with the name of the option."""
+    """Make a command reject empty paths and numbers that are not finite or too large."""
     hints = get_type_hints(command, include_extras=True)
     for hint in hints.values():
         kinds = _kinds(hint)
@@ -39,7 +39,7 @@ def path(value: str | Path) -> Path:
 
 
 def finite(value: float | list[float] | None) -> float | list[float] | None:
-    """An option's value, or all values of one that may be repeated."""
+    """Return the value of an option, or the values of a repeatable one, if every number is finite and not too large."""
     for number in value if isinstance(value, list) else [] if value is None else [value]:
         if not abs(number) <= LARGEST:
             bound = f"must be at most {LARGEST}" if math.isfinite(number) else "must be a finite number"
@@ -48,6 +48,6 @@ def finite(value: float | list[float] | None) -> float | list[float] | None:
 
 
 def _kinds(hint: Any) -> set[Any]:
-    """The types within an annotation: Annotated[list[Path] | None, …] has Path."""
+    """Return the types within an annotation: Annotated[list[Path] | None, …] has Path."""
     inside = [kind for kind in get_args(hint) if isinstance(kind, type) or get_args(kind)]
     return {kind for each in inside for kind in _kinds(each)} | {kind for kind in inside if isinstance(kind, type)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts that commands that print tables share."""
+"""Formats of figures, and other parts of printed tables that several commands share."""
 
 from __future__ import annotations
 
@@ -22,21 +22,18 @@ def print_source(console: Console, what: str, row: Recorded) -> None:
 
 
 def change(value: float, base: float) -> str:
-    """Return the change from a base in percent, like −48 %; without a sign if it is 0."""
+    """Format the change from a base in percent, like −48 %; 0 has no sign."""
     percent = round(100 * (value / base - 1))
     return f"{'−' if percent < 0 else '+' if percent else ''}{abs(percent)} %"
 
 
 def ratio(value: float | None, base: float | None) -> str:
-    """Return a cell with the ratio of a value to its base, if both are known."""
+    """Format the ratio of a value to its base, if both are known."""
     return f"{value / base:.2f}" if value is not None and base else "–"
 
 
 def unit_of(largest: float) -> tuple[int, str]:
-    """Return the unit of a column of sizes and its name, given the largest size in bytes.
-
-    The report and the plan print two decimals.
-    """
+    """Return the unit for a column of sizes and its name, given the largest size in bytes."""
     return next(
         ((1 << bits, name) for bits, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")) if largest >= 1 << bits),
         (1, "bytes"),

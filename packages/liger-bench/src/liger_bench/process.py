@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One job in a process of its own: other libraries patch classes, memory starts clean, and a crash does not affect the
-other jobs."""
+"""Run a job in its own process: libraries may patch classes, memory starts clean, and a crash affects no other job."""
 
 from __future__ import annotations
 
@@ -17,16 +16,16 @@ from typing import Any
 
 from liger_bench.ending import end
 
-# Of PyTorch's allocators, CUDA, and cuBLAS, which takes its workspace past them.
+# Parts of the messages of PyTorch's allocators, CUDA, and cuBLAS, which allocates its own workspace.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 READY, DONE, FAILED = "ready", "done", "failed"
 Answer = tuple[str, dict[str, Any]]
 
 
 class Process:
-    """A started job: it gets ready, waits for a signal, measures, and ends.
+    """A process that runs a job: it gets ready, waits for a signal, measures, and ends.
 
-    answer(job, connection) is what the process does: it may send answers, and returns the last one.
+    answer(job, connection) runs in the process; it may send answers, and returns the last one.
     """
 
     def __init__(self, job: Any, log: Path, patience: float, answer: Callable[[Any, Connection], Answer]) -> None:
@@ -35,30 +34,30 @@ class Process:
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(job, theirs, log, answer))
         self.process.start()
-        # Only the process itself holds the other end now, so that its death is noticed.
+        # Only the process holds the other end now, so reading fails if it dies.
         theirs.close()
         self._answer: Answer | None = None
 
     @property
     def answered(self) -> Answer:
-        """Its last answer, waited for if there is none yet."""
+        """The last answer; waits for it if necessary."""
         return self.wait() if self._answer is None else self._answer
 
     def wait(self) -> Answer:
-        """Its next answer; a process that died or took too long is a failure with its reason."""
+        """Return the next answer, or a failure with its reason if the process died or took too long."""
         self._answer = self._receive()
         return self._answer
 
     def measure(self) -> None:
-        """Let it measure, and wait for the result; a job that has already failed stays as it is."""
+        """Signal the process to measure, unless it has failed, and wait for the result."""
         if self.answered[0] == READY:
-            # If it died meanwhile, reading its answer reports that.
+            # If the process died meanwhile, `wait` reports that.
             with contextlib.suppress(OSError):
                 self.connection.send("go")
             self.wait()
 
     def end(self) -> None:
-        """Let it end by itself, so that the device's memory is free when the next one begins."""
+        """Wait for the process to end by itself, which frees the device's memory for the next one."""
         self.process.join(timeout=30)
         self.kill()
 
@@ -83,7 +82,7 @@ class Process:
             }
 
     def written(self) -> str:
-        """Its output and errors."""
+        """Return the output and errors of the process."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def _last_words(self) -> str:
@@ -100,8 +99,7 @@ def _ending(code: int | None) -> str:
 
 
 def _work(job: Any, connection: Connection, log: Path, answer: Callable[[Any, Connection], Answer]) -> None:
-    """The work of the process."""
-    # Warnings of libraries, and what compilers write, would tear the progress bar.
+    # The output of libraries and compilers would break the progress bar.
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -110,7 +108,7 @@ def _work(job: Any, connection: Connection, log: Path, answer: Callable[[Any, Co
 
 
 def failure(error: Exception) -> Answer:
-    """The answer of a process that could not measure; unless it ran out of memory, the traceback goes to its log."""
+    """Return the answer for an error, and print its traceback to the log unless the process ran out of memory."""
     if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
         return FAILED, {"reason": f"out of memory: {_asked(str(error))}", "out_of_memory": True}
     traceback.print_exception(error)
@@ -118,7 +116,7 @@ def failure(error: Exception) -> Answer:
 
 
 def _asked(message: str) -> str:
-    """The parts of PyTorch's message that say what was requested, and how much memory the device has or is allowed."""
+    """Return the parts of PyTorch's message with the requested size and the memory of the device or the limit on it."""
     first = next(iter(message.splitlines()), "of the host")
     tried, *rest = first.removeprefix("CUDA out of memory. ").split(". ")
     allowed = re.search(r"[0-9.]+ [KMGT]iB allowed", message)

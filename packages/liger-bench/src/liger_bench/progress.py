@@ -14,9 +14,9 @@ FIRST_LINE, NEXT_LINE = 1.0, 5.0
 
 
 def progress_bar() -> Progress:
-    """A bar on standard error if that is a terminal, else a line there every few seconds, so that output can be piped.
+    """Return a progress bar on standard error, or a log of a line every few seconds if that is not a terminal.
 
-    The `unit` of a task is what it counts, for the lines: bar.add_task("training", total=20, unit="step").
+    The `unit` of a task names what it counts in a log: bar.add_task("training", total=20, unit="step").
     """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -25,7 +25,7 @@ def progress_bar() -> Progress:
 
 
 class _Log(Progress):
-    """Prints the newest task's state whenever it changes: a job that is killed leaves a log of its progress."""
+    """Print the newest task's state whenever it changes, so a job that is killed leaves a log of its progress."""
 
     def start(self) -> None:
         self._ended = Event()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several ranks of one measurement: each joins the others, and the process that started them collects their answers."""
+"""The ranks of one measurement: each joins a process group, and the parent process collects their answers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from liger_bench.process import FAILED, Answer, Process
 
-# A rank that waits for one that failed gives up, instead of half an hour later.
+# A rank that waits for a failed one gives up sooner than by torch's default of half an hour.
 TIMEOUT = timedelta(minutes=10)
 
 
 @contextmanager
 def joined(device_type: str, rank: int, ranks: int, meeting_point: str) -> Iterator[torch.device]:
-    """The device of a rank within the process group of all; they find each other by a file."""
+    """Join the process group within this context, by a shared file, and return the device of the rank."""
     on_gpu = device_type == "cuda"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -36,7 +36,7 @@ def joined(device_type: str, rank: int, ranks: int, meeting_point: str) -> Itera
 
 
 def answers_of(ranks: Sequence[Process], patience: float) -> list[Answer]:
-    """Return the next answer of every rank, or only a failure, since the other ranks then wait in vain."""
+    """Return the next answer of every rank, or only the first failure, for which the other ranks wait forever."""
     open_ones: dict[Any, Process] = {process.connection: process for process in ranks}
     answers: dict[Process, Answer] = {}
     while open_ones:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a folder of results, as dictionaries: the last measurement of the same thing counts."""
+"""The rows of a folder of results as dictionaries, of which the last measurement of each case counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from liger_core.errors import OptionError
 
 Record = dict[str, Any]
 OPS, SHARDED = "results.json", "sharded.json"
-# What makes two rows measurements of the same thing.
+# Two rows with these columns equal measure the same case.
 OP_IDENTITY = ("op", "workload", "implementation", "pass", "dtype", "device", "machine")
 SHARDED_IDENTITY = ("op", "rows", "width", "classes", "implementation", "ranks", "dtype", "device", "machine")
 
@@ -33,7 +33,10 @@ class Records:
 
 
 def read(folder: Path) -> Records | None:
-    """Return the rows of a folder, None without any; raises OptionError for some that cannot stand side by side."""
+    """Return the rows of a folder, or None if there are none.
+
+    Raises OptionError for rows of several machines or dtypes.
+    """
     rows = _latest(read_json(folder / OPS), OP_IDENTITY)
     sharded = _latest(read_json(folder / SHARDED), SHARDED_IDENTITY)
     places = dict.fromkeys((row["machine"], row["dtype"]) for row in [*rows, *sharded])
@@ -48,23 +51,23 @@ def read(folder: Path) -> Records | None:
 
 
 def distinct(rows: Iterable[Record], column: str) -> list[Any]:
-    """The values of a column in the order of their first appearance."""
+    """Return the distinct values of a column in the order of their first appearance."""
     return list(dict.fromkeys(row[column] for row in rows))
 
 
 def sizes_of(workload: str) -> str:
-    """The sizes that a workload's name begins with; what follows them is a variant, or the axis of a series."""
+    """Return the sizes at the beginning of a workload's name; a variant or the axis of a series follows them."""
     match = re.match(r"[0-9x+]+", workload)
     return match[0] if match else ""
 
 
 def find(rows: Iterable[Record], wanted: Record) -> Record | None:
-    """The first row that has all those values."""
+    """Return the first row that has all these values, or None."""
     return next((row for row in rows if all(row.get(name) == value for name, value in wanted.items())), None)
 
 
 def _latest(rows: list[Record], identity: tuple[str, ...]) -> list[Record]:
-    """Return the rows; one that was measured again replaces the earlier one in its position."""
+    """Return the rows, where a later measurement replaces the earlier one in its position."""
     latest: dict[tuple[Any, ...], Record] = {}
     for row in rows:
         latest[tuple(row.get(name) for name in identity)] = row

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of rows that grow from run to run. A full disk, a killed run and concurrent runs cannot corrupt them."""
+"""Files of rows that grow from run to run, and that full disks, killed runs and concurrent runs cannot corrupt."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rich.console import Console
 
 from liger_core.errors import OptionError
 
-# In the folder of the files. Never removed: processes that wait for it would end up with different files of this name.
+# In the folder of the files. Never removed, because waiting processes would then lock different files of this name.
 LOCK = ".liger.lock"
-# Seconds. An append takes milliseconds.
+# Seconds; an append takes milliseconds.
 PATIENCE = 60.0
 
 Columns = dict[str, Any]
@@ -28,7 +28,7 @@ Columns = dict[str, Any]
 def read_json(path: Path) -> list[Columns]:
     """Return the rows of a file, or none if there is no file.
 
-    Raises OptionError if it holds something else.
+    Raises OptionError if the file holds anything else.
     """
     if not path.exists():
         return []
@@ -47,9 +47,9 @@ def read_json(path: Path) -> list[Columns]:
 def append_json(rows: Sequence[Columns], path: Path) -> None:
     """Add rows to the list in a file.
 
-    Raises OptionError if they cannot be written; the rows before are then as they were.
+    Raises OptionError if they cannot be written; earlier rows are then unchanged.
     """
-    # For one process at a time, so that leftovers of a killed one are overwritten and do not accumulate.
+    # One fixed name, so leftovers of killed runs do not accumulate; the lock lets one process write at a time.
     written = path.with_name(path.name + ".part")
     with _alone(path), _writable(path):
         everything = json.dumps([*read_json(path), *rows], indent=1) + "\n"
@@ -57,7 +57,7 @@ def append_json(rows: Sequence[Columns], path: Path) -> None:
             with written.open("w") as file:
                 file.write(everything)
                 _reach_the_disk(file)
-            # Only a complete file takes the place of the old one.
+            # Only a complete file replaces the old one.
             written.replace(path)
         except BaseException:
             written.unlink(missing_ok=True)
@@ -65,7 +65,7 @@ def append_json(rows: Sequence[Columns], path: Path) -> None:
 
 
 def check_csv(path: Path, header: list[str]) -> None:
-    """Raise OptionError if rows of these columns cannot be appended there, since they would then mean something else.
+    """Raise OptionError if the file has other columns, so rows cannot be appended.
 
     If a killed run cut off the last line, it is repaired, with a message on standard error.
     """
@@ -110,9 +110,9 @@ def _reach_the_disk(file: IO[str]) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Keep other processes from writing this file, in a folder that is made if it is not there."""
+    """Lock the folder of a file within this context, and create the folder if necessary."""
     if path.exists() and not path.is_file():
-        # A device, which has no rows.
+        # A device such as /dev/null has no rows.
         yield
         return
     with ExitStack() as stack:
@@ -171,7 +171,7 @@ def _text(path: Path) -> str:
 def _mend(path: Path, text: str, header: list[str]) -> str | None:
     """Complete the last line, or move it to a separate file if it lacks cells; return a sentence about it, or None."""
     if _line(header).startswith(text) and text != _line(header):
-        # The run was killed before it had written a row.
+        # The run was killed while it wrote the header.
         _cut(path, 0)
         return None
     columns = next(csv.reader(io.StringIO(text, newline="")))
@@ -185,7 +185,7 @@ def _mend(path: Path, text: str, header: list[str]) -> str | None:
         if text.endswith("\n"):
             return None
         with path.open("ab") as file:
-            # A cut may have left the first half of the line's end.
+            # The cut may have left the first half of the line ending.
             file.write(b"\n" if text.endswith("\r") else b"\r\n")
         return f"{path}: the last line had no end and was given one; its last cell, {last[-1]!r}, may be cut short"
     torn = path.with_suffix(path.suffix + ".torn")

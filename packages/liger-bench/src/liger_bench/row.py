@@ -12,7 +12,8 @@ from typing import Any, Generic, TypeVar
 class Recorded:
     """The last columns of a row.
 
-    out_of_memory  a result, unlike other failures
+    out_of_memory  whether it ran out of memory, which is a result and not a failure
+    failed         whether the measurement ended without a result
     reason         why there are no figures, else empty
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders and files that a command will write to, checked before anything is loaded."""
+"""Check the folders and files that a command will write to, before it loads anything."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from liger_core.errors import OptionError
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Raise OptionError unless files can be made in that folder, which is made if it is not there."""
+    """Create the folder if necessary, and raise OptionError if no file can be written there."""
     with _refused(option, "folder", folder):
         folder.mkdir(parents=True, exist_ok=True)
-        # Only an attempt shows it: root has every permission, and still cannot write to a read-only mount or to /proc.
+        # Permissions do not show it: root has all of them, but cannot write to a read-only mount or to /proc.
         with tempfile.TemporaryFile(dir=folder):
             pass
 
 
 def check_file(option: str, path: Path) -> None:
-    """Raise OptionError unless that file can be written to; nothing is written, but its folder is made if it is not
-    there."""
+    """Create the file's folder if necessary, and raise OptionError if the file cannot be written."""
     with _refused(option, "file", path):
         if path.is_symlink() or path.exists():
             with path.open("ab"):

@@ -44,7 +44,7 @@ class Errors:
         return max(self.gradients, default=0.0)
 
     def ratio(self, other: Errors) -> float | None:
-        """The largest ratio of a gradient's error to another's; None where the other has none."""
+        """Return the largest ratio of a gradient's error to the other's; None if all of the other's are 0."""
         return max((mine / its for mine, its in zip(self.gradients, other.gradients, strict=True) if its), default=None)
 
 
@@ -66,7 +66,7 @@ class Case:
 
     @property
     def evaluates(self) -> bool:
-        """Whether a forward pass may do other work if gradients are required: a loss, whose results are small."""
+        """Whether forward may do extra work when gradients are required, as losses do; their results are small."""
         tensors = [v.numel() for v in self.arguments.values() if isinstance(v, Tensor)]
         return sum(o.numel() for o in self.grad_outputs) < max(tensors) // 2
 
@@ -82,13 +82,13 @@ class Case:
         self.exact = Results([o.detach() for o in outputs], gradients_of(outputs, leaves, self.grad_outputs))
 
     def errors(self, results: Results) -> Errors | None:
-        """How far results are from the exact ones, if those are known."""
+        """Return the errors of the results relative to the exact ones; None if those are unknown."""
         if self.exact is None:
             return None
         return Errors(_errors(results.outputs, self.exact.outputs), _errors(results.gradients, self.exact.gradients))
 
     def fingerprints(self) -> dict[str, list[int]]:
-        """A checksum over every tensor that implementations share, which changes when one is written to."""
+        """Return a checksum of every tensor that implementations share; a write to the tensor changes it."""
         tensors = {name: [v] for name, v in self.arguments.items() if isinstance(v, Tensor)} | {
             GRADIENTS: self.grad_outputs
         }
@@ -151,16 +151,16 @@ class Run:
         }
 
     def forward(self) -> Results:
-        """One call whose inputs require gradients."""
+        """Call the function with inputs that require gradients."""
         return Results(self._call(self._leaves), [])
 
     def evaluation(self) -> Results:
-        """One call without gradients."""
+        """Call the function without gradients."""
         with torch.no_grad():
             return Results(self._call(self.arguments), [])
 
     def backward(self) -> Repeatable:
-        """Build the graph, once or, where a backward pass consumes it, ahead of every call."""
+        """Build the graph once, or before every call if a backward pass consumes it."""
         self.restore()
         outputs = self._call(self._leaves)
         if not self.implementation.consumes:
@@ -204,7 +204,7 @@ def make_case(op: Op[..., Any], workload: Workload, device: torch.device, dtype:
     case = Case(op, workload, arguments, trained, dtype)
     for shape, stride, kind in _differentiable_outputs(case):
         gradient = torch.empty_strided(shape, stride, dtype=kind, device=device)
-        # Rounded to the dtype of the inputs, so that all see the same ones, the float64 reference too.
+        # Rounded to the dtype of the inputs, because the float64 reference must get the same values.
         case.grad_outputs.append(
             gradient.copy_(torch.randn(shape, device=device, dtype=dtype)) if shape else gradient.fill_(1.0)
         )
@@ -212,18 +212,18 @@ def make_case(op: Op[..., Any], workload: Workload, device: torch.device, dtype:
 
 
 def constants(op: Op[..., Any]) -> frozenset[str]:
-    """The arguments that never get a gradient: those that are frozen in every sample."""
+    """Return the arguments that never get a gradient: those that are frozen in every sample."""
     names = [frozenset(sample.frozen) for sample in op.samples(torch.device("cpu"), torch.float32)]
     return frozenset.intersection(*names) if names else frozenset()
 
 
 def trainable(arguments: Arguments, trained: tuple[str, ...]) -> Arguments:
-    """The arguments, those that are trained as leaves of their own."""
+    """Return the arguments, with the trained ones as new leaves that require gradients."""
     return {name: v.detach().requires_grad_() if name in trained else v for name, v in arguments.items()}
 
 
 def as_list(result: Any) -> list[Tensor]:
-    """The tensors of a result; one of them may be a tuple of tensors."""
+    """Return the tensors of a result, which may be nested tuples."""
     return tree_leaves(result)
 
 
@@ -236,7 +236,7 @@ def gradients_of(
 
 
 def _differentiable_outputs(case: Case) -> list[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
-    """Shape, stride and dtype of the outputs that have a gradient, from a call on fake tensors."""
+    """Return shape, stride and dtype of the outputs that have a gradient, from a call on fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
         fakes = tree_map_only(Tensor, mode.from_tensor, trainable(case.arguments, case.trained))
         outputs = as_list(case.op.reference(**fakes))

@@ -65,7 +65,7 @@ Resume = Annotated[
         ),
     ),
 ]
-# Enough for stable medians on a GPU; all ops and other libraries then take minutes.
+# Enough for stable medians on a GPU; all ops and other libraries then take minutes in total.
 SECONDS = 0.1
 DISPATCH = "dispatch"
 
@@ -235,17 +235,13 @@ def _backends(registry: Registry, op: Op[..., Any], names: list[str], device: to
 def _rows(
     plan: list[Part], options: Asked, device: torch.device, dtype: torch.dtype, seconds: float, bar: Progress
 ) -> Iterator[Row]:
-    """Measure all parts and yield their rows.
-
-    The rows of a part are written as soon as it is measured: an interrupted run loses at most one part.
-    """
+    """Measure each workload of the plan and yield its rows, which are also written at once."""
     where = machine.describe(device)
     done = measured(options.files.read(), where, device.type, machine.dtype_name(dtype)) if options.resume else set()
     plan = [left for left in (_left(item, options, done) for item in plan) if left.implementations or left.dispatch]
     task = bar.add_task("measuring the limits", total=1 + sum(len(item.implementations) for item in plan))
     if not plan:
         return
-    # Everything else is compared with the limits.
     limits = measure_limits(device, dtype, min(5 * seconds, 0.15) if options.quick else 5 * seconds)
     run = Bench(
         device,
@@ -274,9 +270,9 @@ def _rows(
 
 
 def _left(item: Part, options: Asked, done: set[tuple[str, str, str, str]]) -> Part:
-    """Return the part without what earlier runs have measured.
+    """Return what earlier runs have not measured.
 
-    An implementation counts as measured without an evaluation row, because not every op has one.
+    Evaluation rows do not count, because not every op has them.
     """
     of = (item.op.name, item.workload.name)
 

@@ -16,10 +16,10 @@ from liger_core.private_torch import end_allocate_to_pool
 
 
 def captured(make: Callable[[], Repeatable], device: torch.device, *, wary: bool) -> Callable[[], None]:
-    """The replay of the call that make() builds; the call must support several runs per preparation.
+    """Return the replay of the call that make() builds; the call must support several runs per preparation.
 
-    wary  look first whether the call waits for the device, since a capture that fails leaves traces in PyTorch; for
-          calls that behave differently under capture, this is not a valid test
+    wary  whether to check first that the call does not wait for the device, because a failed capture leaves traces in
+          PyTorch; the check is not valid for calls that behave differently under capture
 
     Raises Unsupported with the reason if the call cannot be captured.
     """
@@ -29,7 +29,7 @@ def captured(make: Callable[[], Repeatable], device: torch.device, *, wary: bool
     before, aside = torch.cuda.current_stream(device), _stream(device)
     aside.wait_stream(before)
     with torch.cuda.stream(aside):
-        # A backward pass runs on the stream of its forward pass, so that both belong here.
+        # A backward pass runs on the stream of its forward pass.
         call, restore = make()
         call()
         if wary:
@@ -50,7 +50,7 @@ def captured(make: Callable[[], Repeatable], device: torch.device, *, wary: bool
         raise Unsupported(f"the capture failed: {type(error).__name__}: {error}".splitlines()[0]) from error
 
     def replay(keep_alive: object = call) -> None:
-        # The objects that the call holds, such as the graph of a forward pass, must live as long as the replay.
+        # What the call holds, such as the autograd graph of a forward pass, must live as long as the replay.
         graph.replay()
 
     return replay
@@ -58,13 +58,13 @@ def captured(make: Callable[[], Repeatable], device: torch.device, *, wary: bool
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all captures, since the allocator caches memory per stream."""
+    """Return the stream of all captures; the allocator caches memory per stream."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """No garbage collection during a capture: finalizers may make calls that a capture forbids."""
+    """Disable garbage collection within this context, because finalizers may make calls that a capture forbids."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -88,7 +88,7 @@ def _waiting_is_an_error() -> Iterator[None]:
 
 
 def _clean_up(device: torch.device, stream: torch.cuda.Stream, pool: tuple[int, int]) -> None:
-    """Clean up after a failed capture: its stream, its pool in the allocator, and the state of the random numbers."""
+    """Restore the stream, the allocator and the random state after a failed capture."""
     torch.cuda.set_stream(stream)
     with suppress(Exception):
         torch.cuda.synchronize(device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`liger bench` as a group of commands, of which the benchmark of the ops is the default one."""
+"""The command group `liger bench`, whose default command is the benchmark of the ops."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ DEFAULT = "ops"
 
 
 class _OpsByDefault(TyperGroup):
-    """A first argument that is not a subcommand is passed to the benchmark of the ops:
-
-    `liger bench rope` is `liger bench ops rope`.
-    """
+    """Run the benchmark of the ops without a subcommand: `liger bench rope` is `liger bench ops rope`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args or (args[0] not in self.commands and args[0] != "--help"):
@@ -24,7 +21,7 @@ class _OpsByDefault(TyperGroup):
 
 
 def bench_group() -> typer.Typer:
-    """The group without commands; `liger_bench/plugin.py` registers them."""
+    """Return the group without commands; `liger_bench/plugin.py` registers them."""
     help = (
         f"Measure ops, and heads on several ranks. Without a command, `{DEFAULT}`: every op, for instance `liger bench "
         "rms_norm --quick`, "

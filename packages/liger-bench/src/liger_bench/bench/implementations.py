@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The implementations that are measured on a workload: backends of an op and other libraries, as one class."""
+"""The implementations that are measured on a workload: backends of an op, and other libraries."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ BACKEND, PEER = "backend", "peer"
 
 @dataclass(frozen=True)
 class Implementation:
-    """One implementation of one op: a backend, called through the op as a user calls it, or a function of another
-    library."""
+    """An implementation of an op: a backend, called through the op, or a function of another library."""
 
     name: str
     kind: str
@@ -30,17 +29,17 @@ class Implementation:
 
     @property
     def overwrites(self) -> tuple[str, ...]:
-        """The arguments that it writes to; "gradients" are the upstream gradients."""
+        """The arguments that it writes to; "gradients" stands for the upstream gradients."""
         return () if self.peer is None else self.peer.overwrites.get(self.op.name, ())
 
     @property
     def consumes(self) -> bool:
-        """Whether its backward pass can run only once for a forward pass."""
+        """Whether its backward pass can run only once per forward pass."""
         return self.peer is not None and self.peer.consumes
 
     @contextmanager
     def selected(self) -> Iterator[None]:
-        """Within this context, the op runs this implementation."""
+        """Make the op run this implementation within this context."""
         if self.peer is None:
             with use(self.name, only=[self.op]):
                 yield
@@ -48,16 +47,16 @@ class Implementation:
             yield
 
     def prepared(self) -> Callable[..., Any]:
-        """The function, prepared for a workload."""
+        """Return the function, prepared for a workload."""
         if self.peer is None:
             return self.op
         function = self.peer.calls[self.op.name]
         return function if self.peer.prepared is None else self.peer.prepared(function)
 
     def taken(self, arguments: Arguments) -> Arguments:
-        """The arguments that the function takes, by name.
+        """Return the arguments that the function takes, by name.
 
-        Raises Unsupported if it has no option for one that is not the op's default.
+        Raises Unsupported if it lacks an argument whose value is not the op's default.
         """
         if self.peer is None:
             return arguments
@@ -68,7 +67,7 @@ class Implementation:
         return {name: value for name, value in arguments.items() if name in known}
 
     def order(self, arguments: Arguments) -> tuple[list[str], list[str]]:
-        """The names of positional and of keyword arguments: an op is called as its signature suggests."""
+        """Return the names of the positional and of the keyword arguments, as the op's signature has them."""
         if self.peer is not None:
             return [], list(arguments)
         by_name = [p.name for p in self.op.signature.parameters.values() if p.kind is p.KEYWORD_ONLY]

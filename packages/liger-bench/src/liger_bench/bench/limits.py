@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roofline of the machine, measured in the run whose results are compared with it."""
+"""The roofline of the machine, measured in the same run as the results."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from torch import Tensor
 from liger_bench.bench.timing import time_call
 from liger_core.op import Product, Work
 
-# A matmul at full power lowers the clocks within this time, as it does in a training step.
+# At full power, matmuls lower the clocks within this time, as they do in a training step.
 WARM_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The copy bandwidth in bytes per second (read and written), and the floating-point operations per second of a
-    large matmul.
+    """The limits of a machine.
 
-    measured  gives the seconds of a matmul; by default, its operations divided by the rate
-    copied    gives the seconds of a copy of that many bytes; by default, the bytes divided by the bandwidth
+    bandwidth  the bytes per second of a large copy, read and written
+    rate       the floating-point operations per second of a large matmul
+    measured   returns the seconds of a matmul; by default, its operations divided by the rate
+    copied     returns the seconds of a copy of that many bytes; by default, the bytes divided by the bandwidth
     """
 
     bandwidth: float
@@ -31,19 +32,19 @@ class Limits:
     copied: Callable[[int], float] | None = None
 
     def seconds(self, size: int, operations: int) -> float:
-        """The least time for that much work."""
+        """Return the least time for this many bytes and operations."""
         return max(size / self.bandwidth, operations / self.rate)
 
     def product_seconds(self, product: Product) -> float:
-        """The time of one matmul alone, measured at each call."""
+        """Return the time of one matmul, measured in each call."""
         if self.measured is None:
             return 2 * product.rows * product.inner * product.columns / self.rate
         return self.measured(product)
 
     def copy_seconds(self, work: Work) -> dict[str, float]:
-        """Pass → the seconds of a plain copy that moves as many bytes, for work that is bound by memory.
+        """Return, for each pass of memory-bound work, the seconds of a plain copy of as many bytes.
 
-        A short copy does not reach the bandwidth of a long one, and no kernel that moves as little can be expected to.
+        A short copy does not reach the bandwidth of a long one, so a kernel that moves as few bytes cannot either.
         """
         if work.full_products:
             return {}
@@ -54,9 +55,9 @@ class Limits:
         return {name: taken[size] for name, size in sizes.items()}
 
     def least_seconds(self, work: Work, trained: Collection[str] = ()) -> dict[str, float]:
-        """The least seconds that each pass can take, where its work is defined; trained arguments get a gradient."""
+        """Return the least seconds of each pass whose work is defined; trained arguments get a gradient."""
         wanted = tuple(p for p in work.full_products if not p.gradient or p.gradient in trained)
-        # A matmul of both passes is measured once: the time of a pass is the sum of the times of its matmuls.
+        # A matmul that is in both passes is measured once.
         taken = {p: self.product_seconds(p) for p in dict.fromkeys((*work.forward_products, *wanted))}
         forward = self._least(work.forward_bytes, work.forward_flops, [taken[p] for p in work.forward_products])
         return {
@@ -70,7 +71,7 @@ class Limits:
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype, seconds: float) -> Limits:
-    """Measure them; the sizes are far above any cache, and large enough for matmuls at full rate."""
+    """Measure the limits with sizes far above any cache, at which matmuls reach their full rate."""
 
     def measured(product: Product) -> float:
         return _product_seconds(product, device, dtype, 0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the rows of one workload, pass by pass; its implementations are interleaved."""
+"""Measure a workload pass by pass, with its implementations interleaved."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from liger_core.selection import settle
 
 PASSES = ("forward", "backward", "full", "evaluation")
 ROUNDS = 5
-# The host does not slow down a call of this length, and capturing a long one takes its memory a second time.
+# The host does not slow down a longer call, and capturing it would take its memory a second time.
 GRAPH_LONGEST_MS = 5.0
 DISPATCHES = 200
 WARM_SECONDS = 0.1
-# Repetitions of a round from which on a call is short, and its clocks do not matter.
+# A call that is repeated this often in a round is short, and the clocks before it do not matter.
 MANY = 10
 Figures = dict[str, Any]
 
@@ -41,7 +41,7 @@ Figures = dict[str, Any]
 class Turn:
     """The state of one implementation on one workload.
 
-    refused  pass → why it has no figures; "" for all passes
+    refused  pass → why it has no figures; the key "" stands for all passes
     """
 
     implementation: Implementation
@@ -53,8 +53,7 @@ class Turn:
 
     @contextmanager
     def excused(self, name: str) -> Iterator[None]:
-        """Within this context, the implementation is selected, and an error becomes the reason why a pass has no
-        figures."""
+        """Select the implementation within this context, and record an error as the reason for missing figures."""
         try:
             with self.implementation.selected():
                 yield
@@ -72,8 +71,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Bench:
-    """Settings of a run: the place, the limits, and how long each pass of an implementation is timed.
+    """A run of the benchmark.
 
+    seconds   how long each pass of an implementation is timed
+    where     the columns on machine, versions, commit and date
     accuracy  whether results are compared with float64, which takes longer than timing them
     """
 
@@ -93,7 +94,7 @@ class Bench:
         implementations: Iterable[Implementation],
         show: Callable[[str], object],
     ) -> list[Row]:
-        """The rows of a workload; if not even its inputs fit into the memory, then with that reason."""
+        """Measure a workload; if its inputs do not fit into memory, the rows say so."""
         try:
             case = make_case(op, workload, self.device, self.dtype)
         except torch.OutOfMemoryError as error:
@@ -108,8 +109,7 @@ class Bench:
     def rows(
         self, case: Case, implementations: Iterable[Implementation], show: Callable[[str], object] = lambda _: None
     ) -> list[Row]:
-        """Measure every pass of every implementation; one that declines, fails or runs out of memory gives a row with
-        the reason."""
+        """Measure every pass of every implementation; a row without figures has the reason."""
         gc.collect()
         turns = [Turn(implementation) for implementation in implementations]
         plain = self._plain(case)
@@ -117,13 +117,12 @@ class Bench:
             show(turn.implementation.name)
             with turn.excused(""):
                 turn.run = self._checked(case, turn)
-        # In float64 they are the largest tensors here.
+        # The float64 results are the largest tensors here.
         case.exact = None
         floors: list[dict[str, float]] = []
 
         def floor() -> None:
-            # Matmuls are long and drift with the clocks of a busy device; the limits of memory-bound ops are measured
-            # once per run.
+            # Matmuls drift with the clocks of a busy device; the limits of memory-bound ops are measured once per run.
             if not floors or case.work().full_products:
                 floors.append(self.limits.least_seconds(case.work(), case.trained))
 
@@ -139,8 +138,7 @@ class Bench:
         return [row for turn in turns for row in self._rows(case, turn, plain, least, copies)]
 
     def dispatch(self, op: Op[..., Any], workload: Workload) -> Row:
-        """The cost of an op before its implementation runs: the time with an empty implementation, minus that of an
-        empty call."""
+        """Measure what an op costs before its implementation runs: an empty implementation minus an empty call."""
 
         def nothing(*args: Any, **kwargs: Any) -> None:
             return None
@@ -158,7 +156,7 @@ class Bench:
         choice = op.choice
         try:
             op.choice = Choice({}, {}, nothing, nothing)
-            # The host alone works here, wherever the arguments are.
+            # Only the host works here, wherever the arguments are.
             through, without = (time_call(call, torch.device("cpu"), self.seconds) for call in (chosen, direct))
         finally:
             op.choice = choice
@@ -169,7 +167,7 @@ class Bench:
         )
 
     def _plain(self, case: Case) -> Errors | None:
-        """The errors of plain eager PyTorch in the same dtype, to which those of others are compared."""
+        """Return the errors of plain eager PyTorch in the same dtype, or None if they are unknown."""
         if case.exact is None or case.op.name not in eager.calls():
             return None
         turn = Turn(peer(case.op, eager.peers()[0]))
@@ -178,7 +176,7 @@ class Bench:
         return None
 
     def _checked(self, case: Case, turn: Turn) -> Run:
-        """Run forward and backward once, for the errors and to check that the inputs are unchanged."""
+        """Run forward and backward once, to measure the errors and check that the inputs are unchanged."""
         before = case.fingerprints()
         run = Run(case, turn.implementation)
         turn.errors = case.errors(run.full())
@@ -195,7 +193,7 @@ class Bench:
             show(f"{turn.implementation.name} {name}")
             with turn.excused(name):
                 counts[turn.implementation.name] = self._prepared(name, turn, watch)
-        # Round by round, so that a clock that drifts meets all alike.
+        # Round by round: a clock that drifts affects all implementations alike.
         for _ in range(self.rounds):
             if name in ("full", "evaluation"):
                 floor()
@@ -209,13 +207,13 @@ class Bench:
                     turn.figures[name] |= self._replayed(name, turn, watch)
 
     def _prepared(self, name: str, turn: Turn, watch: Stopwatch) -> int:
-        """Measure the memory, which warms up too; then how many calls make up a round."""
+        """Measure the memory, which also warms up, and return the number of calls in a round."""
         run = turn.run
         assert run is not None
         call, before = run.passes[name]()
         before()
         returned: list[Results] = []
-        # The profiler that measures on the CPU is sensitive to releases meanwhile; the allocator of a GPU is not.
+        # Releases by the garbage collector would confuse the CPU profiler, but not the allocator of a GPU.
         peak = peak_bytes(lambda: returned.append(call()), self.device, collect=self.device.type == "cpu")
         argument_addresses = held_in(v for v in run.arguments.values() if isinstance(v, Tensor))
         gradients = [g for g in returned.pop().gradients if g.untyped_storage().data_ptr() not in argument_addresses]
@@ -227,9 +225,8 @@ class Bench:
         run = turn.run
         assert run is not None
         call, before = run.passes[name]()
-        # Other implementations used the device in between: its caches, its allocator, and for long calls its clocks,
-        # which a series of matmuls brings down by a tenth within 100 ms. Each call is timed in the state that it brings
-        # about itself.
+        # The implementation before left its state in caches, allocator and clocks (matmuls lower them by a tenth within
+        # 100 ms). These calls replace it by the implementation's own.
         started, least = time.perf_counter(), WARM_SECONDS if count < MANY and self.device.type != "cpu" else 0.0
         while count > 1 or least:
             before()
@@ -242,7 +239,7 @@ class Bench:
         release(self.device)
 
     def _replayed(self, name: str, turn: Turn, watch: Stopwatch) -> Figures:
-        """The call as a CUDA graph, or why there is none."""
+        """Time the call as a CUDA graph, or return why there is none."""
         run = turn.run
         assert run is not None
         typical = turn.samples[name].timing().median_ms
@@ -306,8 +303,7 @@ class Bench:
 
 
 def release(device: torch.device) -> None:
-    """Give cached memory back to the device when it is scarce, since what one implementation cached is of no use to the
-    next."""
+    """Free cached memory if more than half of the device is reserved; it does not help the next implementation."""
     if (
         device.type == "cuda"
         and torch.cuda.memory_reserved(device) > torch.cuda.get_device_properties(device).total_memory // 2

@@ -13,32 +13,29 @@ from liger_bench.results import Columns
 
 @dataclass(frozen=True)
 class Row:
-    """One pass of one implementation on one workload, with where and how it was measured.
+    """One pass of one implementation on one workload.
 
-    op, workload    what was called; `axis` and `axis_value` name the one size that a scaling workload varies, for
-                    instance N and 4096
-    implementation  a backend or another library, according to `kind` ("backend", "peer"); the backend `reference` is
-                    pure PyTorch
-    pass_           forward (inputs require gradients), backward, full (both), evaluation (no gradients, only for ops
-                    whose forward pass may do the work of the backward one); dispatch is what choosing an implementation
-                    costs a call
-    median_ms …     over `repetitions` calls taken in turns with the other implementations; low and high are the 0.2 and
-                    0.8 quantiles
-    enqueue_ms      the time that the host takes to enqueue the call; None on a CPU, except for dispatch
-    graph_ms        median of replaying the same call as a CUDA graph; `graph_reason` says why there is none
-    limit_ms        least time by the limits of this run: bytes at copy bandwidth, operations at the rate of a large
-                    matmul, or the measured time of the matmuls that the call cannot avoid. None for the backward pass,
-                    whose least work depends on the forward pass
-    copy_ms         median of a plain copy that moves as many bytes as necessary; None where matmuls count instead
-    share           limit_ms over median_ms; may pass 1 where the data fits a cache, or where ignored rows need no work
-    peak_extra_bytes  beyond inputs (and, for the backward pass, what the forward pass kept); results count
+    axis, axis_value  the size that a scaling workload varies, for instance N and 4096
+    implementation    a backend or another library, according to `kind` ("backend", "peer"); the backend `reference` is
+                      pure PyTorch
+    pass_             forward (inputs require gradients), backward, full (both), evaluation (no gradients, only for ops
+                      whose forward pass may do work of the backward pass), or dispatch (choosing an implementation)
+    median_ms         over `repetitions` calls, interleaved with other implementations; low_ms and high_ms are the 0.2
+                      and 0.8 quantiles
+    enqueue_ms        the time that the host takes to enqueue the call; None on a CPU, except for dispatch
+    graph_ms          the median of replaying the call as a CUDA graph; `graph_reason` says why there is none
+    limit_ms          the least time by the limits of this run: bytes at copy bandwidth, and operations at the rate of a
+                      large matmul or the measured time of the call's own matmuls. None for the backward pass, whose
+                      work depends on the forward pass
+    copy_ms           the median of a plain copy of as many bytes as the op must move; None if matmuls bound the op
+    share             limit_ms / median_ms; above 1 if the data fits a cache, or if ignored rows need no work
+    peak_extra_bytes  beyond the inputs and, for the backward pass, the tensors saved for it; results count
     peak_beyond_gradients_bytes  the same without the gradients that the call returned
-    error_*         largest relative error among outputs and among gradients against the reference in float64
-    error_eager_ratio  largest ratio, among gradients, of that error to the error of plain eager PyTorch in the same
-                       dtype
-    overwrites      the arguments that the implementation may write to, and so was given copies of its own of
-    reason          why there are no figures, else empty; `failed` if that is a defect and not a limit of the
-                    implementation
+    error_outputs, error_gradients  the largest relative error against the reference in float64
+    error_eager_ratio the largest ratio of a gradient's error to that of eager PyTorch in the same dtype
+    overwrites        the arguments that the implementation may write to; it gets copies of them
+    reason            why there are no figures, else empty; `failed` if that is a defect and not a limit of the
+                      implementation
     """
 
     op: str

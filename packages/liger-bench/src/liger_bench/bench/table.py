@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows as a table for the terminal."""
+"""The table of rows for the terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COLUMNS = (
 
 
 def print_rows(rows: Sequence[Row], absent: dict[str, str], *, all_columns: bool = False) -> None:
-    """The figures, then why some are missing, then where they were taken."""
+    """Print the figures, then why some are missing, then where they were measured."""
     console = output()
     cells: list[list[Cell]] = []
     before = ("", "", "")
@@ -44,7 +44,7 @@ def print_rows(rows: Sequence[Row], absent: dict[str, str], *, all_columns: bool
         cells.append([f"    {row.implementation}" if group != before else "", row.pass_, *_figures(row)])
         before = group
     print_table(console, COLUMNS, cells, all_columns=all_columns)
-    # One sentence for all workloads that it holds for.
+    # One sentence for all workloads that share it.
     reasons = dict.fromkeys(
         f"{row.op} by {row.implementation} {row.pass_}".rstrip() + f": {row.reason}" for row in rows if row.reason
     )

@@ -13,16 +13,13 @@ from torch import Tensor
 
 # Larger than the L2 cache of any GPU so far; writing it evicts the data of the previous call.
 FLUSH_BYTES = 256 << 20
-# Repetitions between two waits for the device: the queue of launches must not fill up, or the host would be timed
-# waiting.
+# Repetitions between two waits for the device. If the queue of launches filled up, the timed host would wait.
 AHEAD = 10
-# After such a wait the device gets this much to do first, half a millisecond and more, so that the host is ahead of it
-# again as in a training step.
+# Flushes after such a wait, at least half a millisecond: the host gets ahead of the device, as in a training step.
 LEAD = 8
-# Host work around a call: two events and the flush, with some room for slow calls.
+# Host work around a call: two events and the flush, with a margin for slow calls.
 AROUND_SECONDS = 5e-5
-# A call that keeps the device busy for longer is not started too late by a host that takes tens of microseconds a
-# kernel.
+# A host that takes tens of microseconds per kernel stays ahead of a longer call by itself.
 LONG_SECONDS = 5e-3
 # The device's queue holds about a thousand launches, and the calls themselves must fit behind the lead.
 MOST_LEAD = 256
@@ -80,7 +77,7 @@ class Stopwatch:
             self._sample_together(into, call, min(AHEAD, repetitions - done), before)
 
     def _sample_together(self, into: Samples, call: Call, repetitions: int, before: Call | None) -> None:
-        """Sample this many calls without waiting for the device between them."""
+        """Sample calls without waiting for the device between them."""
         assert self._flush is not None
         pairs = [
             (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repetitions)
@@ -92,7 +89,7 @@ class Stopwatch:
         for start, end in pairs:
             if before is not None:
                 before()
-            # The host enqueues the call while the device writes this; a short call would include a wait otherwise.
+            # The host enqueues the call while the device writes this; otherwise a short call would include a wait.
             self._flush.zero_()
             start.record()
             enqueued.append(_host_seconds(call))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implementations of the ops by other libraries, to compare with: one file each, all optional, imported on demand.
+"""Other libraries that implement the ops, for comparison: one file each, all optional, imported on demand.
 
 A file has `unavailable(device)`, the reason why it cannot run or None, and `peers()`, a list of `Peer`.
 """
@@ -34,11 +34,11 @@ FILES = {
 class Peer:
     """One implementation of some ops.
 
-    calls       op name → a function of the op's arguments by name, of which it may lack those that it has no option for
-    overwrites  op name → the arguments whose memory a forward or backward pass writes to; "gradients" are those that
-                arrive at the outputs
-    consumes    whether a backward pass can run only once for a forward pass
-    prepared    what becomes of a function of `calls` before it is measured on a workload
+    calls       op name → a function of the op's arguments by name; it lacks those that the library has no option for
+    overwrites  op name → the arguments that a forward or backward pass writes to; "gradients" stands for the upstream
+                gradients
+    consumes    whether a backward pass can run only once per forward pass
+    prepared    a transformation of a function of `calls` before it is measured on a workload
     """
 
     name: str

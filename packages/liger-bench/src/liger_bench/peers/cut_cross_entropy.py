@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cut-cross-entropy 25.1.1, by default and without its gradient filter.
+"""cut-cross-entropy 25.1.1, with its defaults and without its gradient filter.
 
-By default it leaves out blocks of small probabilities, which is where its gradient error comes from; `exact` keeps
-them. With CCE_AUTOTUNE=1 in the environment it searches for its tile sizes at the first call, which takes minutes.
+By default it omits blocks of small probabilities, which causes its gradient error; `exact` keeps them. With
+CCE_AUTOTUNE=1 in the environment, it searches for tile sizes in the first call, which takes minutes.
 """
 
 from __future__ import annotations

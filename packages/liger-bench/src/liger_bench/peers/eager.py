@@ -71,7 +71,7 @@ def mix_streams(x: Tensor, pre: Tensor) -> Tensor:
 
 
 def merge_streams(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None = None) -> Tensor:
-    # As DeepSeek V4 does; without a matrix as HY V4, in float32.
+    # DeepSeek V4's formula; without a matrix, HY V4's, in float32.
     if res is None:
         return (post.float().unsqueeze(-1) * y.float().unsqueeze(-2) + x.float()).to(x.dtype)
     return post.to(x.dtype).unsqueeze(-1) * y.unsqueeze(-2) + torch.matmul(res.to(x.dtype), x)
@@ -112,7 +112,7 @@ def geglu(gate: Tensor, up: Tensor | None = None, approximate: str = "tanh") -> 
 
 
 def experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor) -> Tensor:
-    # The implementation of Transformers that its models get on a GPU, for experts without biases and limits.
+    # Transformers' default on a GPU, for experts without biases and limits.
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     module: Any = SimpleNamespace(
@@ -157,7 +157,7 @@ def linear_cross_entropy(
     normalizer: Tensor | float | None = None,
     budget: int | None = None,
 ) -> Tensor:
-    # It holds all logits whatever may be held: the same result, to whose error that of others is compared.
+    # It materializes all logits, whatever the budget.
     logits = F.linear(hidden, weight, bias)
     if logit_scale != 1.0:
         logits = logits * logit_scale
@@ -200,7 +200,7 @@ def linear_log_prob(
     return_statistics: bool = False,
     budget: int | None = None,
 ) -> Any:
-    # It holds all logits whatever may be held.
+    # It materializes all logits, whatever the budget.
     logits = F.linear(hidden, weight, bias)
     if logit_scale != 1.0:
         logits = logits * logit_scale
@@ -241,7 +241,7 @@ def linear_divergence(
     reduction: str = "mean",
     normalizer: Tensor | float | None = None,
 ) -> Tensor:
-    # It holds the logits of both sides.
+    # It materializes the logits of both sides.
     logits, teacher = F.linear(hidden, weight, bias), F.linear(teacher_hidden, teacher_weight, teacher_bias)
     return _divergence(kind, logits, teacher, beta, temperature, reduction, normalizer)
 
@@ -316,7 +316,7 @@ def embedding(index: Tensor, weight: Tensor, padding_idx: int | None = None) -> 
     return F.embedding(index, weight, padding_idx)
 
 
-# Where Transformers writes an op otherwise than its reference does.
+# The ops that Transformers writes differently from their references.
 CALLS = by_name(
     *(
         rms_norm,

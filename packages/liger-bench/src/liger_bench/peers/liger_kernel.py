@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """liger-kernel 0.8.5: its Triton kernels, variants of its linear losses, and its CuTe kernels if it has them.
 
-Variants: float32 accumulation and long chunks for the linear cross entropy, the divergence from soft labels, the
-per-token loss in chunks of logits, as it runs where it has no kernel, and the experts without their autotuner, with
-LIGER_FUSED_MOE_AUTOTUNE=0.
+Variants: float32 accumulation and long chunks for linear_cross_entropy, the divergence from soft labels, the per-token
+loss in chunks of logits, which runs where it has no kernel, and with LIGER_FUSED_MOE_AUTOTUNE=0 the experts without
+their autotuner.
 
-Measured as a user calls them, except for two traps: `in_place=False`, since its norms by default write their gradient
-over the one that arrives, which another op may still need; and private copies of what rope, the gated activations and
+They are measured as users call them, with two exceptions: `in_place=False`, because its norms by default overwrite the
+upstream gradient, which another op may need; and copies of the arguments that rope, the gated activations and
 cross_entropy overwrite.
 """
 
@@ -25,8 +25,7 @@ from torch import Tensor
 from liger_bench.peers import Peer, by_name, missing, teacher_share, with_one_target
 from liger_core.errors import Unsupported
 
-# Forward passes of rope and cross_entropy, backward passes of the gated activations; rope's backward pass also turns
-# what arrives in place.
+# Forward passes of rope and cross_entropy, and backward passes of rope and the gated activations.
 OVERWRITES = {
     "rope": ("q", "k", "gradients"),
     "qk_norm_rope": ("gradients",),
@@ -55,7 +54,7 @@ def peers() -> list[Peer]:
     ]
     if os.environ.get("LIGER_FUSED_MOE_AUTOTUNE", "1").lower() in ("0", "false", "no"):
         variants.append(Peer("liger-kernel untuned", {"experts": triton.pop("experts")}))
-    # Its CuTe kernels are written for Hopper and newer.
+    # Its CuTe kernels need Hopper or newer.
     if importlib.util.find_spec("cutlass") and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9:
         variants.append(Peer("liger-kernel cute", _cute(), OVERWRITES))
     return variants
@@ -87,13 +86,13 @@ def _row_ops(package: Any) -> dict[str, Callable[..., Any]]:
         weight_offset: float = 0.0,
         cast: str = "input",
     ) -> Any:  # fmt: skip
-        # Normalized before heads and tokens change places, as its modules are in a model.
+        # Normalized before the transpose of heads and tokens, as in a model.
         pairs = ((q, q_weight), (k, k_weight))
         q, k = (rms_norm(x.transpose(1, 2), weight, eps, weight_offset, cast).transpose(1, 2) for x, weight in pairs)
         return rope(q, k, cos, sin)
 
     def poly_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Any:
-        # Its gradient of bias has no dimension.
+        # Its gradient of bias is a scalar.
         return package.liger_poly_norm(x, weight, bias.view(()), eps, in_place=False)
 
     def group_norm(x: Tensor, num_groups: int, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Any:
@@ -131,7 +130,7 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
         return package.liger_mhc_post_res(x, y, post, res)
 
     def attention_residual(layers: Tensor, query: Tensor, weight: Tensor, eps: float = 1e-6) -> Any:
-        # It wants a batch and a sequence.
+        # It expects a batch and a sequence dimension.
         return package.liger_attn_res(layers.unsqueeze(1), query, weight, eps).squeeze(0)
 
     def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Any:
@@ -143,9 +142,8 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
         return package.liger_cross_entropy(logits, target, **options)
 
     def experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor) -> Any:
-        # As its LigerExperts calls it. Its autotuner compiles 240 kernels for each size of the experts, which takes
-        # minutes; those that unroll a row into tiles of 64 take 10 s each. LIGER_FUSED_MOE_AUTOTUNE=0 takes one
-        # configuration instead.
+        # The call of its LigerExperts. Its autotuner compiles 240 kernels for each size of the experts, which takes
+        # minutes; LIGER_FUSED_MOE_AUTOTUNE=0 uses one configuration instead.
         return importlib.import_module("liger_kernel.ops").LigerFusedMoEFunction.apply(
             x, gate_up, down, index.int(), weight
         )
@@ -161,7 +159,7 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
         try:
             return function.apply(*most, return_entropy=return_entropy)
         except ImportError as error:
-            # On Hopper it has a CuTe kernel and no other.
+            # On Hopper it has only a CuTe kernel.
             raise Unsupported(f"its kernel for this device cannot be imported: {error}") from error
 
     losses = {

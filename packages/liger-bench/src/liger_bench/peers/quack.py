@@ -37,8 +37,7 @@ def peers() -> list[Peer]:
     def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Any:
         if interleaved or cos.dim() != 2:
             raise Unsupported("it is called with one table of halves here")
-        # It takes (batch, tokens, heads, width), one tensor a call, and each angle once; in place it would need tensors
-        # that are not leaves.
+        # It takes (batch, tokens, heads, width), one tensor per call, and each angle once.
         half = cos.shape[-1] // 2
         cos, sin = cos[:, :half], sin[:, :half]
         return tuple(rotary.apply_rotary_emb(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ops that do what several others do, as these others, each by the backend that the call would get."""
+"""Ops that combine several others, computed by these others with the backend that a call would get."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def qk_norm_rope(
     weight_offset: float = 0.0,
     cast: Cast = "input", interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    # Normalized before heads and tokens change places, as in a model.
+    # Normalized before the transpose of heads and tokens, as in a model.
     normed = [
         rms_norm(x.transpose(1, 2), weight, eps, weight_offset=weight_offset, cast=cast).transpose(1, 2)
         for x, weight in ((q, q_weight), (k, k_weight))

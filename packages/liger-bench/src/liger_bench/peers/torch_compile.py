@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.compile of what `eager` does, compiled for every workload and for its shapes only.
+"""torch.compile of the functions of `eager`, for the shapes of each workload.
 
-Its backward pass overwrites what the forward pass saved, so it can run only once.
+Its backward pass overwrites the tensors that forward saved, so it can run only once.
 """
 
 from __future__ import annotations
@@ -26,6 +26,6 @@ def peers() -> list[Peer]:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # Else the graphs of earlier workloads count as recompilations, which are limited.
+    # Otherwise the graphs of earlier workloads count as recompilations, which are limited.
     torch.compiler.reset()
     return torch.compile(function, dynamic=False, fullgraph=True, backend=BACKEND)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's own fused functions, except for those that `eager` already calls (layer_norm)."""
+"""PyTorch's own fused functions, except layer_norm, which `eager` already calls."""
 
 from __future__ import annotations
 

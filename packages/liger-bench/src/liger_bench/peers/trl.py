@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_bench.peers import Peer, by_name, missing, teacher_share, with_one_target
 
-# The classes of a tile by default in its trainers.
+# The default number of classes in a tile of its trainers.
 CLASSES = 32768
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`liger bench sharded`."""
+"""The command `liger bench sharded`."""
 
 from __future__ import annotations
 
@@ -59,8 +59,7 @@ def sharded(
         bool, typer.Option("--resume", help="Leave out what --out has already of this commit, machine and versions.")
     ] = False,
 ) -> None:
-    """Time the loss of a head whose vocabulary is sharded over ranks (NCCL on GPUs, gloo on the CPU), beside gathered
-    logits and loss parallelism."""
+    """Time the loss of a head with its vocabulary sharded over ranks, against gathered logits and loss parallelism."""
     torch_device = machine.measurable_device("bench sharded", device)
     on_gpus = torch_device.type == "cuda"
     precision = machine.dtype_name(machine.named_dtype("bench sharded", dtype, torch_device))
@@ -74,7 +73,7 @@ def sharded(
         for count in classes or ([128256, 131072] if on_gpus else [1000])
         for of_ranks in _ranks(ranks, on_gpus)
         for implementation in IMPLEMENTATIONS
-        # What the peers give for single tokens has no gradient for one; on one rank nothing is sharded.
+        # The peers' per-token results have no gradient; on one rank nothing is sharded.
         if implementation == LIGER or (op == OPS[0] and of_ranks > 1)
     ]
     files = Files("sharded", COLUMNS, out)

@@ -21,8 +21,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def loss_of(op: str, implementation: str, classes: int, mesh: Any) -> Loss:
-    """(hidden, rows of weight, targets) → a scalar, the mean loss or the mean of the log-probabilities but for the
-    sign."""
+    """Return a function of hidden, the rank's rows of weight and the targets: the mean loss or −log-probability."""
     if implementation == LIGER:
         vocab = None
         if mesh.size() > 1:
@@ -31,7 +30,7 @@ def loss_of(op: str, implementation: str, classes: int, mesh: Any) -> Loss:
             return lambda hidden, weight, target: linear_cross_entropy(hidden, weight, target, vocab=vocab)
         return lambda hidden, weight, target: -linear_log_prob(hidden, weight, target, vocab=vocab).mean()
     if implementation == GATHERED:
-        # As Transformers computes the loss of a model with tp_plan="auto".
+        # The loss of Transformers with tp_plan="auto".
         return lambda hidden, weight, target: F.cross_entropy(
             _Gather.apply(_Copy.apply(hidden, mesh.get_group()) @ weight.mT, mesh.get_group())[:, :classes].float(),
             target,
@@ -40,7 +39,7 @@ def loss_of(op: str, implementation: str, classes: int, mesh: Any) -> Loss:
 
 
 def _loss_parallel(hidden: Tensor, weight: Tensor, target: Tensor, classes: int, mesh: Any) -> Tensor:
-    """PyTorch's loss on logits whose classes are sharded, which torchtitan takes chunk by chunk."""
+    """Compute PyTorch's loss on logits whose classes are sharded, as torchtitan does for chunks of tokens."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
     from torch.distributed.tensor.parallel import loss_parallel
 
@@ -52,13 +51,13 @@ def _loss_parallel(hidden: Tensor, weight: Tensor, target: Tensor, classes: int,
     )
     with loss_parallel():
         loss = F.cross_entropy(logits, DTensor.from_local(target, mesh, [Replicate()], run_check=False))
-        # The backward pass must be inside, too.
+        # The backward pass must also be within the context.
         loss.backward()
     return loss.to_local().detach()  # type: ignore[attr-defined]
 
 
 class _Copy(torch.autograd.Function):
-    """Rows that every rank has; their gradient is the sum over ranks."""
+    """Return the rows, which every rank has; their gradient is the sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:

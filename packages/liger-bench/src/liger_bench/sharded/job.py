@@ -27,13 +27,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Row(Recorded, Job):
-    """The figures of one job, with where and how they were measured.
+    """The figures of one job.
 
-    seconds     median over repetitions, of each the slowest rank's
-    low, high   0.2 and 0.8 quantile
-    efficiency  time of Liger on one rank ÷ (ranks × seconds)
-    peak_bytes  beyond the inputs, on the rank that holds the most; the gradients count
-    loss        of the first repetition
+    seconds     the median over repetitions of the slowest rank's time
+    low, high   the 0.2 and 0.8 quantiles
+    efficiency  the time of Liger on one rank ÷ (ranks × seconds)
+    peak_bytes  the peak memory beyond the inputs on the worst rank, gradients included
+    loss        the loss of the first repetition
     """
 
     seconds: float | None

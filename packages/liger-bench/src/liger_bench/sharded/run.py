@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures heads: all implementations of one number of ranks in the same processes, one after the other in turn."""
+"""Measure heads on several ranks; all implementations of a head run interleaved in the same processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from liger_bench.row import Measured, row_from
 from liger_bench.sharded.heads import LIGER, Loss, loss_of
 from liger_bench.sharded.job import Job, Row, together
 
-# Calls before the first that counts: kernels are compiled, and NCCL connects the ranks.
+# Calls before the measurement, which compile kernels and connect the ranks.
 WARM_UP = 2
 
 
@@ -44,7 +44,7 @@ def measured(
     patience: float,
     phase: Callable[[Job], object] = lambda job: None,
 ) -> Generator[Measured[Row], None, None]:
-    """Yield the row of each job, those of one rank first."""
+    """Yield the row of each job; jobs on one rank must come first, because efficiency is relative to them."""
     alone: dict[tuple[Any, ...], float] = {}
     with tempfile.TemporaryDirectory(prefix="liger-bench-") as folder:
         for (ranks, *head), same in groupby(
@@ -93,7 +93,7 @@ def _answers(jobs: tuple[Job, ...], repetitions: int, patience: float, folder: P
 
 
 def answer(share: Share, connection: Connection) -> Answer:
-    """The figures of every implementation, by name."""
+    """Return the figures of every implementation by name."""
     first = share.jobs[0]
     try:
         with joined(first.device, share.rank, first.ranks, share.meeting_point) as device:
@@ -112,7 +112,7 @@ def _figures(share: Share, device: torch.device) -> dict[str, Any]:
     dtype, size = DTYPES[first.dtype], -(-first.classes // first.ranks)
     hidden = torch.randn(first.rows, first.width, device=device).to(dtype).requires_grad_()
     target = torch.randint(first.classes, (first.rows,), device=device)
-    # The rows that this rank has of one weight; those past the classes are padding.
+    # This rank's rows of the weight; rows beyond the classes are padding.
     start, weight = size * share.rank, torch.zeros(size, first.width, dtype=dtype, device=device)
     for block in range(0, first.classes, 8192):
         rows = (torch.randn(min(8192, first.classes - block), first.width, device=device) * first.width**-0.5).to(dtype)
@@ -131,7 +131,7 @@ def _figures(share: Share, device: torch.device) -> dict[str, Any]:
             step.forget()
             results[name] = {"loss": values[0], "peak_bytes": peak_bytes(step, device), "seconds": []}
         except torch.OutOfMemoryError as error:
-            # On every rank, since all have the same sizes.
+            # All ranks have the same sizes, so all of them run out of memory.
             results[name] = {"reason": str(error).splitlines()[0], "out_of_memory": True}
             del steps[name]
     for _ in range(share.repetitions):
@@ -142,7 +142,7 @@ def _figures(share: Share, device: torch.device) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Step:
-    """A forward and a backward pass; some losses take the backward pass themselves."""
+    """A forward and a backward pass; some losses run the backward pass themselves."""
 
     loss: Loss
     arguments: tuple[Tensor, Tensor, Tensor]
