@@ -2,10 +2,9 @@
 """Causal attention without a mask in compiled models.
 
 Without padding, Transformers passes is_causal=True to sdpa attention instead of a mask, and the kernel skips the upper
-half. Whether there is padding or packing, it reads from the values of the masks. A compiler and a CUDA graph cannot
-read them, so the model then always makes a whole mask: on one H200, attention over 1024 tokens (Llama 1B, bf16) takes
-2.4 times as long with it. A patched model also omits the mask there, if none of its arguments can require another mask
-(PLAIN).
+half. To find padding or packing, it reads the values of masks. A compiler and a CUDA graph cannot read them, so the
+model then always makes a whole mask: on one H200, attention over 1024 tokens (Llama 1B, bf16) takes 2.4 times as long
+with it. A patched model also omits the mask there, if none of its arguments can require another mask (PLAIN).
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _built(config: PretrainedConfig, dtype: torch.dtype | str | None) -> Any:
 
 
 def _without_weights(model: nn.Module) -> bool:
-    """Whether all weights are on the meta device and no accelerate hook will load them."""
+    """Return whether all weights are on the meta device and no accelerate hook will load them."""
     offloaded = any(OFFLOADED in vars(module) for module in model.modules())
     return not offloaded and all(p.is_meta for p in model.parameters()) and next(model.parameters(), None) is not None
 

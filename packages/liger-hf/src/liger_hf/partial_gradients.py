@@ -88,7 +88,7 @@ def _ranks_summed_over(module: nn.Module) -> int:
             or not function.__qualname__.startswith(f"{PARTIAL_GRADIENTS}.")
         ):
             continue
-        # In 5.17 this is the hook on the module; later a forward that puts one on each weight.
+        # In 5.17 this is a hook on the module, later a forward that puts a hook on each weight.
         adds_up = inspect.getclosurevars(function).nonlocals.get(ALL_REDUCE_GRAD, function)
         mesh = inspect.getclosurevars(adds_up).nonlocals.get("mesh")
         if mesh is not None and {*adds_up.__code__.co_names} - {"parameters"} == NAMES_IN_SUMMING_CODE:

@@ -14,8 +14,7 @@ from liger_hf.patch import MARK, slot
 from liger_hf.private_transformers import OFFLOADED
 from liger_hf.rebinding import names_in, same_forward
 
-# An attribute of a patched module: name → a child with its class, a function or a setting that only the module's own
-# forward uses.
+# The attribute of a patched module that holds name → what `passed_over` returns; a child comes with its class.
 PASSED = "liger_passed_over"
 
 
@@ -56,7 +55,7 @@ def _names_read(kind: type[nn.Module]) -> frozenset[str]:
 
 
 def may_pass(module: nn.Module) -> bool:
-    """Whether everything that the replacement ignores is unchanged since `apply` checked it, and has no hooks."""
+    """Return whether all that the replacement ignores is unchanged since `apply` checked it, and has no hooks."""
     for name, known in module.__dict__.get(PASSED, {}).items():
         if isinstance(known, tuple):
             child: nn.Module = known[0]
@@ -70,7 +69,7 @@ def may_pass(module: nn.Module) -> bool:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether calling the module does more than its class defines.
+    """Return whether calling the module does more than its class defines.
 
     Hooks of accelerate and ZeRO-3 do not count, because they only move tensors and gather parameters. A forward that
     `apply` installed does not count either, because it computes the same as its class.

@@ -62,7 +62,7 @@ def forward_of(module: nn.Module) -> Callable[..., Any] | str:
     """
     current = module.__dict__.get(slot(module))
     function = getattr(current, "__func__", None)
-    # copy.copy takes over the forward that is bound to the first module.
+    # copy.copy keeps the forward that is bound to the original module.
     if current is None or (hasattr(function, MARK) and current.__self__ is not module):
         return unwrapped(type(module).forward)
     if hasattr(function, MARK):

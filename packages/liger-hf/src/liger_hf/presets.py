@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that every command knows by name: their configs, built without a network, and without weights."""
+"""The models that every command knows by name, as configs that need neither a network nor weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from liger_core.errors import OptionError, nearest
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# The most tokens that the demo's tokenizer has.
+# The maximum size of the demo's tokenizer.
 VOCABULARY = 32_000
 # Name → the model type of Transformers, and the fields that differ from the defaults of its config.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -121,12 +121,12 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# Earlier names, which stored results have.
+# Earlier names, which old results contain.
 ALIASES = {"1b": "llama-3.2-1b", "8b": "llama-3-8b"}
 NAMES = ", ".join(PRESETS)
 # Presets for training on one GPU or many.
 LARGE = tuple(name for name, (_, fields) in PRESETS.items() if fields["hidden_size"] >= 2048)
-# Token ids that a config names must lie in its vocabulary; the text has none of these tokens.
+# The defaults of a config may lie outside its vocabulary; the text has none of these tokens.
 NO_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
 
 

@@ -34,8 +34,7 @@ def rebound(function: FunctionType | Any, replaced: Mapping[str, Callable[..., A
     space, cells = function.__globals__, function.__closure__
     names = set(names_in(function.__code__))
     if names & replaced.keys():
-        # Not __name__, which is also an attribute of classes: with it torch.compile looks globals up in the module of
-        # that name.
+        # Without __name__, by which torch.compile would look globals up in the module of that name.
         space = {name: space[name] for name in names - {"__name__"} if name in space}
         space |= {name: replaced[name] for name in names & replaced.keys()}
         space |= {
@@ -106,8 +105,7 @@ def _same_unwrapped(first: Any, second: Any) -> bool:
 
 def checkpointed(function: FunctionType, wrapper: FunctionType) -> FunctionType:
     """Put the function into a copy of the wrapper that checkpoints the forward of a class."""
-    # A wrapper checkpoints only if it is `type(self).forward`. In the copy that always holds, also after FSDP2 has
-    # changed the class.
+    # A wrapper checkpoints only if it is `type(self).forward`, which must also hold after FSDP2 changes the class.
     outermost = SimpleNamespace(forward=wrapper)
     alone = rebound(wrapper, {"type": lambda module: outermost})
     contents = [(cell, _content(cell)) for cell in wrapper.__closure__ or ()]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-# Attributes of every module that torch manages; a mode is a setting.
+# The attributes of every module, which torch manages; only the mode counts as a setting.
 MANAGED = frozenset(vars(nn.Module())) - {"training"}
 SCALARS = (bool, int, float, str, type(None))
 # The value of a missing attribute.
@@ -78,7 +78,7 @@ def _put(attributes: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def draws(module: nn.Module) -> bool:
-    """Whether a call of the module draws random numbers."""
+    """Return whether a call of the module draws random numbers."""
     return any(isinstance(child, nn.Dropout) and child.training and child.p > 0 for child in module.modules())
 
 

@@ -17,7 +17,7 @@ from liger_hf.errors import ModelError
 from liger_hf.patch import Patch
 from liger_hf.rules.head.weights import OPTIMIZERS
 
-# `inspect`, which changes nothing, says REPLACEABLE.
+# REPLACEABLE is the verdict of `inspect`, which changes nothing.
 REPLACED, REPLACEABLE, LEFT = "replaced", "replaceable", "left"
 ATTRIBUTE = "liger_report"
 PICKLED = "a pickled model comes back without Liger; call liger_hf.apply again"
@@ -112,7 +112,7 @@ class Report:
                 stuck.append(f"{type(patch.owner).__name__}.{patch.attribute}")
         self._detach()
         OPTIMIZERS.release()
-        # A model's forward that something has wrapped since calls the original once the head is restored.
+        # A wrapper around the model's forward calls the original forward once the head is restored.
         stuck = [name for name in stuck if not name.startswith(self.model + ".")]
         if stuck:
             raise ModelError(

@@ -85,9 +85,9 @@ def assignment(statement: ast.stmt) -> tuple[str, ast.expr] | None:
 
 def _parsed(function: FunctionType) -> ast.FunctionDef | None:
     try:
-        # Of the code: from a function, inspect would follow `__wrapped__`.
+        # From the code object, because inspect follows `__wrapped__` of a function.
         lines, start = inspect.getsourcelines(function.__code__)
-        # Wrapped in a block: less indentation would change strings of several lines.
+        # In a block, because less indentation would change multiline strings.
         (whole,) = ast.parse("".join(("if True:\n" if lines[0][:1].isspace() else "\n", *lines))).body
     except (OSError, TypeError, ValueError, SyntaxError):
         return None
@@ -140,7 +140,7 @@ def _imported(filename: str) -> tuple[str, ...]:
 
 
 def _alike(left: CodeType, right: CodeType) -> bool:
-    """Whether both codes have the same instructions, regardless of file and line numbers."""
+    """Return whether both codes have the same instructions, regardless of file and line numbers."""
     attributes = ("co_code", "co_names", "co_varnames", "co_freevars")
     if any(getattr(left, attribute) != getattr(right, attribute) for attribute in attributes):
         return False

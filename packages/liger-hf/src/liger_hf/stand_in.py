@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from liger_core import DeviceError
 from liger_hf.private_transformers import OFFLOADED, OFFLOADED_FORWARD
 
-# Modules may treat few and many tokens differently. Besides a few tokens in every dtype, checks run in float32 on one,
-# as in generation, and on more than the lengths at which modules begin to treat an input as long.
+# Modules may treat few and many tokens differently. Besides a few tokens in every dtype, checks run in float32 on one
+# token, as in generation, and on a sequence that every module treats as long.
 LENGTHS = (1, 300)
 # Moderate inputs reveal the curvature of an activation, large ones a limit on its values. Products of two must be
 # finite in float16.

@@ -46,7 +46,7 @@ def tileable(model: nn.Module, verify: bool) -> list[nn.Module]:
 
 
 def _gathers(module: nn.Module) -> bool:
-    """Whether hooks on a module's projections gather or load their weights, which they would repeat for each tile.
+    """Return whether hooks gather or load the weights of the projections, which they would repeat for each tile.
 
     ZeRO-3, accelerate's offloading and tensor parallelism have such hooks.
     """

@@ -99,7 +99,7 @@ def output_processor(
         raise OptionError("output_processor needs the labels of the forward pass, got none; pass labels to the model")
     options = {"temperature": 1.0, "bias": getattr(output_layer, "bias", None), **(context or {})}
     if scale_logits is not None:
-        # The scale of Megatron-core is a number.
+        # Megatron-core's scale multiplies by a number.
         options["logit_scale"] = options.get("logit_scale", 1.0) * float(scale_logits(torch.ones(())))
     temperature = options.pop("temperature")
     if isinstance(temperature, Tensor):

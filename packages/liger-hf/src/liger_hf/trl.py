@@ -122,5 +122,5 @@ def _float_weight(weight: Tensor) -> Tensor:
             "quantization "
             "(llm_int8_skip_modules of bitsandbytes)"
         )
-    # Every tensor has dequantize; only a subclass of torchao overrides it.
+    # Every tensor has this method, but only a subclass of torchao overrides it.
     return weight.dequantize() if type(weight).dequantize is not Tensor.dequantize else weight

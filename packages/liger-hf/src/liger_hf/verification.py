@@ -42,8 +42,8 @@ class Verdict:
     close: bool = False
 
 
-# The original may happen to round the element that holds most of a norm well: on one draw, the more accurate swiglu had
-# 1.3 times the error of Falcon-H1's gated MLP. A candidate that is less accurate is so on other draws, too.
+# The original may round the largest elements well by chance: on one draw, the more accurate swiglu had 1.3 times the
+# error of Falcon-H1's gated MLP. A candidate that is less accurate also fails on other draws.
 DRAWS, LUCK = 3, 2.0
 
 
@@ -63,7 +63,7 @@ def decide(match: Found, verify: bool) -> Decision:
             known = _known(match, device, dtypes)
             if isinstance(known, Decision):
                 return known
-            # After the cases, which may record how the module calls its children.
+            # After the cases, which may record the order in which the module calls its children.
             candidates = (
                 list(match.candidates()) if not number else [c for c, verdict in verdicts.items() if verdict.close]
             )

@@ -79,9 +79,10 @@ def attention(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """softmax(scaling · q kᵀ) v over the tokens of the same document up to each; (rows, heads, tokens, width).
+    """Compute softmax(scaling · q kᵀ) v over the tokens of the same document up to each one.
 
-    s_aux  (heads,) scores of one more column, a sink that has no value
+    query, key, value  (rows, heads, tokens, width)
+    s_aux              (heads,) the scores of one more column, a sink that has no value
     """
     others |= {"attention_mask": attention_mask, "dropout": dropout or None}
     unknown = [name for name, value in others.items() if value is not None and name not in HARMLESS]

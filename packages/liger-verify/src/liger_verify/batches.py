@@ -34,7 +34,7 @@ class Batch:
 
 
 def batches(count: int, rows: int, length: int, vocabulary: int, seed: int) -> list[Batch]:
-    """Return micro-batches of packed sequences. Of three or more, the second to last has no token in the loss."""
+    """Return micro-batches of packed sequences; of three or more, the second to last has no token in the loss."""
     generator = torch.Generator().manual_seed(seed)
     return [_batch(i, count, rows, length, vocabulary, generator) for i in range(count)]
 
@@ -42,7 +42,7 @@ def batches(count: int, rows: int, length: int, vocabulary: int, seed: int) -> l
 def _batch(index: int, count: int, rows: int, length: int, vocabulary: int, generator: torch.Generator) -> Batch:
     ids = torch.randint(vocabulary, (rows, length), generator=generator)
     column = torch.arange(length).expand(rows, length)
-    # Two documents a row, of other lengths in each.
+    # Two documents per row, of different lengths in each row.
     cut = (length // 2 + torch.arange(rows)[:, None] * 3 + index) % (length - 2) + 1
     documents = (column >= cut).long()
     padding = (index * 2 + torch.arange(rows)[:, None]) % max(1, length // 4)
@@ -50,7 +50,7 @@ def _batch(index: int, count: int, rows: int, length: int, vocabulary: int, gene
     positions = torch.where(documents == 1, column - cut, column)
     labels = torch.where(documents[:, 1:] == documents[:, :-1], ids[:, 1:], IGNORED)
     labels = torch.cat((labels, torch.full((rows, 1), IGNORED)), 1)
-    # Prompts so long that a shard of the sequence may have no label.
+    # Some prompts are so long that a shard of the sequence may have no label.
     prompt = length // 2 if index % 3 == 1 else index % 5
     labels = torch.where((column < prompt) | (documents < 0), IGNORED, labels)
     if count > 2 and index == count - 2:

@@ -128,12 +128,11 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     all_rows: Annotated[bool, typer.Option("--all", help="Show every gradient.")] = False,
 ) -> None:
-    """Compare a parallel training step on CPU processes with one process in float64: loss, gradient norm, every
-    gradient.
+    """Compare the loss and gradients of a parallel training step on CPU processes with one process in float64.
 
     The number of tokens in the loss differs between ranks, some ranks have none, and sequences are packed and padded.
-    Exit code 1 if anything differs. With several models or setups, everything is compared, also after one that differs,
-    crashes or hangs.
+    Exit code 1 if anything differs. With several models or setups, all are compared, even if one differs, crashes or
+    hangs.
     """
     start = time.perf_counter()
     count = ranks or max(2, tp * cp)

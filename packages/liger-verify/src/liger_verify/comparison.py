@@ -29,14 +29,14 @@ TRUTH = "truth.pt"
 ROUNDING = "rounding.pt"
 # The suffix of the file in which a process says why it failed.
 FAILURE = ".failure"
-# Modules that most steps import, which the server of forks imports once.
+# Modules that most steps import; the fork server imports them once.
 LIBRARIES = [
     "torch.distributed.fsdp",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "liger_verify.training",
 ]
-# Several processes sum in another order, so their round-off may be this many times that of one.
+# Several processes sum in another order, so their round-off may be this many times larger.
 ORDER = 10.0
 
 
@@ -132,7 +132,7 @@ def _rounding(step: Step, folder: str, patience: float, limit: float | None) -> 
 
 
 def _start(work: Any, run: Run, limit: float | None) -> None:
-    # A fork of a server that has imported PyTorch starts in a moment; where there are no forks, fresh interpreters do.
+    # Forks of a server that has imported PyTorch start fast; platforms without forks start new interpreters.
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     if method == "forkserver":
         # No effect if the server already runs.
@@ -162,7 +162,7 @@ def _wait(started: ProcessContext, limit: float | None) -> None:
 
 
 def _cause(started: ProcessContext, run: Run, error: Exception) -> str:
-    """Say in one line why a run failed, by the error of the process that failed first."""
+    """Return the error of the process that failed first, in one line."""
     for rank, process in enumerate(started.processes):
         code = process.exitcode or 0
         # 1 is an exception, and SIGTERM ends the remaining processes.
@@ -210,7 +210,7 @@ def _rank(rank: int, run: Run, port: int) -> None:
 
 @contextlib.contextmanager
 def _process(rank: int, ranks: int, run: Run, port: int) -> Iterator[None]:
-    # Keep the prints of libraries out of tables and JSON.
+    # The output of libraries must not end up in tables and JSON.
     os.dup2(2, 1)
     torch.set_num_threads(1)
     torch.manual_seed(0)

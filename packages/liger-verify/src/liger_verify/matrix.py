@@ -18,7 +18,7 @@ from liger_verify.comparison import check, compare_with_truth, leave_truth
 from liger_verify.report import Report
 from liger_verify.training import Training
 
-# The models and setups of `--matrix`: every dimension alone, and combinations that affect one gradient.
+# The models and setups of `--matrix`: every dimension alone, and combinations that affect the same gradient.
 MODELS = ("llama", "qwen3", "gemma2", "granite", "phi3", "mixtral")
 SETUPS: tuple[dict[str, Any], ...] = (
     {"tp": 2},
@@ -116,7 +116,7 @@ def steps_of(
         named: dict[str, Any] = {"model": model, "liger": liger, **common, **setup}
         named.setdefault("ranks", max(2, named.get("tp", 1) * named.get("cp", 1)))
         steps.append(Training(**named))
-    # Setups that name their model or `liger` repeat; the comparisons of a model follow each other.
+    # Setups that name their model or `liger` would repeat. The comparisons of a model follow each other.
     order = list(dict.fromkeys(training.model for training in steps))
     unique = [training for number, training in enumerate(steps) if training not in steps[:number]]
     for training in unique:

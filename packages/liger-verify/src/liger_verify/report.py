@@ -154,7 +154,7 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """Return sentences on parameters that do not affect the verdict."""
+        """The sentences on parameters that do not affect the verdict."""
         unused = (
             f"no loss depends on {listed(self.unused)}, which {'has' if len(self.unused) == 1 else 'have'} no gradient"
         )
@@ -217,7 +217,7 @@ class Report:
             return d.problem
         fine = [i for i, error in enumerate(d.errors) if error <= self.tolerance]
         where = f" on {_ranks([i for i in range(len(d.errors)) if i not in fine])}" if fine else ""
-        # The round-off of the measurement.
+        # A larger distance is more than the round-off of the measurement.
         exact = max(10 * self.tolerance, 1e-3)
         if d.rest <= exact:
             if not math.isfinite(d.factor):

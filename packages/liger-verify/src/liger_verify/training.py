@@ -115,8 +115,6 @@ class Training:
             self, tp=1, cp=1, shard="none", accumulation=1, ranks=self.dp * self.accumulation, liger=False
         )
 
-    # -- the step
-
     def __call__(self, world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
         torch.manual_seed(self.seed)
         if world.alone:
@@ -145,7 +143,7 @@ class Training:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name: used.update([name]))
-        # Models cast to float32 in places.
+        # Some models cast to float32 inside their forward.
         with DoublePrecision() if world.dtype == torch.float64 else contextlib.nullcontext():
             self._check_loss(model, every[0], total)
             for batch in every:
@@ -267,7 +265,7 @@ class Training:
         """Return the saved model in float32, from which all runs start, with frozen parameters made trainable."""
         from transformers import AutoModelForCausalLM
 
-        # The saved text config of a model of several parts may not be that of a causal model.
+        # The saved config of a multimodal model may not be that of a causal model.
         return AutoModelForCausalLM.from_pretrained(
             world.folder / "model", config=self.config(), dtype=torch.float32, **options
         )
@@ -299,7 +297,7 @@ class Training:
             unused = json.loads((world.folder / UNUSED).read_text())
             for name, parameter in model.named_parameters():
                 if unused.get(name) == 0:
-                    # DDP would wait for its gradient, since it misses unused parameters of custom backward passes.
+                    # DDP would wait for its gradient: it finds no unused parameters behind a custom backward pass.
                     parameter.requires_grad_(False)
             return DistributedDataParallel(model, find_unused_parameters=any(unused.values()))
         if self.shard == "fsdp2" and "distributed_config" not in options:
@@ -316,7 +314,7 @@ class Training:
         """
         batch = self.data(model)[0]
         eager_loss = self._loss_with(model, batch, "eager")
-        # Positions that start at 0 again separate documents in some models only.
+        # Only some models separate documents where positions start at 0 again.
         same = any(
             math.isclose(eager_loss, self._loss_with(model, batch, attention.register(separate)), rel_tol=1e-5)
             for separate in (True, False)
@@ -353,9 +351,9 @@ def _quiet() -> None:
 
     from transformers.utils import logging
 
-    # `parallel` calls Transformers in this way.
+    # `parallel` passes `tp_plan` directly.
     warnings.filterwarnings("ignore", "Passing `tp_plan` directly", FutureWarning)
-    # Only this comparison gathers gradients that are sharded twice, which takes many collectives.
+    # torch warns of the collectives that gather doubly sharded gradients, which only this comparison does.
     of_python.getLogger("torch.distributed.tensor._redistribute").setLevel(of_python.ERROR)
     logging.disable_progress_bar()
     logging.set_verbosity_error()

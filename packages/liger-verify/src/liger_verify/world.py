@@ -34,5 +34,5 @@ class World:
 
 
 # Called in every process; returns the loss of the whole batch, and the gradient of each parameter by name, in the order
-# of the forward pass. A DTensor counts as what its full_tensor() is; any other tensor must be the same on all ranks.
+# of the forward pass. A DTensor stands for its full_tensor(); any other tensor must be the same on all ranks.
 Step = Callable[[World], tuple[Tensor | float, Mapping[str, Tensor | None]]]

@@ -31,7 +31,7 @@ RULES = (
     RESIDUAL,
     RESIDUAL_LAYER_NORM,
     MODULATION,
-    # After the rules for sums and norms, of which a forward has more.
+    # After the rules for sums and norms, which find more in a forward.
     GATE_WITHIN,
     HEAD,
     EMBEDDING,

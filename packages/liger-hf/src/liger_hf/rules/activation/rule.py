@@ -37,7 +37,7 @@ def look(module: nn.Module) -> Found | None:
 
 
 def _squares(module: nn.Module) -> bool:
-    """Whether the forward of the module's class computes max(x, 0)² of a few numbers."""
+    """Return whether the forward of the module's class computes max(x, 0)² of a few numbers."""
     forward = unwrapped(type(module).forward)
     if len(inspect.signature(forward).parameters) != 2:
         return False

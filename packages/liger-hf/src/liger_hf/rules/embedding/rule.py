@@ -79,7 +79,7 @@ def _candidate(scale: str | None, original: Callable[..., Any], argument: str) -
     def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Any:
         (index,) = inputs or (named[argument],)
         weight: Any = self.weight
-        # A DTensor is looked up by its own rules, under which PyTorch does not gather the table.
+        # PyTorch looks rows of a DTensor up without gathering the table.
         if not (torch.is_grad_enabled() and weight.requires_grad and type(weight) in (Tensor, nn.Parameter)):
             return original(self, index)
         y = embedding(index, weight, padding_idx=self.padding_idx)  # type: ignore[arg-type]

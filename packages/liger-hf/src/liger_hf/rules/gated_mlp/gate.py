@@ -182,7 +182,7 @@ def with_gates(function: FunctionType, names: tuple[str, ...], gate_of: Callable
     for site in list(_sites(definition)):
         if ast.unparse(site.call.func) in names:
             keywords = [ast.keyword("gate", site.gate), ast.keyword("up", site.up)]
-            # In the order of the source: projections in both may have hooks.
+            # In the order of the source, because projections in both may have hooks.
             ordered = keywords if site.product.right is site.up else keywords[::-1]
             if site.holder is not None:
                 site.holder.value = site.call.args[0]

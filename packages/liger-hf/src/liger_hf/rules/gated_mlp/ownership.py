@@ -37,7 +37,7 @@ def unshared(tensors: tuple[Tensor, ...]) -> bool:
 
 
 def _counts_of_a_new_one(like: Tensor) -> frozenset[Holders]:
-    """Return the reference counts of a new tensor in a tuple, and of a view, which depend on the Python version."""
+    """Return the reference counts of a new tensor and of a new view in a tuple; they depend on the Python version."""
     # Modes may hold a new tensor, as make_fx does, or expect it again, as checkpointing does.
     with DisableTorchFunction(), without_modes(), getattr(like, "fake_mode", nullcontext()):
         new = (like.new_empty(1), like.new_empty(1).view(1))

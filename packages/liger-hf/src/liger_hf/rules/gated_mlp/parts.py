@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from liger_hf.stand_in import MODE, Draw, Unfit, replica
 
-# Gate and up, in the order of definition, or the packed one; and down.
+# (gate and up in the order of definition, or the packed projection), and down.
 Layout = tuple[tuple[str, ...], str]
-# Sizes of the stand-in; an op that works elementwise does not care.
+# Sizes of the stand-in, which do not matter to an elementwise op.
 HIDDEN, INNER = 24, 40
 ROWS = (2, 9)
-# The seed of inputs. With the seed of the weights, rows would equal weights, and products would overflow float16.
+# The seed of inputs. With the seed of the weights, rows would equal weights, whose products overflow float16.
 INPUTS = 1
 
 

@@ -2,7 +2,7 @@
 """Gated MLPs: down(act(gate(x)) · up(x)), with gate and up as two projections or packed into one, gate first.
 
 Projections, norms and dropouts are called as modules, in the original order, so their adapters, hooks and quantization
-keep working; only the function between the projections is replaced. The activation is passed over. If it gets hooks or
+keep working; only the function between the projections is replaced. The activation is not called: if it gets hooks or
 is replaced, the module runs its own forward.
 """
 
@@ -148,7 +148,7 @@ def _scaled(
 
 def _candidates(module: nn.Module, original: Callable[..., Any], argument: str, parts: Parts) -> Iterator[Candidate]:
     inputs, down = parts.layout
-    # Packed in one, either half may be the gate.
+    # In a packed projection, either half may be the gate.
     orders = ((inputs, False), (inputs[::-1], False)) if len(inputs) == 2 else ((inputs, False), (inputs, True))
     first, rest = parts.around()
     for op, label, unit in units(module):

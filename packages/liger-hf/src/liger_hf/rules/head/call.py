@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class HeadCall:
     """The state of one call of a head.
 
-    used      whether a loss was computed from the logits, so nobody needs the logits themselves
+    used      whether a loss was computed from the logits, so the logits themselves are not needed
     forward   the model's forward that called the head; None in compiled code
     closed    whether the model has returned the logits
     changed   whether the logits were written to

@@ -22,8 +22,8 @@ from liger_hf.rules.head.projection import compute, eager_logits, gathers_itself
 from liger_hf.rules.head.tensor_parallel import over_classes
 from liger_hf.rules.head.weights import HELD, gathered, held
 
-# Elements of the logits that a head called as a module computes at a time: enough for large matmuls on a GPU, about a
-# cache on the CPU.
+# The logits that a head called as a module computes at a time: enough for large matmuls on a GPU, and about the size
+# of a cache on the CPU.
 CHUNK_ELEMENTS = {"cpu": 1 << 22}
 CHUNK_ELEMENTS_DEVICE = 1 << 28
 ATTENTION = F.scaled_dot_product_attention
@@ -144,7 +144,7 @@ def _fused(logits: LazyLogits, target: Tensor, items: Any, ignore_index: int, sm
         # The head's bias is sharded, the other is whole.
         return in_chunks(logits)
     if bias is not None:
-        # The term that the model adds to its logits, as a bias of the head.
+        # The term that the model adds to its logits becomes a bias of the head.
         bias = bias.to(head.weight.dtype) if head.bias is None else head.bias + bias.to(head.weight.dtype)
     options = {
         "bias": head.bias if bias is None else bias,

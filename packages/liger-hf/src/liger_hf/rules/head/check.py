@@ -103,7 +103,7 @@ def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, l
         if child is head:
             children[name] = layer
         elif name == top or not isinstance(child, PreTrainedModel):
-            # The memo stands for the head, which is not copied, and for fake tensors, which have no values.
+            # The memo replaces the head, which is not copied, and fake tensors, which have no values.
             if (
                 sum(p.numel() for p in child.parameters()) - sum(p.numel() for p in head.parameters() if name == top)
                 <= SMALL
@@ -190,7 +190,7 @@ class _BaseModel(nn.Module):
 
     def __init__(self, real: nn.Module, hidden: Tensor) -> None:
         super().__init__()
-        # In the dictionary, because a submodule would be moved and cast.
+        # In __dict__, because a submodule would be moved and cast.
         self.__dict__["real"] = real
         self.hidden = hidden
 

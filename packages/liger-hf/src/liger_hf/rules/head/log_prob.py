@@ -52,7 +52,7 @@ def head_log_prob(
     def forward(rows: Tensor) -> Any:
         if not gathers:
             return head(rows)
-        # Also in the backward pass, which computes these rows again.
+        # Also in the backward pass, which recomputes these rows.
         with held(head):
             return head.forward(rows)
 

@@ -82,7 +82,7 @@ def _head_of(model: Any) -> tuple[nn.Module | None, str]:
 
 
 def _has_loss(forward: Callable[..., Any]) -> bool:
-    """Whether labels or a loss are anywhere in the code of a forward, as arguments, attributes or keys."""
+    """Return whether a forward names labels or a loss as an argument, attribute or key."""
     inner: Any = inspect.unwrap(forward)
     code = getattr(inner, "__code__", None)
     if code is None:
@@ -118,7 +118,7 @@ def patches(model: nn.Module, head: nn.Module) -> list[Patch]:
     assert not isinstance(inner, str)
     assert not isinstance(original, str)
     return [
-        # In a list: as an attribute the head would become a second submodule.
+        # In a list, because as an attribute the head would become a second submodule.
         Patch(model, "liger_head", [head]),
         *([mark(head)] if isinstance(sharded, ShardedHead) else []),
         replacement(head, _head_forward(inner, sizes[1]), inner),
@@ -151,7 +151,7 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         holder = self.__dict__.get("liger_head")
         if holder is None:
-            # Undone, but other code has wrapped this function and still calls it.
+            # The patch was undone, but other code has wrapped this function and still calls it.
             return original(self, *args, **options)
         if skip_logits and keep_logits is None:
             # The argument of a Trainer with use_liger_kernel=True when it evaluates only the loss.
@@ -177,7 +177,7 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             keep = not (self.training and torch.is_grad_enabled()) if keep_logits is None else keep_logits
             return _settled(outputs, keep, defer)
         finally:
-            # Also for logits that are not returned, which hooks may have kept.
+            # Also for logits that are not returned but were kept by hooks.
             if running is not None:
                 running.runs = False
 

@@ -108,7 +108,7 @@ class Weights:
         return [(t.dtype, t.device) for t in self.tensors.values()]
 
     def are_in(self, head: nn.Module) -> bool:
-        """Whether the head still has exactly these tensors."""
+        """Return whether the head still has exactly these tensors."""
         now = _tensors(head)
         return now.keys() == self.tensors.keys() and all(now[name] is tensor for name, tensor in self.tensors.items())
 

@@ -3,7 +3,7 @@
 
 The Sinkhorn iterations, 40 launches that each save a result for the backward pass, become one launch; norm and
 projection read the streams once, without a float32 copy. The decoder layer's use of the coefficients stays. The norm is
-passed over. If it gets hooks or is replaced, the module runs its own forward.
+not called: if it gets hooks or is replaced, the module runs its own forward.
 """
 
 from __future__ import annotations

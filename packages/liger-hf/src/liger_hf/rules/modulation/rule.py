@@ -111,7 +111,7 @@ def _candidate(op: Op[..., Any], original: Any, names: tuple[str, ...], child: n
 
 
 def _fit(weight: Any, x: Any, scale: Any, shift: Any) -> bool:
-    """Whether scale and shift have one row per sample or per token, and all tensors one dtype.
+    """Return whether scale and shift have one row per sample or per token, and all tensors one dtype.
 
     Mixed dtypes do not fit, because classes treat them differently.
     """

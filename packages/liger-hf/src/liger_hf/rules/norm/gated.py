@@ -44,7 +44,7 @@ def forms(eps: str, gated: bool, grouped: bool) -> Iterator[tuple[Op[..., Any], 
 
 
 def fits(weight: Tensor, x: Tensor, gate: Any, gated: bool) -> bool:
-    """Whether the dtypes of a call are those of the check: all equal, or float32 rows and one dtype for the rest."""
+    """Return whether the check covers the dtypes of a call: all equal, or float32 rows and one dtype for the rest."""
     if x.dtype not in (weight.dtype, torch.float32):
         return False
     return not gated or (isinstance(gate, Tensor) and gate.shape == x.shape and gate.dtype == weight.dtype)

@@ -30,7 +30,7 @@ CONSTANT = "its forward has several numbers that may be its eps"
 EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 # The dtype of the rows before the weight, and the offset of the weight.
 CONVENTIONS: tuple[tuple[Cast, float], ...] = (("input", 0.0), ("float32", 1.0), ("float32", 0.0), ("input", 1.0))
-# A norm without a weight does not say how wide its rows are.
+# The width of the rows of a norm without a weight, which does not determine it.
 WIDTH = 64
 
 
@@ -193,7 +193,7 @@ def _candidate(
     def forward(self: nn.Module, *inputs: Tensor, **named: Tensor) -> Any:
         (x,) = inputs or (named.pop(argument),)
         weight = getattr(self, "weight", None)
-        # The treatment of mixed dtypes differs between classes.
+        # Classes treat mixed dtypes differently.
         if (
             (weight is not None and x.dtype != weight.dtype)
             or (promoted and torch.is_autocast_enabled(x.device.type))

@@ -88,7 +88,7 @@ def cases(
 def _run(module: nn.Module, x: Tensor, upstream: Tensor, weights: dict[str, Tensor]) -> Run:
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
         y = function(replica(module, parameters=weights), inputs["x"])
-        # The heads of a row may come side by side.
+        # The heads of a row may be merged into one dimension.
         return {"output": y.view_as(x) if y.numel() == x.numel() and y.dim() < x.dim() else y}
 
     return trial(call, {"x": x}, {"output": upstream}, weights)

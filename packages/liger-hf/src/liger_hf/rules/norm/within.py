@@ -34,7 +34,7 @@ def refusal(child: nn.Module) -> str | None:
 
 
 def untouched(child: Any, forward: Callable[..., Any]) -> bool:
-    """Whether calling the module would run only the forward of its class, or the replacement that `apply` installed."""
+    """Return whether calling the module runs only the forward of its class, or the replacement by `apply`."""
     if _hooked(child) or has_global_hook() or not may_pass(child):
         return False
     function = getattr(child.forward, "__func__", None)

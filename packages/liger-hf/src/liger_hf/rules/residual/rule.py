@@ -97,7 +97,7 @@ def _candidates(original: Any, names: tuple[str, ...], child: nn.Module, op: str
 def _rms(eps: str, cast: Any, offset: float) -> AddNorm:
     def step(child: Any, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         weight = getattr(child, "weight", None)
-        # In the order of the sum: the results have the memory layout of the first summand, which Inkling's views need.
+        # In the order of the sum: the results get the memory layout of the first summand, which Inkling's views need.
         return add_rms_norm(
             left, right, weight, getattr(child, eps), weight_offset=0.0 if weight is None else offset, cast=cast
         )
@@ -129,7 +129,7 @@ def _candidate(
 
 
 def _fit(weight: Any, left: Any, right: Any, layer: bool) -> bool:
-    """Whether the sum needs no broadcasting or type promotion.
+    """Return whether the sum needs no broadcasting or type promotion.
 
     Mixed dtypes do not fit, because classes treat them differently; nor does autocast, which promotes a layer norm.
     """

@@ -70,13 +70,13 @@ def _rotated(original: Callable[..., Any], sines_first: bool, interleaved: bool,
     cos, sin = table[0].chunk(2, dim=-1)[:: -1 if sines_first else 1]
     cos, sin = ((t.repeat_interleave(2, dim=-1) if interleaved else torch.cat((t, t), dim=-1)) for t in (cos, sin))
     q, k, *others = states
-    # `rope` takes two tensors; of the third, the first head also serves as the key.
+    # `rope` takes two tensors, so the first head of the third also serves as its key.
     alone = [rope(v, v[:, :1].detach(), cos, sin, interleaved=interleaved)[0] for v in others]
     return (*rope(q, k, cos, sin, interleaved=interleaved), *alone)
 
 
 def _fit(table: Any, states: list[Any]) -> bool:
-    """Whether the table is (1, 1, tokens, width) and each state (batch, heads, tokens, width), all of one dtype."""
+    """Return whether the table is (1, 1, tokens, width), each state (batch, heads, tokens, width), all of one dtype."""
     if (
         len(states) < 2
         or not isinstance(table, Tensor)

@@ -110,7 +110,7 @@ def fitting_forms(function: Callable[..., Any], signature: Signature, width: int
         fractions = frozenset(kwargs[signature.tables[0]].shape[-1] / width for kwargs in accepted)
         coverage = Coverage(fractions, keeps_dtype(function, first), frozenset(FLAT))
         for form in forms(signature):
-            # Without the original as a fallback, which would make a form that takes no call agree on all.
+            # Without the original as a fallback, with which a form that takes no call would agree on all of them.
             alone = with_rope(signature, form, _declined, coverage)
             if all(_same(alone, kwargs, result) for kwargs, result in trials):
                 agreed = [(layout, _same(alone, kwargs, result)) for layout, kwargs, result in flat]
@@ -125,7 +125,7 @@ def _declined(*args: Any, **options: Any) -> Any:
 
 
 def keeps_dtype(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the result has the dtype of the rotated tensors although the tables are wider."""
+    """Return whether the result has the dtype of the rotated tensors although the tables are wider."""
     low = {
         name: value.bfloat16() if name not in ("cos", "sin", "freqs_cis") and isinstance(value, Tensor) else value
         for name, value in kwargs.items()
@@ -267,7 +267,7 @@ def cast_call(kwargs: dict[str, Any], signature: Signature, dtype: torch.dtype, 
 
 
 def _run(name: str, kwargs: dict[str, Any], signature: Signature) -> Run:
-    # Drawn here, because a float64 run would draw other numbers.
+    # Drawn here, because a float64 run would draw different numbers.
     draw = Draw(kwargs[signature.rotated[0]].device, seed=1)
     upstream = {f"rotated {key}": draw.normal(*kwargs[key].shape).to(kwargs[key].dtype) for key in signature.rotated}
 

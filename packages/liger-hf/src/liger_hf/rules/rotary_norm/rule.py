@@ -130,7 +130,7 @@ def _separately(rotary: Callable[..., Any], forward: Callable[..., Any]) -> Call
 def _candidates(original: Any, step: RotaryStep, child: nn.Module) -> Iterator[Candidate]:
     width = child._parameters["weight"].shape[0]  # type: ignore[union-attr]
     for form, coverage in fitting_forms(step.function, step.signature, width):
-        # Columns that move would meet other weights of the norm.
+        # Columns that move would be multiplied by other weights of the norm.
         if not (form.gathers or form.trailing):
             for cast, offset in norms.CONVENTIONS:
                 yield _candidate(original, step, child, form, coverage, {"weight_offset": offset, "cast": cast})
@@ -142,7 +142,7 @@ def _candidate(
     eps, forward = norms.eps_of(child), type(child).forward
     assert eps is not None
     rotated_alone = with_rope(step.signature, form, step.function, coverage)
-    # Calls whose tables have no batch are coverage for the function alone.
+    # Tables without a batch dimension are verified for the function alone.
     with_norms = replace(coverage, flat=frozenset())
 
     def may(*children: Any) -> bool:
@@ -184,7 +184,7 @@ def _candidate(
 
 
 def _fit(children: tuple[Any, ...], eps: str, states: list[Tensor]) -> bool:
-    """Whether the weights have the heads' dtype and width, and the norms one eps.
+    """Return whether the weights have the heads' dtype and width, and the norms one eps.
 
     Mixed dtypes do not fit, because classes treat them differently.
     """
