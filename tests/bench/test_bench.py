@@ -17,8 +17,8 @@ from liger_bench.bench.case import constants, make_case
 from liger_bench.bench.implementations import backend
 from liger_bench.bench.limits import Limits
 from liger_bench.bench.measure import Bench
-from liger_bench.bench.rows import HEADER, Row
-from liger_bench.machine import PLACE
+from liger_bench.bench.rows import HEADER, OpRow
+from liger_bench.machine import ENVIRONMENT
 from liger_bench.measurements import Files
 from liger_core import Backend, OptionError, Unsupported, Workload, rms_norm, rope, selection, swiglu
 from liger_core.plugins import registry
@@ -139,7 +139,7 @@ def test_resuming_measures_only_what_is_missing(liger: InProcess, tmp_path: Path
     ]
 
 
-@pytest.mark.parametrize("name", PLACE)
+@pytest.mark.parametrize("name", ENVIRONMENT)
 def test_resuming_elsewhere_measures_all_again(name: str, liger: InProcess, tmp_path: Path) -> None:
     liger("bench", "swiglu", *QUICK, "--out", str(tmp_path))
     (row,) = rows_in(tmp_path)
@@ -253,7 +253,7 @@ def with_backends(fresh_selection: None) -> Iterator[None]:
     selection.reset()
 
 
-def measured(implementation: str) -> list[Row]:
+def measured(implementation: str) -> list[OpRow]:
     where = {"machine": "m", "versions": "v", "commit": "c", "date": "d"}
     run = Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.01, where)
     case = make_case(swiglu, next(w for w in swiglu.workloads() if w.quick), CPU, torch.float32)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from bench.commands import InProcess
 from liger_bench import peers
-from liger_bench.bench.case import Case, Run, make_case
+from liger_bench.bench.case import Case, CaseRun, make_case
 from liger_bench.bench.implementations import Implementation, backend, peer
 from liger_bench.bench.limits import Limits
 from liger_bench.bench.measure import Bench
-from liger_bench.bench.rows import Row
+from liger_bench.bench.rows import OpRow
 from liger_bench.peers import Peer, eager, liger_kernel, torch_compile
 from liger_core import (
     Op,
@@ -56,7 +56,7 @@ def quick_case(op: Op[..., Any]) -> Case:
 
 def measured(
     case: Case, implementations: list[Implementation], show: Callable[[str], object] = lambda _: None
-) -> list[Row]:
+) -> list[OpRow]:
     return Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.0, WHERE, rounds=2).rows(case, implementations, show)
 
 
@@ -64,7 +64,7 @@ def measured(
 @pytest.mark.parametrize(("variant", "op"), PLAIN, ids=[f"{variant.name}-{op.name}" for variant, op in PLAIN])
 def test_a_peer_agrees_with_float64(variant: Peer, op: Op[..., Any]) -> None:
     case = quick_case(op)
-    errors = case.errors(Run(case, peer(op, variant)).full())
+    errors = case.errors(CaseRun(case, peer(op, variant)).full())
     assert errors is not None
     assert errors.worst_output < 1e-6
     assert errors.worst_gradient < 1e-6
@@ -84,7 +84,7 @@ def test_eager_computes_the_log_probabilities_of_every_mode(mode: str) -> None:
     case = make_case(linear_log_prob, head_workload(16, 8, 64, mode=mode, **OPTIONS[mode]), CPU, torch.float32)
     case.set_exact()
     for implementation in (peer(linear_log_prob, peers.peers("eager")[0]), backend(linear_log_prob, "reference")):
-        errors = case.errors(Run(case, implementation).full())
+        errors = case.errors(CaseRun(case, implementation).full())
         assert errors is not None
         assert errors.worst_output < 1e-6
         assert errors.worst_gradient < 1e-6
@@ -154,7 +154,7 @@ def test_liger_kernel_is_asked_for_the_divergence_of_the_op(op: Op[..., Any], op
     case.arguments.update(options)
     case.set_exact()
     errors = case.errors(
-        Run(case, peer(op, Peer("liger-kernel", liger_kernel._divergences(stand_in_for_liger_kernel())))).full()
+        CaseRun(case, peer(op, Peer("liger-kernel", liger_kernel._divergences(stand_in_for_liger_kernel())))).full()
     )
     assert errors is not None
     assert errors.worst_output < 1e-5
@@ -168,7 +168,9 @@ def test_liger_kernel_is_asked_for_the_divergence_from_the_probabilities_of_the_
     case.arguments.update(kind="forward_kl", temperature=temperature)
     case.set_exact()
     errors = case.errors(
-        Run(case, peer(linear_divergence, Peer("soft", liger_kernel._soft_labels(stand_in_for_liger_kernel())))).full()
+        CaseRun(
+            case, peer(linear_divergence, Peer("soft", liger_kernel._soft_labels(stand_in_for_liger_kernel())))
+        ).full()
     )
     assert errors is not None
     assert errors.worst_output < 1e-5
@@ -193,7 +195,7 @@ def test_liger_kernel_is_asked_for_the_log_probabilities_of_the_op(
     case.arguments["target"][:4] = options.get("ignore_index", -100)
     case.set_exact()
     errors = case.errors(
-        Run(case, peer(linear_log_prob, log_prob_of_liger_kernel(ScaledCrossEntropy, monkeypatch))).full()
+        CaseRun(case, peer(linear_log_prob, log_prob_of_liger_kernel(ScaledCrossEntropy, monkeypatch))).full()
     )
     assert errors is not None
     assert errors.worst_output < 1e-5
@@ -218,7 +220,7 @@ def test_liger_kernel_is_asked_for_log_probabilities_in_chunks(
     case = make_case(linear_log_prob, head_workload(16, 8, 64, mode="options", **options), CPU, torch.float32)
     case.arguments["target"][:4] = options.get("ignore_index", -100)
     case.set_exact()
-    errors = case.errors(Run(case, peer(linear_log_prob, Peer("chunks", liger_kernel._chunks()))).full())
+    errors = case.errors(CaseRun(case, peer(linear_log_prob, Peer("chunks", liger_kernel._chunks()))).full())
     assert errors is not None
     assert errors.worst_output < 1e-5
     assert errors.worst_gradient < 1e-5
@@ -272,7 +274,7 @@ def test_trl_is_asked_for_what_the_op_computes(op: Op[..., Any], options: dict[s
     case = quick_case(op)
     case.arguments.update(options)
     case.set_exact()
-    errors = case.errors(Run(case, peer(op, variant)).full())
+    errors = case.errors(CaseRun(case, peer(op, variant)).full())
     assert errors is not None
     assert errors.worst_output < 1e-5
     assert errors.worst_gradient < 1e-5
@@ -333,7 +335,7 @@ def test_a_peer_that_declares_what_it_overwrites_gets_copies_of_its_own() -> Non
 
 def test_every_call_of_an_overwriting_peer_sees_the_first_values() -> None:
     losses: list[float] = []
-    run = Run(quick_case(cross_entropy), overwriting(("logits",)))
+    run = CaseRun(quick_case(cross_entropy), overwriting(("logits",)))
     call, before = run.passes["forward"]()
     for _ in range(3):
         before()

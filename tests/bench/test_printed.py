@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from liger_bench.bench.rows import Row as OpRow
+from liger_bench.bench.rows import OpRow
 from liger_bench.bench.table import print_rows
 from liger_bench.measurements import rows_as
 from liger_train.demo import command as demo

@@ -20,7 +20,7 @@ from liger_bench.bench.rows import HEADER
 from liger_bench.op_page import page
 from liger_bench.op_pictures import COLORS, LABEL_GAP, _spread, styles
 from liger_bench.records import OP_IDENTITY, SHARDED_IDENTITY, read
-from liger_bench.sharded.job import Row
+from liger_bench.sharded.job import HeadRow
 from liger_core import OptionError
 from liger_train.row import row_of
 from liger_train.setup import Setup
@@ -89,7 +89,7 @@ def test_the_last_measurement_of_the_same_thing_counts(tmp_path: Path) -> None:
 
 def test_rows_are_identified_by_columns_that_exist() -> None:
     assert set(OP_IDENTITY) <= set(HEADER)
-    assert set(SHARDED_IDENTITY) <= {field.name for field in fields(Row)}
+    assert set(SHARDED_IDENTITY) <= {field.name for field in fields(HeadRow)}
 
 
 def test_rows_along_a_size_are_kept_out_of_the_tables(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from liger_bench.sharded.command import sharded
-from liger_bench.sharded.job import Job, together
+from liger_bench.sharded.job import HeadJob, together
 from liger_core.errors import OptionError
 
 SMALL: dict[str, Any] = {
@@ -43,7 +43,7 @@ def test_every_implementation_gives_the_same_loss_and_a_second_run_measures_noth
 
 
 def test_time_is_that_of_the_slowest_rank_and_memory_of_the_one_that_holds_the_most() -> None:
-    job = Job("linear_cross_entropy", 1, 1, 1, "liger", 2, "cpu", "float32")
+    job = HeadJob("linear_cross_entropy", 1, 1, 1, "liger", 2, "cpu", "float32")
     ranks = [
         {"seconds": [1.0, 3.0, 2.0], "peak_bytes": 5, "loss": 7.0},
         {"seconds": [2.0, 1.0, 4.0], "peak_bytes": 6, "loss": 7.0},

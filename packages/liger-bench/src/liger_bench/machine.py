@@ -19,7 +19,7 @@ from liger_core.plugins import PROJECT
 PACKAGES = (*PROJECT, "torch", "triton", "transformers")
 PEERS = ("liger-kernel", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl")
 # The columns that must be equal for a run to resume an earlier one.
-PLACE = ("machine", "versions", "commit")
+ENVIRONMENT = ("machine", "versions", "commit")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

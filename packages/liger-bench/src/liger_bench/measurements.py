@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 
-from liger_bench.machine import PLACE
+from liger_bench.machine import ENVIRONMENT
 from liger_bench.progress import progress_bar
 from liger_bench.results import Columns, append_csv, append_json, check_csv, read_json
 from liger_bench.row import Measured
@@ -107,8 +107,8 @@ def completed(
     case  a dataclass whose fields are those of a job and its row that identify a measurement on one machine with the
           same versions and commit
     """
-    identity, environment = attrgetter(*(field.name for field in fields(case))), attrgetter(*PLACE)
-    known = {identity(row): row for row in before if environment(row) == tuple(where[name] for name in PLACE)}
+    identity, environment = attrgetter(*(field.name for field in fields(case))), attrgetter(*ENVIRONMENT)
+    known = {identity(row): row for row in before if environment(row) == tuple(where[name] for name in ENVIRONMENT)}
     todo = [job for job in jobs if identity(job) not in known]
     reused = [known[identity(job)] for job in jobs if identity(job) in known]
     results = _measured(len(todo), lambda show: measure(todo, reused, show), files)

@@ -60,14 +60,14 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Style:
+class LineStyle:
     color: str
     dashes: Any
     marker: str
     filled: bool
 
 
-Styles = dict[str, Style]
+LineStyles = dict[str, LineStyle]
 
 
 def draw(records: Records, folder: Path) -> dict[str, Path]:
@@ -84,7 +84,7 @@ def draw(records: Records, folder: Path) -> dict[str, Path]:
     return drawn
 
 
-def share_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -> bool:
+def share_picture(op: str, rows: Sequence[Record], path: Path, look: LineStyles) -> bool:
     """Draw the fraction of the roofline at each shape, a panel per pass; return False without anything to draw.
 
     Only tables show the variants of a shape.
@@ -95,7 +95,9 @@ def share_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -> 
     if not passes:
         return False
     figure, panels = _figure(
-        len(passes), max(2.6, 0.7 * len(shapes)), f"{op}: fraction of the roofline (higher is better)\n{_place(rows)}"
+        len(passes),
+        max(2.6, 0.7 * len(shapes)),
+        f"{op}: fraction of the roofline (higher is better)\n{_source(rows)}",
     )
     highest = max(row["limit_ms"] / row["low_ms"] for row in rows if row["pass"] in passes)
     for name, axes in zip(passes, panels, strict=True):
@@ -113,7 +115,7 @@ def share_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -> 
     return True
 
 
-def scaling_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -> bool:
+def scaling_picture(op: str, rows: Sequence[Record], path: Path, look: LineStyles) -> bool:
     """Draw the time of forward and backward and the roofline against each size; return False without a time to draw."""
     rows = [row for row in rows if row["median_ms"] is not None and row["pass"] == "full"]
     # The size with the most implementations comes last, because their names are at the right.
@@ -123,7 +125,9 @@ def scaling_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -
     if not names:
         return False
     figure, panels = _figure(
-        len(names), 2.9, f"{op}: time of forward and backward (lower is better; dashed: roofline)\n{_place(rows)}"
+        len(names),
+        2.9,
+        f"{op}: time of forward and backward (lower is better; dashed: roofline)\n{_source(rows)}",
     )
     for name, axes in zip(names, panels, strict=True):
         here = sorted((row for row in rows if row["axis"] == name), key=lambda row: row["axis_value"])
@@ -150,7 +154,7 @@ def scaling_picture(op: str, rows: Sequence[Record], path: Path, look: Styles) -
     return True
 
 
-def _place(rows: Sequence[Record]) -> str:
+def _source(rows: Sequence[Record]) -> str:
     """Return the device and dtype of the rows, for a heading."""
     machine, _, _ = rows[0]["machine"].partition("; ")
     return f"{machine}, {rows[0]['dtype']}"
@@ -179,7 +183,7 @@ def _fixed(rows: Sequence[Record]) -> str:
     return " × ".join(values[0] if len(set(values)) == 1 else "·" for values in zip(*parts, strict=True))
 
 
-def _draw(axes: Any, lines: list[Series], later: set[str], look: Styles) -> None:
+def _draw(axes: Any, lines: list[Series], later: set[str], look: LineStyles) -> None:
     """Draw the lines with their bands, and at the right the names that no later panel has."""
     ends = []
     # Liger's own lines are drawn last, on top.
@@ -231,14 +235,14 @@ def _family(implementation: str) -> str:
     return implementation.partition(" ")[0]
 
 
-def styles(implementations: Sequence[str]) -> Styles:
+def styles(implementations: Sequence[str]) -> LineStyles:
     """Return the styles of all pictures of a report: a color per family, dashes and a marker per member."""
-    by_name: Styles = {}
+    by_name: LineStyles = {}
     seen: dict[str, int] = {}
     for name in sorted(implementations):
         family = _family(name)
         number = seen[family] = seen.get(family, -1) + 1
-        by_name[name] = Style(
+        by_name[name] = LineStyle(
             COLORS.get(family, INK), DASHES[number % len(DASHES)], MARKERS[number % len(MARKERS)], number == 0
         )
     return by_name

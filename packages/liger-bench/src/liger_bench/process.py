@@ -110,12 +110,12 @@ def _work(job: Any, connection: Connection, log: Path, answer: Callable[[Any, Co
 def failure(error: Exception) -> Answer:
     """Return the answer for an error, and print its traceback to the log unless the process ran out of memory."""
     if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
-        return FAILED, {"reason": f"out of memory: {_asked(str(error))}", "out_of_memory": True}
+        return FAILED, {"reason": f"out of memory: {_requested_size(str(error))}", "out_of_memory": True}
     traceback.print_exception(error)
     return FAILED, {"reason": f"{type(error).__name__}: {error}".splitlines()[0], "failed": True}
 
 
-def _asked(message: str) -> str:
+def _requested_size(message: str) -> str:
     """Return the parts of PyTorch's message with the requested size and the memory of the device or the limit on it."""
     first = next(iter(message.splitlines()), "of the host")
     tried, *rest = first.removeprefix("CUDA out of memory. ").split(". ")

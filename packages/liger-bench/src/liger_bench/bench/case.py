@@ -115,7 +115,7 @@ class Repeatable(NamedTuple):
     before: Callable[[], None]
 
 
-class Run:
+class CaseRun:
     """The calls of one implementation on a case. It gets private copies of the arguments that it overwrites.
 
     Raises Unsupported if it cannot take the arguments.

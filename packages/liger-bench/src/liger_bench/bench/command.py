@@ -18,7 +18,7 @@ from liger_bench import machine, peers
 from liger_bench.bench.implementations import Implementation, backend, peer
 from liger_bench.bench.limits import measure_limits
 from liger_bench.bench.measure import PASSES, ROUNDS, Bench
-from liger_bench.bench.rows import HEADER, Row, measured
+from liger_bench.bench.rows import HEADER, OpRow, measured
 from liger_bench.bench.table import print_rows
 from liger_bench.measurements import Files
 from liger_bench.printing import AllColumns
@@ -71,7 +71,7 @@ DISPATCH = "dispatch"
 
 
 @dataclass(frozen=True)
-class Asked:
+class BenchOptions:
     """The options of one run: what to measure and where to write the rows."""
 
     names: list[str]
@@ -86,7 +86,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Part:
+class OpJob:
     """One workload and what is measured on it."""
 
     op: Op[..., Any]
@@ -122,7 +122,7 @@ def _command(default_passes: tuple[str, ...], about: str, *, scaling: bool) -> C
         files = Files("results", HEADER, out, csv)
         wanted = list(peers.FILES) if all_peers else some_peers or []
         shape = (names or [], backends or [], wanted, passes or list(default_passes), patterns or [], quick, scaling)
-        options = Asked(*shape, files, resume)
+        options = BenchOptions(*shape, files, resume)
         files.check()
         variants, absent = _peers(options.peers, torch_device, optional=all_peers)
         plan = _plan(registry(), options, variants, torch_device)
@@ -177,7 +177,7 @@ def _peers(names: list[str], device: torch.device, *, optional: bool) -> tuple[l
     return variants, absent
 
 
-def _plan(registry: Registry, options: Asked, variants: list[peers.Peer], device: torch.device) -> list[Part]:
+def _plan(registry: Registry, options: BenchOptions, variants: list[peers.Peer], device: torch.device) -> list[OpJob]:
     for name in options.names:
         if name not in registry.ops:
             raise OptionError(
@@ -188,14 +188,14 @@ def _plan(registry: Registry, options: Asked, variants: list[peers.Peer], device
     for name in options.passes:
         if name not in (*PASSES, DISPATCH):
             raise OptionError(f"bench: --pass must be one of {', '.join((*PASSES, DISPATCH))}, got {name!r}")
-    plan: list[Part] = []
+    plan: list[OpJob] = []
     for op in (registry.ops[name] for name in options.names or registry.ops):
         implementations = [backend(op, name) for name in _backends(registry, op, options.backends, device)]
         implementations += [peer(op, variant) for variant in variants if op.name in variant.calls]
         if set(options.passes) == {DISPATCH}:
             implementations = []
         workloads = [w for w in op.workloads() if _wanted(w, options)]
-        plan += [Part(op, w, implementations, DISPATCH in options.passes and w is workloads[0]) for w in workloads]
+        plan += [OpJob(op, w, implementations, DISPATCH in options.passes and w is workloads[0]) for w in workloads]
     if not plan:
         raise OptionError(
             f"bench: something must be left to measure, got no workload for {' '.join(options.patterns) or 'these ops'}"
@@ -203,7 +203,7 @@ def _plan(registry: Registry, options: Asked, variants: list[peers.Peer], device
     return plan
 
 
-def _wanted(workload: Workload, options: Asked) -> bool:
+def _wanted(workload: Workload, options: BenchOptions) -> bool:
     if (workload.axis is not None) != options.scaling or (options.quick and not workload.quick):
         return False
     return not options.patterns or any(fnmatchcase(workload.name, pattern) for pattern in options.patterns)
@@ -233,13 +233,13 @@ def _backends(registry: Registry, op: Op[..., Any], names: list[str], device: to
 
 
 def _rows(
-    plan: list[Part], options: Asked, device: torch.device, dtype: torch.dtype, seconds: float, bar: Progress
-) -> Iterator[Row]:
+    plan: list[OpJob], options: BenchOptions, device: torch.device, dtype: torch.dtype, seconds: float, bar: Progress
+) -> Iterator[OpRow]:
     """Measure each workload of the plan and yield its rows, which are also written at once."""
     where = machine.describe(device)
     done = measured(options.files.read(), where, device.type, machine.dtype_name(dtype)) if options.resume else set()
-    plan = [left for left in (_left(item, options, done) for item in plan) if left.implementations or left.dispatch]
-    task = bar.add_task("measuring the limits", total=1 + sum(len(item.implementations) for item in plan))
+    plan = [left for left in (_left(job, options, done) for job in plan) if left.implementations or left.dispatch]
+    task = bar.add_task("measuring the limits", total=1 + sum(len(job.implementations) for job in plan))
     if not plan:
         return
     limits = measure_limits(device, dtype, min(5 * seconds, 0.15) if options.quick else 5 * seconds)
@@ -254,27 +254,27 @@ def _rows(
         not options.scaling,
     )
     bar.advance(task)
-    for item in plan:
-        title = f"{item.op.name} {item.workload.name}"
+    for job in plan:
+        title = f"{job.op.name} {job.workload.name}"
 
         def show(what: str, title: str = title) -> None:
             bar.update(task, description=f"{title} {what}")
 
         show("")
-        rows = run.measured(item.op, item.workload, item.implementations, show) if item.implementations else []
-        if item.dispatch:
-            rows.append(run.dispatch(item.op, item.workload))
+        rows = run.measured(job.op, job.workload, job.implementations, show) if job.implementations else []
+        if job.dispatch:
+            rows.append(run.dispatch(job.op, job.workload))
         options.files.append([row.columns() for row in rows])
-        bar.advance(task, len(item.implementations))
+        bar.advance(task, len(job.implementations))
         yield from rows
 
 
-def _left(item: Part, options: Asked, done: set[tuple[str, str, str, str]]) -> Part:
+def _left(job: OpJob, options: BenchOptions, done: set[tuple[str, str, str, str]]) -> OpJob:
     """Return what earlier runs have not measured.
 
     Evaluation rows do not count, because not every op has them.
     """
-    of = (item.op.name, item.workload.name)
+    of = (job.op.name, job.workload.name)
 
     def has(implementation: Implementation) -> bool:
         passes = [name for name in options.passes if name in ("forward", "backward", "full")] or options.passes
@@ -282,5 +282,5 @@ def _left(item: Part, options: Asked, done: set[tuple[str, str, str, str]]) -> P
             (*of, implementation.name, name) in done for name in passes
         )
 
-    left = [implementation for implementation in item.implementations if not has(implementation)]
-    return replace(item, implementations=left, dispatch=item.dispatch and (*of, DISPATCH, DISPATCH) not in done)
+    left = [implementation for implementation in job.implementations if not has(implementation)]
+    return replace(job, implementations=left, dispatch=job.dispatch and (*of, DISPATCH, DISPATCH) not in done)

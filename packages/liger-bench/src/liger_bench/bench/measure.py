@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from liger_bench import machine
-from liger_bench.bench.case import Case, Errors, Results, Run, make_case
+from liger_bench.bench.case import Case, CaseRun, Errors, Results, make_case
 from liger_bench.bench.graph import captured
 from liger_bench.bench.implementations import BACKEND, PEER, Implementation, peer
 from liger_bench.bench.limits import Limits
-from liger_bench.bench.rows import Row
+from liger_bench.bench.rows import OpRow
 from liger_bench.bench.timing import Samples, Stopwatch, quantile, repetitions, time_call
 from liger_bench.memory import held_bytes, peak_bytes
 from liger_bench.peers import eager
@@ -38,14 +38,14 @@ Figures = dict[str, Any]
 
 
 @dataclass
-class Turn:
+class ImplementationState:
     """The state of one implementation on one workload.
 
     refused  pass → why it has no figures; the key "" stands for all passes
     """
 
     implementation: Implementation
-    run: Run | None = None
+    run: CaseRun | None = None
     errors: Errors | None = None
     samples: dict[str, Samples] = field(default_factory=dict)
     figures: dict[str, Figures] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Bench:
         workload: Workload,
         implementations: Iterable[Implementation],
         show: Callable[[str], object],
-    ) -> list[Row]:
+    ) -> list[OpRow]:
         """Measure a workload; if its inputs do not fit into memory, the rows say so."""
         try:
             case = make_case(op, workload, self.device, self.dtype)
@@ -108,15 +108,15 @@ class Bench:
 
     def rows(
         self, case: Case, implementations: Iterable[Implementation], show: Callable[[str], object] = lambda _: None
-    ) -> list[Row]:
+    ) -> list[OpRow]:
         """Measure every pass of every implementation; a row without figures has the reason."""
         gc.collect()
-        turns = [Turn(implementation) for implementation in implementations]
+        states = [ImplementationState(implementation) for implementation in implementations]
         plain = self._plain(case)
-        for turn in turns:
-            show(turn.implementation.name)
-            with turn.excused(""):
-                turn.run = self._checked(case, turn)
+        for state in states:
+            show(state.implementation.name)
+            with state.excused(""):
+                state.run = self._checked(case, state)
         # The float64 results are the largest tensors here.
         case.exact = None
         floors: list[dict[str, float]] = []
@@ -128,16 +128,16 @@ class Bench:
 
         for name in PASSES:
             if name in self.passes and (name != "evaluation" or case.evaluates):
-                self._timed(name, [turn for turn in turns if turn.run is not None], show, floor)
+                self._timed(name, [state for state in states if state.run is not None], show, floor)
         if not floors:
             floor()
         least = {name: quantile([taken[name] for taken in floors], 0.5) for name in floors[0]}
         copies: dict[str, float] = {}
         with suppress(torch.OutOfMemoryError):
             copies = self.limits.copy_seconds(case.work())
-        return [row for turn in turns for row in self._rows(case, turn, plain, least, copies)]
+        return [row for state in states for row in self._rows(case, state, plain, least, copies)]
 
-    def dispatch(self, op: Op[..., Any], workload: Workload) -> Row:
+    def dispatch(self, op: Op[..., Any], workload: Workload) -> OpRow:
         """Measure what an op costs before its implementation runs: an empty implementation minus an empty call."""
 
         def nothing(*args: Any, **kwargs: Any) -> None:
@@ -170,45 +170,47 @@ class Bench:
         """Return the errors of plain eager PyTorch in the same dtype, or None if they are unknown."""
         if case.exact is None or case.op.name not in eager.calls():
             return None
-        turn = Turn(peer(case.op, eager.peers()[0]))
-        with turn.excused(""):
-            return case.errors(Run(case, turn.implementation).full())
+        state = ImplementationState(peer(case.op, eager.peers()[0]))
+        with state.excused(""):
+            return case.errors(CaseRun(case, state.implementation).full())
         return None
 
-    def _checked(self, case: Case, turn: Turn) -> Run:
+    def _checked(self, case: Case, state: ImplementationState) -> CaseRun:
         """Run forward and backward once, to measure the errors and check that the inputs are unchanged."""
         before = case.fingerprints()
-        run = Run(case, turn.implementation)
-        turn.errors = case.errors(run.full())
+        run = CaseRun(case, state.implementation)
+        state.errors = case.errors(run.full())
         changed = [name for name, sums in case.fingerprints().items() if sums != before[name]]
         if changed:
             case.refill()
             raise ValueError(f"it overwrote {', '.join(changed)}, which nothing declares")
         return run
 
-    def _timed(self, name: str, turns: list[Turn], show: Callable[[str], object], floor: Callable[[], None]) -> None:
+    def _timed(
+        self, name: str, states: list[ImplementationState], show: Callable[[str], object], floor: Callable[[], None]
+    ) -> None:
         watch = Stopwatch(self.device)
         counts: dict[str, int] = {}
-        for turn in turns:
-            show(f"{turn.implementation.name} {name}")
-            with turn.excused(name):
-                counts[turn.implementation.name] = self._prepared(name, turn, watch)
+        for state in states:
+            show(f"{state.implementation.name} {name}")
+            with state.excused(name):
+                counts[state.implementation.name] = self._prepared(name, state, watch)
         # Round by round: a clock that drifts affects all implementations alike.
         for _ in range(self.rounds):
             if name in ("full", "evaluation"):
                 floor()
-            for turn in turns:
-                if name not in turn.refused:
-                    with turn.excused(name):
-                        self._round(name, turn, watch, counts[turn.implementation.name])
-        for turn in turns:
-            if name not in turn.refused:
-                with turn.excused(name):
-                    turn.figures[name] |= self._replayed(name, turn, watch)
+            for state in states:
+                if name not in state.refused:
+                    with state.excused(name):
+                        self._round(name, state, watch, counts[state.implementation.name])
+        for state in states:
+            if name not in state.refused:
+                with state.excused(name):
+                    state.figures[name] |= self._replayed(name, state, watch)
 
-    def _prepared(self, name: str, turn: Turn, watch: Stopwatch) -> int:
+    def _prepared(self, name: str, state: ImplementationState, watch: Stopwatch) -> int:
         """Measure the memory, which also warms up, and return the number of calls in a round."""
-        run = turn.run
+        run = state.run
         assert run is not None
         call, before = run.passes[name]()
         before()
@@ -217,12 +219,12 @@ class Bench:
         peak = peak_bytes(lambda: returned.append(call()), self.device, collect=self.device.type == "cpu")
         argument_addresses = held_in(v for v in run.arguments.values() if isinstance(v, Tensor))
         gradients = [g for g in returned.pop().gradients if g.untyped_storage().data_ptr() not in argument_addresses]
-        turn.figures[name] = {"peak_extra_bytes": peak, "peak_beyond_gradients_bytes": peak - held_bytes(gradients)}
-        turn.samples[name] = Samples()
+        state.figures[name] = {"peak_extra_bytes": peak, "peak_beyond_gradients_bytes": peak - held_bytes(gradients)}
+        state.samples[name] = Samples()
         return repetitions(self.seconds / self.rounds, watch.seconds(call, before), 1, 200)
 
-    def _round(self, name: str, turn: Turn, watch: Stopwatch, count: int) -> None:
-        run = turn.run
+    def _round(self, name: str, state: ImplementationState, watch: Stopwatch, count: int) -> None:
+        run = state.run
         assert run is not None
         call, before = run.passes[name]()
         # The implementation before left its state in caches, allocator and clocks (matmuls lower them by a tenth within
@@ -235,20 +237,20 @@ class Bench:
                 torch.cuda.synchronize(self.device)
             if time.perf_counter() - started >= least:
                 break
-        watch.sample(turn.samples[name], call, count, before)
+        watch.sample(state.samples[name], call, count, before)
         release(self.device)
 
-    def _replayed(self, name: str, turn: Turn, watch: Stopwatch) -> Figures:
+    def _replayed(self, name: str, state: ImplementationState, watch: Stopwatch) -> Figures:
         """Time the call as a CUDA graph, or return why there is none."""
-        run = turn.run
+        run = state.run
         assert run is not None
-        typical = turn.samples[name].timing().median_ms
+        typical = state.samples[name].timing().median_ms
         if self.device.type == "cuda" and typical > GRAPH_LONGEST_MS:
             return {"graph_reason": f"not taken, since the call is longer than {GRAPH_LONGEST_MS:g} ms"}
-        if name == "backward" and turn.implementation.consumes:
+        if name == "backward" and state.implementation.consumes:
             return {"graph_reason": "its backward pass runs once for a forward pass"}
         try:
-            replay = captured(run.passes[name], self.device, wary=turn.implementation.kind == PEER)
+            replay = captured(run.passes[name], self.device, wary=state.implementation.kind == PEER)
         except (Unsupported, RuntimeError) as error:
             return {"graph_reason": str(error).splitlines()[0]}
         samples = Samples()
@@ -257,23 +259,28 @@ class Bench:
         return {"graph_ms": samples.timing().median_ms}
 
     def _rows(
-        self, case: Case, turn: Turn, plain: Errors | None, least: dict[str, float], copies: dict[str, float]
-    ) -> Iterator[Row]:
-        implementation = turn.implementation
+        self,
+        case: Case,
+        state: ImplementationState,
+        plain: Errors | None,
+        least: dict[str, float],
+        copies: dict[str, float],
+    ) -> Iterator[OpRow]:
+        implementation = state.implementation
         known: Figures = {"overwrites": ",".join(implementation.overwrites)}
-        if "" in turn.refused:
+        if "" in state.refused:
             yield self._row(
-                case.op, case.workload, implementation.name, implementation.kind, "", **known, **turn.refused[""]
+                case.op, case.workload, implementation.name, implementation.kind, "", **known, **state.refused[""]
             )
             return
-        if turn.errors is not None:
-            known |= {"error_outputs": turn.errors.worst_output, "error_gradients": turn.errors.worst_gradient}
-            known["error_eager_ratio"] = None if plain is None else turn.errors.ratio(plain)
-        for name in (n for n in PASSES if n in turn.samples or n in turn.refused):
-            figures = turn.refused.get(name)
+        if state.errors is not None:
+            known |= {"error_outputs": state.errors.worst_output, "error_gradients": state.errors.worst_gradient}
+            known["error_eager_ratio"] = None if plain is None else state.errors.ratio(plain)
+        for name in (n for n in PASSES if n in state.samples or n in state.refused):
+            figures = state.refused.get(name)
             if figures is None:
-                timing = turn.samples[name].timing()
-                figures = turn.figures[name] | vars(timing)
+                timing = state.samples[name].timing()
+                figures = state.figures[name] | vars(timing)
                 if name in least:
                     figures |= {"limit_ms": least[name] * 1e3, "share": least[name] * 1e3 / timing.median_ms}
                 if name in copies:
@@ -282,8 +289,8 @@ class Bench:
 
     def _row(
         self, op: Op[..., Any], workload: Workload, implementation: str, kind: str, name: str, **figures: Any
-    ) -> Row:
-        empty: dict[str, Any] = {column.name: None for column in fields(Row)}
+    ) -> OpRow:
+        empty: dict[str, Any] = {column.name: None for column in fields(OpRow)}
         empty |= {"overwrites": "", "graph_reason": "", "reason": "", "failed": False}
         axis, value = workload.axis or (None, None)
         known = {
@@ -299,7 +306,7 @@ class Bench:
             "copy_bytes_per_second": self.limits.bandwidth,
             "product_flops_per_second": self.limits.rate,
         }
-        return Row(**(empty | known | self.where | figures))
+        return OpRow(**(empty | known | self.where | figures))
 
 
 def release(device: torch.device) -> None:

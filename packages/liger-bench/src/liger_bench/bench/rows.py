@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from liger_bench.machine import PLACE
+from liger_bench.machine import ENVIRONMENT
 from liger_bench.results import Columns
 
 
 @dataclass(frozen=True)
-class Row:
+class OpRow:
     """One pass of one implementation on one workload.
 
     axis, axis_value  the size that a scaling workload varies, for instance N and 4096
@@ -76,13 +76,13 @@ class Row:
         return {name.rstrip("_"): value for name, value in asdict(self).items()}
 
 
-HEADER = [column.name.rstrip("_") for column in fields(Row)]
+HEADER = [column.name.rstrip("_") for column in fields(OpRow)]
 
 
 def measured(
     records: Sequence[Columns], where: dict[str, str], device: str, dtype: str
 ) -> set[tuple[str, str, str, str]]:
     """Return (op, workload, implementation, pass) of the rows of this device, dtype, machine, versions and commit."""
-    same = {**{name: where[name] for name in PLACE}, "device": device, "dtype": dtype}
+    same = {**{name: where[name] for name in ENVIRONMENT}, "device": device, "dtype": dtype}
     rows = [row for row in records if all(row.get(name) == value for name, value in same.items())]
     return {(row["op"], row["workload"], row["implementation"], row["pass"]) for row in rows}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from liger_bench.bench.rows import Row
+from liger_bench.bench.rows import OpRow
 from liger_core.tables import Cell, Column, output, print_table
 
 COLUMNS = (
@@ -30,7 +30,7 @@ COLUMNS = (
 )
 
 
-def print_rows(rows: Sequence[Row], absent: dict[str, str], *, all_columns: bool = False) -> None:
+def print_rows(rows: Sequence[OpRow], absent: dict[str, str], *, all_columns: bool = False) -> None:
     """Print the figures, then why some are missing, then where they were measured."""
     console = output()
     cells: list[list[Cell]] = []
@@ -67,7 +67,7 @@ def _heading(words: Cell) -> list[Cell]:
     return [words, *[""] * (len(COLUMNS) - 1)]
 
 
-def _figures(row: Row) -> list[str]:
+def _figures(row: OpRow) -> list[str]:
     return [
         _form("{:.3f}", row.median_ms),
         f"{_form('{:.3f}', row.low_ms)} – {_form('{:.3f}', row.high_ms)}",

@@ -14,8 +14,8 @@ from liger_bench import machine
 from liger_bench.measurements import Files, check_known, completed, print_failures, rows_as
 from liger_bench.printing import AllColumns, print_source
 from liger_bench.sharded.heads import GATHERED, IMPLEMENTATIONS, LIGER, OPS
-from liger_bench.sharded.job import COLUMNS, Job, Row
-from liger_bench.sharded.run import measured
+from liger_bench.sharded.job import COLUMNS, HeadJob, HeadRow
+from liger_bench.sharded.run import measure
 from liger_core.errors import DeviceError, OptionError
 from liger_core.tables import Column, output, print_table
 
@@ -68,7 +68,7 @@ def sharded(
     check_known("bench sharded", "--op", ops or [], OPS)
     sizes = (rows or (8192 if on_gpus else 256), width or (4096 if on_gpus else 64))
     jobs = [
-        Job(op, *sizes, count, implementation, of_ranks, torch_device.type, precision)
+        HeadJob(op, *sizes, count, implementation, of_ranks, torch_device.type, precision)
         for op in ops or OPS
         for count in classes or ([128256, 131072] if on_gpus else [1000])
         for of_ranks in _ranks(ranks, on_gpus)
@@ -79,10 +79,10 @@ def sharded(
     files = Files("sharded", COLUMNS, out)
     files.check()
     where = machine.describe(torch_device)
-    before = [row for row in rows_as(Row, files.read()) if resume and not row.failed]
+    before = [row for row in rows_as(HeadRow, files.read()) if resume and not row.failed]
     measured_rows, results = completed(
-        *(Job, jobs, where, before, files),
-        lambda todo, reused, show: measured(
+        *(HeadJob, jobs, where, before, files),
+        lambda todo, reused, show: measure(
             todo, where, repetitions, patience, lambda job: show(f"{job.op} on {job.ranks} ranks")
         ),
     )
@@ -107,7 +107,7 @@ def _ranks(wanted: str | None, on_gpus: bool) -> list[int]:
     return counts
 
 
-def _print(rows: list[Row], all_columns: bool) -> None:
+def _print(rows: list[HeadRow], all_columns: bool) -> None:
     console = output()
     for row in rows:
         if row.reason:

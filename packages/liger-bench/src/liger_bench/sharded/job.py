@@ -12,7 +12,7 @@ from liger_bench.row import Recorded
 
 
 @dataclass(frozen=True)
-class Job:
+class HeadJob:
     """One row to measure: forward and backward of an op on `rows` tokens."""
 
     op: str
@@ -26,7 +26,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Row(Recorded, Job):
+class HeadRow(Recorded, HeadJob):
     """The figures of one job.
 
     seconds     the median over repetitions of the slowest rank's time
@@ -44,10 +44,10 @@ class Row(Recorded, Job):
     loss: float | None
 
 
-COLUMNS = Row.header()
+COLUMNS = HeadRow.header()
 
 
-def together(job: Job, of_ranks: Sequence[Mapping[str, Any]], alone: float | None) -> dict[str, Any]:
+def together(job: HeadJob, of_ranks: Sequence[Mapping[str, Any]], alone: float | None) -> dict[str, Any]:
     """Return the columns computed from the measurements of all ranks; `alone` is the seconds of Liger on one rank."""
     slowest = [max(seconds) for seconds in zip(*(rank["seconds"] for rank in of_ranks), strict=True)]
     low, *_, high = statistics.quantiles(slowest, n=5) if len(slowest) > 1 else (slowest[0], slowest[0])

@@ -21,29 +21,29 @@ from liger_bench.process import DONE, FAILED, Answer, Process, failure
 from liger_bench.ranks import answers_of, joined
 from liger_bench.row import Measured, row_from
 from liger_bench.sharded.heads import LIGER, Loss, loss_of
-from liger_bench.sharded.job import Job, Row, together
+from liger_bench.sharded.job import HeadJob, HeadRow, together
 
 # Calls before the measurement, which compile kernels and connect the ranks.
 WARM_UP = 2
 
 
 @dataclass(frozen=True)
-class Share:
+class RankJobs:
     """Jobs on the same head, as one rank sees them; the ranks find each other by a file."""
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[HeadJob, ...]
     rank: int
     repetitions: int
     meeting_point: str
 
 
-def measured(
-    jobs: Sequence[Job],
+def measure(
+    jobs: Sequence[HeadJob],
     where: Mapping[str, str],
     repetitions: int,
     patience: float,
-    phase: Callable[[Job], object] = lambda job: None,
-) -> Generator[Measured[Row], None, None]:
+    phase: Callable[[HeadJob], object] = lambda job: None,
+) -> Generator[Measured[HeadRow], None, None]:
     """Yield the row of each job; jobs on one rank must come first, because efficiency is relative to them."""
     alone: dict[tuple[Any, ...], float] = {}
     with tempfile.TemporaryDirectory(prefix="liger-bench-") as folder:
@@ -56,25 +56,25 @@ def measured(
             failed = next((results for state, results in answers if state == FAILED), None)
             for job in these:
                 if failed is not None:
-                    yield Measured(row_from(Row, job, where, failed), written)
+                    yield Measured(row_from(HeadRow, job, where, failed), written)
                     continue
                 of_ranks = [results[job.implementation] for _, results in answers]
                 problem = next((rank for rank in of_ranks if "reason" in rank), None)
                 if problem is not None:
-                    yield Measured(row_from(Row, job, where, problem), written)
+                    yield Measured(row_from(HeadRow, job, where, problem), written)
                     continue
                 figures = together(job, of_ranks, alone.get(tuple(head)))
                 if ranks == 1 and job.implementation == LIGER:
                     alone[tuple(head)] = figures["seconds"]
                     figures["efficiency"] = 1.0
-                yield Measured(row_from(Row, job, where, figures))
+                yield Measured(row_from(HeadRow, job, where, figures))
 
 
-def _answers(jobs: tuple[Job, ...], repetitions: int, patience: float, folder: Path) -> tuple[list[Answer], str]:
+def _answers(jobs: tuple[HeadJob, ...], repetitions: int, patience: float, folder: Path) -> tuple[list[Answer], str]:
     name = uuid.uuid4().hex
     ranks = [
         Process(
-            Share(jobs, rank, repetitions, str(folder / f"{name}.store")),
+            RankJobs(jobs, rank, repetitions, str(folder / f"{name}.store")),
             folder / f"{name}-{rank}.log",
             patience,
             answer,
@@ -92,28 +92,28 @@ def _answers(jobs: tuple[Job, ...], repetitions: int, patience: float, folder: P
             process.kill()
 
 
-def answer(share: Share, connection: Connection) -> Answer:
+def answer(rank_jobs: RankJobs, connection: Connection) -> Answer:
     """Return the figures of every implementation by name."""
-    first = share.jobs[0]
+    first = rank_jobs.jobs[0]
     try:
-        with joined(first.device, share.rank, first.ranks, share.meeting_point) as device:
-            return DONE, _figures(share, device)
+        with joined(first.device, rank_jobs.rank, first.ranks, rank_jobs.meeting_point) as device:
+            return DONE, _figures(rank_jobs, device)
     except Exception as error:
         return failure(error)
 
 
-def _figures(share: Share, device: torch.device) -> dict[str, Any]:
+def _figures(rank_jobs: RankJobs, device: torch.device) -> dict[str, Any]:
     from liger_bench.machine import DTYPES
     from liger_bench.memory import peak_bytes
 
-    first = share.jobs[0]
+    first = rank_jobs.jobs[0]
     mesh = dist.init_device_mesh(device.type, (first.ranks,))
     torch.manual_seed(0)
     dtype, size = DTYPES[first.dtype], -(-first.classes // first.ranks)
     hidden = torch.randn(first.rows, first.width, device=device).to(dtype).requires_grad_()
     target = torch.randint(first.classes, (first.rows,), device=device)
     # This rank's rows of the weight; rows beyond the classes are padding.
-    start, weight = size * share.rank, torch.zeros(size, first.width, dtype=dtype, device=device)
+    start, weight = size * rank_jobs.rank, torch.zeros(size, first.width, dtype=dtype, device=device)
     for block in range(0, first.classes, 8192):
         rows = (torch.randn(min(8192, first.classes - block), first.width, device=device) * first.width**-0.5).to(dtype)
         low, high = max(start, block), min(start + size, block + rows.shape[0])
@@ -121,8 +121,8 @@ def _figures(share: Share, device: torch.device) -> dict[str, Any]:
             weight[low - start : high - start] = rows[low - block : high - block]
     weight.requires_grad_()
     steps = {
-        job.implementation: Step(loss_of(job.op, job.implementation, job.classes, mesh), (hidden, weight, target))
-        for job in share.jobs
+        job.implementation: LossStep(loss_of(job.op, job.implementation, job.classes, mesh), (hidden, weight, target))
+        for job in rank_jobs.jobs
     }
     results: dict[str, Any] = {}
     for name, step in list(steps.items()):
@@ -134,14 +134,14 @@ def _figures(share: Share, device: torch.device) -> dict[str, Any]:
             # All ranks have the same sizes, so all of them run out of memory.
             results[name] = {"reason": str(error).splitlines()[0], "out_of_memory": True}
             del steps[name]
-    for _ in range(share.repetitions):
+    for _ in range(rank_jobs.repetitions):
         for name, step in steps.items():
             results[name]["seconds"].append(_seconds(step, device))
     return results
 
 
 @dataclass(frozen=True)
-class Step:
+class LossStep:
     """A forward and a backward pass; some losses run the backward pass themselves."""
 
     loss: Loss
