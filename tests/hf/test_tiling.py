@@ -20,7 +20,7 @@ from hf.tiny_models import LAYERS, LargestResult, checkpoint_layers, disagreemen
 from hf.two_ranks import WAYS, batch, on_two_ranks, two_processes
 from liger_core import GradientError, OptionError
 from liger_core.accuracy import judge
-from liger_hf.tiling import _Run
+from liger_hf.tiling import _TiledCall
 from liger_train import checkpointing
 
 # 22 rows: tiles of 8, 8 and 6.
@@ -271,9 +271,9 @@ def trains(rank: int, ways: tuple[str, ...], store: str) -> None:
 
 def _trains(rank: int, way: str) -> None:
     gathered: Counter[int] = Counter()
-    weights = _Run.weights
+    weights = _TiledCall.weights
 
-    def counted(run: _Run) -> Any:
+    def counted(run: _TiledCall) -> Any:
         found = weights(run)
         # What a tile multiplies by is whole, and there for all tiles.
         assert all(type(weight) is nn.Parameter and weight.numel() == 96 * 64 for weight in found)
@@ -284,12 +284,12 @@ def _trains(rank: int, way: str) -> None:
     checkpoint_layers(model)
     expected = [step(twin(model), **batch(each)) for each in range(2)]
     ours = tiled(model)
-    _Run.weights = counted  # type: ignore[method-assign]
+    _TiledCall.weights = counted  # type: ignore[method-assign]
     try:
         parallel = WAYS[way](ours)
         parallel(**batch(rank)).loss.backward()
     finally:
-        _Run.weights = weights  # type: ignore[method-assign]
+        _TiledCall.weights = weights  # type: ignore[method-assign]
     # Once in the forward pass, once when the layer is recomputed, once in the backward pass.
     assert set(gathered.values()) == {3}
     assert len(gathered) == LAYERS

@@ -467,7 +467,7 @@ MODELS = (
     ),
     Mutant(
         "tiles: the backward pass draws other random numbers",
-        "liger_hf.repeated:Numbers.again",
+        "liger_hf.repeated:RandomState.again",
         "torch.set_rng_state(_1)",
         "pass",
         "tests/hf/test_tiling.py::test_the_backward_pass_draws_the_same_dropout",

@@ -82,7 +82,7 @@ def draws(module: nn.Module) -> bool:
     return any(isinstance(child, nn.Dropout) and child.training and child.p > 0 for child in module.modules())
 
 
-class Numbers:
+class RandomState:
     """The state of the random generators, which `again` restores to draw the same numbers."""
 
     def __init__(self, device: torch.device) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from liger_core.autograd import Kept, check_backward
 from liger_hf.patch import Patch, replacement, slot
-from liger_hf.repeated import Numbers, Settings, draws
+from liger_hf.repeated import RandomState, Settings, draws
 from liger_hf.rules.gated_mlp.rule import look
 from liger_hf.verification import decide
 
@@ -72,18 +72,18 @@ def _tiled(inner: Callable[..., Tensor], rows: int) -> Callable[..., Tensor]:
         (x,) = (*args, *named.values())
         if x.numel() <= rows * x.shape[-1] or torch.compiler.is_compiling() or isinstance(x, DTensor):
             return inner(self, x)
-        run = _Run(inner, self, rows, x)
+        run = _TiledCall(inner, self, rows, x)
         weights = run.weights()
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *weights)):
             return run.forward(x)
         # Saved before anything is computed: activation checkpointing recomputes a layer up to what is saved last.
-        result: Tensor = _Node.apply(Kept.apply(x, *weights), run, x, *weights)
+        result: Tensor = _TiledNode.apply(Kept.apply(x, *weights), run, x, *weights)
         return result
 
     return forward
 
 
-class _Run:
+class _TiledCall:
     """A call of a module in tiles, which can be repeated with the same autocast, settings and random numbers."""
 
     def __init__(self, inner: Callable[..., Tensor], module: nn.Module, rows: int, x: Tensor) -> None:
@@ -91,7 +91,7 @@ class _Run:
         kind = x.device.type
         self.autocast = (torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         self.settings = Settings(module)
-        self.numbers = Numbers(x.device) if draws(module) else None
+        self.numbers = RandomState(x.device) if draws(module) else None
 
     def weights(self) -> list[nn.Parameter]:
         """Return the weights that require gradients; in both passes, FSDP2 replaces them by gathered ones."""
@@ -143,9 +143,9 @@ class _Run:
         return torch.autocast(self.device.type, dtype, enabled, cache_enabled=cache)
 
 
-class _Node(torch.autograd.Function):
+class _TiledNode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, saved: Tensor, run: _Run, x: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, saved: Tensor, run: _TiledCall, x: Tensor, *weights: Tensor) -> Tensor:
         ctx.before, ctx.run = saved.grad_fn, run
         return run.forward(x)
 

@@ -26,7 +26,7 @@ HARMLESS = {
 }  # fmt: skip
 
 
-class _Context:
+class _AttentionContext:
     """The batch that is running on all ranks of the group, and the tokens of this rank.
 
     calls     how often attention ran
@@ -40,7 +40,7 @@ class _Context:
     separate: bool = True
 
 
-_now = _Context()
+_now = _AttentionContext()
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ SHOWN = 10
 
 
 @dataclass(frozen=True)
-class Script:
+class ScriptStep:
     """A step that a user's file defines."""
 
     path: str
@@ -165,7 +165,7 @@ def verify(
             raise OptionError(f"verify: --step is a step of your own; leave out --{option}, which is for models")
         path, name = loaded_from(step)
         sizes = {"tp": tp, "cp": cp, "accumulation": accumulation}
-        run = partial(compare, Script(path, name), ranks=count, sizes=sizes, **options)
+        run = partial(compare, ScriptStep(path, name), ranks=count, sizes=sizes, **options)
         right = _single(run, f"{step} on {count} ranks", as_json, all_rows, start)
     else:
         training = Training((model or MODELS)[0], **setup, liger=liger is not False, sequence=sequence, seed=seed)

@@ -40,7 +40,7 @@ LIBRARIES = [
 ORDER = 10.0
 
 
-class Run(NamedTuple):
+class StepRun(NamedTuple):
     """The processes of one run of a step.
 
     folder    the folder with the result of the one process, which all runs of the step share
@@ -94,7 +94,7 @@ def check(ranks: int, tolerance: float) -> None:
 
 def leave_truth(step: Step, folder: str, *, patience: float, limit: float | None = None) -> None:
     """Run a step on one process in float64, and save the result in the folder for later comparisons."""
-    _start(_alone, Run(step, 1, folder, folder, patience), limit)
+    _start(_alone, StepRun(step, 1, folder, folder, patience), limit)
 
 
 def compare_with_truth(
@@ -109,7 +109,7 @@ def compare_with_truth(
 ) -> Report:
     """Run a step on `ranks` processes, for `limit` seconds at most, and compare it with the truth in the folder."""
     with TemporaryDirectory(prefix="liger-verify-") as results:
-        _start(_rank, Run(step, ranks, folder, results, patience), limit)
+        _start(_rank, StepRun(step, ranks, folder, results, patience), limit)
         truth = torch.load(Path(folder, TRUTH), weights_only=True)
         measured = [torch.load(Path(results, f"{rank}.pt"), weights_only=True) for rank in range(ranks)]
     sizes = {"ranks": ranks, **(sizes or {})}
@@ -127,11 +127,11 @@ def _rounding(step: Step, folder: str, patience: float, limit: float | None) -> 
     if not path.is_file():
         # A user's step may refuse float32 on one process; then only the tolerance counts.
         with contextlib.suppress(ProcessException, TimeoutError):
-            _start(_rounded, Run(step, 1, folder, folder, patience), limit)
+            _start(_rounded, StepRun(step, 1, folder, folder, patience), limit)
     return torch.load(path, weights_only=True) if path.is_file() else {}
 
 
-def _start(work: Any, run: Run, limit: float | None) -> None:
+def _start(work: Any, run: StepRun, limit: float | None) -> None:
     # Forks of a server that has imported PyTorch start fast; platforms without forks start new interpreters.
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     if method == "forkserver":
@@ -161,7 +161,7 @@ def _wait(started: ProcessContext, limit: float | None) -> None:
             process.join()
 
 
-def _cause(started: ProcessContext, run: Run, error: Exception) -> str:
+def _cause(started: ProcessContext, run: StepRun, error: Exception) -> str:
     """Return the error of the process that failed first, in one line."""
     for rank, process in enumerate(started.processes):
         code = process.exitcode or 0
@@ -172,14 +172,14 @@ def _cause(started: ProcessContext, run: Run, error: Exception) -> str:
     return failures[0].read_text() if failures else str(error).strip().splitlines()[-1]
 
 
-def _alone(rank: int, run: Run, port: int) -> None:
+def _alone(rank: int, run: StepRun, port: int) -> None:
     with _process(rank, 1, run, port):
         loss, gradients = run.step(World(0, 1, torch.float64, Path(run.folder)))
         whole_gradients = {name: None if g is None else _whole(g).double() for name, g in gradients.items()}
         torch.save({"loss": float(loss), "gradients": whole_gradients}, Path(run.folder, TRUTH))
 
 
-def _rounded(rank: int, run: Run, port: int) -> None:
+def _rounded(rank: int, run: StepRun, port: int) -> None:
     with _process(rank, 1, run, port):
         truth = torch.load(Path(run.folder, TRUTH), weights_only=True)["gradients"]
         _, gradients = run.step(World(0, 1, torch.float32, Path(run.folder)))
@@ -192,7 +192,7 @@ def _rounded(rank: int, run: Run, port: int) -> None:
         )
 
 
-def _rank(rank: int, run: Run, port: int) -> None:
+def _rank(rank: int, run: StepRun, port: int) -> None:
     with _process(rank, run.ranks, run, port):
         truth = torch.load(Path(run.folder, TRUTH), weights_only=True)["gradients"]
         loss, gradients = run.step(World(rank, run.ranks, torch.float32, Path(run.folder)))
@@ -209,7 +209,7 @@ def _rank(rank: int, run: Run, port: int) -> None:
 
 
 @contextlib.contextmanager
-def _process(rank: int, ranks: int, run: Run, port: int) -> Iterator[None]:
+def _process(rank: int, ranks: int, run: StepRun, port: int) -> Iterator[None]:
     # The output of libraries must not end up in tables and JSON.
     os.dup2(2, 1)
     torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from liger_hf.patch import MARK, Patch, forward_of, replaced_method
 from liger_hf.private_transformers import GATE, experts_function, experts_implementation
 from liger_hf.rebinding import innermost
 from liger_hf.rule import Candidate, Found, Rule
-from liger_hf.rules.gated_mlp.rule import NOTHING, Unit, units
+from liger_hf.rules.gated_mlp.rule import NOTHING, GateFunction, gate_functions
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, sized, trial
 
 INNER = 40
@@ -69,8 +69,8 @@ def _implementation(module: nn.Module) -> Callable[..., Any] | str:
 
 
 def _candidates(module: nn.Module) -> Iterator[Candidate]:
-    for op, label, unit in units(module):
-        function = _gate(unit, getattr(type(module), GATE))
+    for op, label, join in gate_functions(module):
+        function = _gate(join, getattr(type(module), GATE))
         yield Candidate(op, label, function, partial(_installed, function=function))
 
 
@@ -78,10 +78,10 @@ def _installed(module: nn.Module, function: Callable[..., Any]) -> list[Patch]:
     return [Patch(module, PASSED, passed_over(module, ())), Patch(module, GATE, MethodType(function, module))]
 
 
-def _gate(unit: Unit, original: Callable[..., Any]) -> Callable[..., Any]:
+def _gate(join: GateFunction, original: Callable[..., Any]) -> Callable[..., Any]:
     def _apply_gate(self: nn.Module, gate_up: Tensor) -> Tensor:
         current = getattr(type(self), GATE)
-        return unit(self, (gate_up,), False) if current is original and may_pass(self) else current(self, gate_up)
+        return join(self, (gate_up,), False) if current is original and may_pass(self) else current(self, gate_up)
 
     _apply_gate.__dict__[MARK] = True
     return _apply_gate

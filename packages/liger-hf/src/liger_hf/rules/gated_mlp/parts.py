@@ -22,7 +22,7 @@ INPUTS = 1
 
 
 @dataclass
-class Parts:
+class MLPParts:
     """The children of a gated MLP: projections, dropouts and norms of rows between them, and ignored children.
 
     order  the order in which the forward calls them; empty until `watch` has run it
@@ -70,7 +70,7 @@ class Marker(nn.Module):
         return x * 1.25 + 0.1 * (x - self.kink).abs()
 
 
-def watch(module: nn.Module, original: Callable[..., Any], parts: Parts, stand_ins: dict[str, nn.Module]) -> None:
+def watch(module: nn.Module, original: Callable[..., Any], parts: MLPParts, stand_ins: dict[str, nn.Module]) -> None:
     """Record the order of calls; raise Unfit if the forward does more between projections than call the children."""
     trained = _calls(module, original, stand_ins, True)
     parts.order = tuple(name for name, _ in trained)
@@ -97,7 +97,7 @@ def watch(module: nn.Module, original: Callable[..., Any], parts: Parts, stand_i
 def _columns(
     module: nn.Module,
     original: Callable[..., Any],
-    parts: Parts,
+    parts: MLPParts,
     stand_ins: dict[str, nn.Module],
     plain: list[tuple[str, Tensor]],
 ) -> int:

@@ -22,7 +22,7 @@ from liger_hf.passing import PASSED, hooked, may_pass, passed_over
 from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.gated_mlp.ownership import unshared
-from liger_hf.rules.gated_mlp.parts import HIDDEN, INPUTS, ROWS, Layout, Parts, watch
+from liger_hf.rules.gated_mlp.parts import HIDDEN, INPUTS, ROWS, Layout, MLPParts, watch
 from liger_hf.rules.lora.together import together
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
 
@@ -57,7 +57,7 @@ def look(module: nn.Module) -> Found | None:
     watched = next((name for name, child in passed.items() if hooked(child)), None)
     if watched is not None:
         return Found("swiglu", refusal=f"it would pass over {watched}, and the hooks on that have to run")
-    parts = Parts(linears, between, passed, layout)
+    parts = MLPParts(linears, between, passed, layout)
     first = next(iter(linears.values()))
     weight = next((p for p in first.parameters() if p.is_floating_point()), None)
     return Found(
@@ -99,10 +99,10 @@ def _layout(linears: dict[str, nn.Module]) -> Layout | None:
 
 
 # A function of the module, (gate, up) or both packed in one tensor, and whether it may overwrite them.
-Unit = Callable[[nn.Module, tuple[Tensor, ...], bool], Tensor]
+GateFunction = Callable[[nn.Module, tuple[Tensor, ...], bool], Tensor]
 
 
-def units(module: nn.Module) -> Iterator[tuple[Op[..., Any], str, Unit]]:
+def gate_functions(module: nn.Module) -> Iterator[tuple[Op[..., Any], str, GateFunction]]:
     """Yield the functions by which a module may join gate and up, each with its op and its description."""
     for op, options in ACTIVATIONS:
         yield (
@@ -146,23 +146,23 @@ def _scaled(
     return swiglu(*parts, **arguments, overwrite=overwrite)
 
 
-def _candidates(module: nn.Module, original: Callable[..., Any], argument: str, parts: Parts) -> Iterator[Candidate]:
+def _candidates(module: nn.Module, original: Callable[..., Any], argument: str, parts: MLPParts) -> Iterator[Candidate]:
     inputs, down = parts.layout
     # In a packed projection, either half may be the gate.
     orders = ((inputs, False), (inputs[::-1], False)) if len(inputs) == 2 else ((inputs, False), (inputs, True))
     first, rest = parts.around()
-    for op, label, unit in units(module):
+    for op, label, join in gate_functions(module):
         for order, swapped in orders:
-            function = _forward(partial(_swapped, unit) if swapped else unit, original, argument, (first, order, rest))
+            function = _forward(partial(_swapped, join) if swapped else join, original, argument, (first, order, rest))
             called = (*inputs, down, *parts.between)
             yield Candidate(
                 op, label, function, partial(_installed, function=function, original=original, called=called)
             )
 
 
-def _swapped(unit: Unit, module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> Tensor:
+def _swapped(join: GateFunction, module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> Tensor:
     up, gate = parts[0].chunk(2, dim=-1)
-    return unit(module, (gate, up), False)
+    return join(module, (gate, up), False)
 
 
 def _installed(
@@ -175,7 +175,7 @@ def _installed(
 Chain = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 
-def _forward(unit: Unit, original: Callable[..., Any], argument: str, chain: Chain) -> Callable[..., Any]:
+def _forward(join: GateFunction, original: Callable[..., Any], argument: str, chain: Chain) -> Callable[..., Any]:
     first, inputs, rest = chain
 
     def forward(self: nn.Module, *args: Tensor, **named: Tensor) -> Any:
@@ -185,7 +185,7 @@ def _forward(unit: Unit, original: Callable[..., Any], argument: str, chain: Cha
         for name in first:
             x = getattr(self, name)(x)
         parts = tuple(together([getattr(self, name) for name in inputs], x))
-        y = unit(self, parts, unshared(parts))
+        y = join(self, parts, unshared(parts))
         # Freed before the rest runs.
         del parts
         for name in rest:
@@ -196,7 +196,11 @@ def _forward(unit: Unit, original: Callable[..., Any], argument: str, chain: Cha
 
 
 def _cases(
-    module: nn.Module, original: Callable[..., Any], parts: Parts, device: torch.device, dtypes: Iterable[torch.dtype]
+    module: nn.Module,
+    original: Callable[..., Any],
+    parts: MLPParts,
+    device: torch.device,
+    dtypes: Iterable[torch.dtype],
 ) -> Iterator[Case]:
     stand_ins = parts.stand_ins(device)
     # Before the candidates are made, which call the children in this order.
@@ -206,13 +210,13 @@ def _cases(
     draw = Draw(device, INPUTS)
     x, upstream = draw.normal(*ROWS, HIDDEN), draw.normal(*ROWS, HIDDEN)
     for name, dtype, scale in sized(dtypes):
-        yield Case(name, dtype, run_unit(module, layers, others, (x * scale).to(dtype), upstream.to(dtype)))
+        yield Case(name, dtype, _run(module, layers, others, (x * scale).to(dtype), upstream.to(dtype)))
     for length in LENGTHS:
         x, upstream = draw.normal(1, length, HIDDEN), draw.normal(1, length, HIDDEN)
-        yield of_length(length, torch.float32, run_unit(module, layers, others, x, upstream))
+        yield of_length(length, torch.float32, _run(module, layers, others, x, upstream))
 
 
-def run_unit(
+def _run(
     module: nn.Module, layers: dict[str, nn.Linear], others: dict[str, nn.Module], x: Tensor, upstream: Tensor
 ) -> Run:
     """Return a pass through a twin of the module with these projections, in the dtype of x, and these other modules."""

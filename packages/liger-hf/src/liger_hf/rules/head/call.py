@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from liger_core.private_torch import forward_mode_enabled
 from liger_hf.errors import LogitsError
-from liger_hf.repeated import Numbers, Settings, draws, settings_of
+from liger_hf.repeated import RandomState, Settings, draws, settings_of
 from liger_hf.rules.head.projection import LAZY
 from liger_hf.rules.head.weights import weights_of
 
@@ -44,7 +44,7 @@ class HeadCall:
         self.version = None if torch.compiler.is_compiling() or hidden.is_inference() else hidden._version
         self.autocast = autocast
         self.settings = settings_of(head)
-        self.numbers: Numbers | None = None
+        self.numbers: RandomState | None = None
         self.repeats = False
         self.in_a_function = not torch.compiler.is_compiling() and in_a_function()
 
@@ -65,7 +65,7 @@ class HeadCall:
         with settings.again():
             drawn = self.numbers
             if drawn is None and draws(head):
-                self.numbers = Numbers(device)
+                self.numbers = RandomState(device)
             with nullcontext() if drawn is None else drawn.again():
                 yield
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_hf.private_transformers import OFFLOADED
-from liger_hf.rules.head.weights import Weights, gathered, gathering, held
+from liger_hf.rules.head.weights import HeadWeights, gathered, gathering, held
 
 LogitsStep = tuple[Any, ...]
 
@@ -91,7 +91,7 @@ class _WithoutHooks(nn.Module):
 
 
 def compute(
-    head: nn.Module, hidden: Tensor, weights: Weights | None, autocast: tuple[str, torch.dtype] | None
+    head: nn.Module, hidden: Tensor, weights: HeadWeights | None, autocast: tuple[str, torch.dtype] | None
 ) -> Tensor:
     """Compute the head's own projection, with the weights and the autocast of its call."""
     if LAZY.head is head:
@@ -117,7 +117,7 @@ def eager_logits() -> Iterator[None]:
         LAZY.head = before
 
 
-def _project(head: nn.Module, hidden: Tensor, weights: Weights | None) -> Tensor:
+def _project(head: nn.Module, hidden: Tensor, weights: HeadWeights | None) -> Tensor:
     if gathered(head):
         return head(hidden)
     if weights is None or torch.compiler.is_compiling() or weights.are_in(head):

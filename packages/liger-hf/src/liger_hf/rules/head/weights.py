@@ -74,9 +74,9 @@ def loads_its_weights(head: nn.Module) -> bool:
     return _reloads_weights(head) or hasattr(head, FSDP_STATE)
 
 
-def weights_of(head: nn.Module) -> Weights | None:
+def weights_of(head: nn.Module) -> HeadWeights | None:
     """Return the head's weights for this call, or None if hooks reload them when the logits are computed later."""
-    return None if _reloads_weights(head) else Weights(head)
+    return None if _reloads_weights(head) else HeadWeights(head)
 
 
 def _reloads_weights(head: nn.Module) -> bool:
@@ -85,7 +85,7 @@ def _reloads_weights(head: nn.Module) -> bool:
     return offloaded or any(hasattr(p, "ds_id") for p in head.parameters())
 
 
-class Weights:
+class HeadWeights:
     """The parameters and buffers of a head during one call, including those of adapters and of functional_call.
 
     versions  their version counters; None in compiled code
@@ -147,11 +147,11 @@ class Optimizers:
     """Mark the weights of calls whose logits are still referenced when an optimizer of torch updates them."""
 
     def __init__(self) -> None:
-        self.calls: WeakSet[Weights] = WeakSet()
+        self.calls: WeakSet[HeadWeights] = WeakSet()
         self.lock = threading.Lock()
         self.hook: RemovableHandle | None = None
 
-    def watch(self, weights: Weights) -> None:
+    def watch(self, weights: HeadWeights) -> None:
         with self.lock:
             self.calls.add(weights)
             if self.hook is None:

@@ -109,7 +109,7 @@ class Coverage:
         return fraction in self.fractions or (len(self.fractions) > 1 and fraction < max(self.fractions))
 
 
-class Call(NamedTuple):
+class RotaryCall(NamedTuple):
     """The arguments of a call, as `rope` takes them: states of shape (batch, heads, tokens, width), cos and sin.
 
     transposed  whether the function's heads are on axis 2
@@ -137,7 +137,7 @@ def with_rope(signature: Signature, form: Form, original: Callable[..., Any], co
 
 def read(
     signature: Signature, form: Form, coverage: Coverage, args: tuple[Any, ...], options: dict[str, Any]
-) -> Call | None:
+) -> RotaryCall | None:
     """Return the arguments of a call as `rope` takes them; None if it cannot."""
     kwargs = dict(zip(signature.names, args, strict=False)) | options
     states: list[Any] = [kwargs.get(name) for name in signature.rotated]
@@ -155,10 +155,10 @@ def read(
     states = [s[None] if packed else s for s in states]
     if not _takes(states, tables, axis, coverage):
         return None
-    return Call([s.transpose(1, 2) if axis == 2 else s for s in states], *form.tables(*tables), axis == 2, packed)
+    return RotaryCall([s.transpose(1, 2) if axis == 2 else s for s in states], *form.tables(*tables), axis == 2, packed)
 
 
-def returned(rotated: Sequence[Tensor], call: Call) -> Any:
+def returned(rotated: Sequence[Tensor], call: RotaryCall) -> Any:
     """Return the results of `rope` in the layout of the function."""
     rotated = [r.transpose(1, 2) for r in rotated] if call.transposed else rotated
     rotated = [r[0] for r in rotated] if call.packed else rotated
