@@ -12,114 +12,47 @@ if TYPE_CHECKING:
 
 # The maximum size of the demo's tokenizer.
 VOCABULARY = 32_000
+
+
+def _fields(
+    vocabulary: int, hidden: int, intermediate: int, layers: int, heads: int, key_heads: int, tied: bool, **others: Any
+) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "tie_word_embeddings": tied,
+        **others,
+    }
+
+
+def _base(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
 # Name → the model type of Transformers, and the fields that differ from the defaults of its config.
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     # Enough to run every path, in a second.
-    "tiny": (
-        "llama",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "small": (
-        "llama",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 256,
-            "intermediate_size": 688,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "tiny": ("llama", _fields(VOCABULARY, 64, 128, 2, 4, 2, True)),
+    "small": ("llama", _fields(VOCABULARY, 256, 688, 4, 4, 2, True)),
     "llama-3.2-1b": (
         "llama",
-        {
-            "vocab_size": 128_256,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
-            "tie_word_embeddings": True,
-        },
+        _fields(128_256, 2048, 8192, 16, 32, 8, True, head_dim=64, rope_parameters=_base(500_000.0)),
     ),
     "llama-3-8b": (
         "llama",
-        {
-            "vocab_size": 128_256,
-            "hidden_size": 4096,
-            "intermediate_size": 14_336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
-            "tie_word_embeddings": False,
-        },
+        _fields(128_256, 4096, 14_336, 32, 32, 8, False, head_dim=128, rope_parameters=_base(500_000.0)),
     ),
     "qwen2-7b": (
         "qwen2",
-        {
-            "vocab_size": 152_064,
-            "hidden_size": 3584,
-            "intermediate_size": 18_944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-            "tie_word_embeddings": False,
-        },
+        _fields(152_064, 3584, 18_944, 28, 28, 4, False, rms_norm_eps=1e-6, rope_parameters=_base(1_000_000.0)),
     ),
-    "gemma-7b": (
-        "gemma",
-        {
-            "vocab_size": 256_000,
-            "hidden_size": 3072,
-            "intermediate_size": 24_576,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "head_dim": 256,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "mistral-7b": (
-        "mistral",
-        {
-            "vocab_size": 32_000,
-            "hidden_size": 4096,
-            "intermediate_size": 14_336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "sliding_window": 4096,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "phi-3-mini": (
-        "phi3",
-        {
-            "vocab_size": 32_064,
-            "hidden_size": 3072,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "pad_token_id": 32_000,
-            "tie_word_embeddings": False,
-        },
-    ),
+    "gemma-7b": ("gemma", _fields(256_000, 3072, 24_576, 28, 16, 16, True, head_dim=256)),
+    "mistral-7b": ("mistral", _fields(32_000, 4096, 14_336, 32, 32, 8, False, sliding_window=4096)),
+    "phi-3-mini": ("phi3", _fields(32_064, 3072, 8192, 32, 32, 32, False, pad_token_id=32_000)),
 }
 # Earlier names, which old results contain.
 ALIASES = {"1b": "llama-3.2-1b", "8b": "llama-3-8b"}
