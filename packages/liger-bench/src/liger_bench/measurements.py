@@ -8,29 +8,19 @@ from contextlib import closing
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 
 from liger_bench.machine import ENVIRONMENT
 from liger_bench.progress import progress_bar
 from liger_bench.results import Columns, append_csv, append_json, check_csv, read_json
-from liger_bench.row import Measured
+from liger_bench.row import Measured, Recorded
 from liger_bench.writable import check_file, check_folder
 from liger_core.errors import OptionError, nearest
 
-
-class Row(Protocol):
-    """A dataclass with the figures of one measurement; `failed` means that it ended without a result."""
-
-    @property
-    def failed(self) -> bool: ...
-
-    def columns(self) -> Columns: ...
-
-
 Job = TypeVar("Job")
-R = TypeVar("R", bound=Row)
+R = TypeVar("R", bound=Recorded)
 M = TypeVar("M", bound=Measured[Any])
 Show = Callable[[str], object]
 # A function that measures the remaining jobs, given the known rows, and shows its progress.
@@ -90,8 +80,8 @@ class Files:
 
 def rows_as(kind: type[R], rows: Sequence[Columns]) -> list[R]:
     """Return the rows read from a file; a column that an older version did not write is empty."""
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    return [kind(**{name: row.get(name) for name in names}) for row in rows]
+    names = [field.name for field in fields(kind)]
+    return [kind(**{name: row.get(name) for name in names}) for row in rows]  # type: ignore[arg-type]
 
 
 def completed(

@@ -9,6 +9,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Self
 
@@ -111,7 +112,7 @@ class CpuAllocations:
             for e in trace["traceEvents"]
             if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0
         ]
-        return sorted(((base + ts, int(args["Addr"]), int(args["Bytes"])) for ts, args in events), key=_time)
+        return sorted(((base + ts, int(args["Addr"]), int(args["Bytes"])) for ts, args in events), key=itemgetter(0))
 
 
 def peak_of(events: Iterable[tuple[float, int, int]]) -> int:
@@ -125,7 +126,3 @@ def peak_of(events: Iterable[tuple[float, int, int]]) -> int:
             total += size
             peak = max(peak, total)
     return peak
-
-
-def _time(event: tuple[float, int, int]) -> float:
-    return event[0]

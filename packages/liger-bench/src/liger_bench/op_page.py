@@ -48,39 +48,32 @@ def _ops_compared(rows: Sequence[Record]) -> str:
     """Return a table of each op at its largest shape: eager PyTorch, the fastest other library, and Liger."""
     table = []
     for op in distinct(rows, "op"):
-        timed = [
+        full = [
             row for row in rows if row["op"] == op and row["pass"] == "full" and row["median_ms"] and row["limit_ms"]
         ]
-        timed = [row for row in timed if sizes_of(row["workload"]) == row["workload"]]
-        shared = [
-            row
-            for row in timed
-            if row["implementation"] in OURS and find(timed, {"workload": row["workload"], "implementation": "eager"})
-        ]
+        timed = [row for row in full if sizes_of(row["workload"]) == row["workload"]]
+        eager_rows = {row["workload"]: row for row in timed if row["implementation"] == "eager"}
+        shared = [row for row in timed if row["implementation"] in OURS and row["workload"] in eager_rows]
         if not shared:
             continue
         ours = max(shared, key=lambda row: row["limit_ms"])
-        here = [row for row in timed if row["workload"] == ours["workload"]]
-        eager = next(row for row in here if row["implementation"] == "eager")
-        others = [row for row in here if row["kind"] == "peer" and row is not eager]
-        best = min(others, key=lambda row: row["median_ms"], default=None)
-        line = [f"[{op}](#{op})", ours["workload"], _ms(eager["median_ms"])]
-        line += (
-            ["–", "–"]
-            if best is None
-            else [
-                f"{_ms(best['median_ms'])} ({best['implementation']})",
-                f"{best['median_ms'] / ours['median_ms']:.2f} ×",
+        eager = eager_rows[ours["workload"]]
+        others = [row for row in timed if row["workload"] == ours["workload"] and row["kind"] == "peer"]
+        best = min((row for row in others if row is not eager), key=lambda row: row["median_ms"], default=None)
+        our_ms = ours["median_ms"]
+        extra = [_form(row, "peak_beyond_gradients_bytes", ",.0f", 1 / MIB) for row in (eager, ours)]
+        table.append(
+            [
+                f"[{op}](#{op})",
+                ours["workload"],
+                _ms(eager["median_ms"]),
+                "–" if best is None else f"{_ms(best['median_ms'])} ({best['implementation']})",
+                f"**{_ms(our_ms)}**",
+                f"**{eager['median_ms'] / our_ms:.2f} ×**",
+                "–" if best is None else f"{best['median_ms'] / our_ms:.2f} ×",
+                f"{extra[0]} → **{extra[1]}**",
             ]
         )
-        line[3:] = [
-            line[3],
-            f"**{_ms(ours['median_ms'])}**",
-            f"**{eager['median_ms'] / ours['median_ms']:.2f} ×**",
-            line[4],
-        ]
-        extra = [_form(row, "peak_beyond_gradients_bytes", ",.0f", 1 / MIB) for row in (eager, ours)]
-        table.append([*line, f"{extra[0]} → **{extra[1]}**"])
     if not table:
         return ""
     head = (

@@ -64,7 +64,6 @@ class LineStyle:
     color: str
     dashes: Any
     marker: str
-    filled: bool
 
 
 LineStyles = dict[str, LineStyle]
@@ -189,15 +188,9 @@ def _draw(axes: Any, lines: list[Series], later: set[str], look: LineStyles) -> 
     # Liger's own lines are drawn last, on top.
     for series in sorted(lines, key=lambda series: _family(series.name) == "triton"):
         style = look[series.name]
-        line_options = {
-            "color": style.color,
-            "linestyle": style.dashes,
-            "linewidth": 1.6,
-            "marker": style.marker,
-            "markersize": 3.5,
-        }
         axes.fill_between(series.x, series.low, series.high, color=style.color, alpha=0.2, linewidth=0)
-        axes.plot(series.x, series.y, clip_on=False, **line_options)
+        options = {"linestyle": style.dashes, "marker": style.marker, "linewidth": 1.6, "markersize": 3.5}
+        axes.plot(series.x, series.y, clip_on=False, color=style.color, **options)
         if series.name not in later:
             ends.append((series.name, style.color, series.x[-1], series.y[-1]))
     to_axes = axes.transData + axes.transAxes.inverted()
@@ -206,16 +199,8 @@ def _draw(axes: Any, lines: list[Series], later: set[str], look: LineStyles) -> 
     for (name, color, _, _), (x, y), height in zip(ends, points, heights, strict=True):
         coordinates = {"xycoords": "axes fraction", "textcoords": "axes fraction", "annotation_clip": False}
         leader = {"arrowstyle": "-", "color": color, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2, "relpos": (0, 0.5)}
-        axes.annotate(
-            NAMES.get(name, name),
-            (x, y),
-            (1.06, height),
-            color=color,
-            fontsize=9,
-            va="center",
-            arrowprops=leader,
-            **coordinates,
-        )
+        look_of_text = {"color": color, "fontsize": 9, "va": "center"}
+        axes.annotate(NAMES.get(name, name), (x, y), (1.06, height), arrowprops=leader, **look_of_text, **coordinates)
 
 
 def _spread(heights: list[float], gap: float) -> list[float]:
@@ -242,9 +227,7 @@ def styles(implementations: Sequence[str]) -> LineStyles:
     for name in sorted(implementations):
         family = _family(name)
         number = seen[family] = seen.get(family, -1) + 1
-        by_name[name] = LineStyle(
-            COLORS.get(family, INK), DASHES[number % len(DASHES)], MARKERS[number % len(MARKERS)], number == 0
-        )
+        by_name[name] = LineStyle(COLORS.get(family, INK), DASHES[number % len(DASHES)], MARKERS[number % len(MARKERS)])
     return by_name
 
 

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def liger_commands(app: typer.Typer) -> None:
-    from liger_bench.bench.command import ops, scaling
-    from liger_bench.bench.group import DEFAULT, bench_group
+    from liger_bench.bench.command import DEFAULT, bench_group, ops, scaling
     from liger_bench.options import checked
     from liger_bench.sharded.command import sharded
 

@@ -76,10 +76,8 @@ class Process:
             return FAILED, {"reason": f"no answer in {self.patience:.0f} s", "failed": True}
         except (EOFError, OSError):
             self.process.join(timeout=10)
-            return FAILED, {
-                "reason": f"the process died: {_ending(self.process.exitcode)}{self._last_words()}",
-                "failed": True,
-            }
+            reason = f"the process died: {_ending(self.process.exitcode)}{self._last_words()}"
+            return FAILED, {"reason": reason, "failed": True}
 
     def written(self) -> str:
         """Return the output and errors of the process."""

@@ -42,15 +42,8 @@ def answers_of(ranks: Sequence[Process], patience: float) -> list[Answer]:
     while open_ones:
         ready = wait(list(open_ones), timeout=patience)
         if not ready:
-            return [
-                (
-                    FAILED,
-                    {
-                        "reason": f"{len(open_ones)} of {len(ranks)} ranks gave no answer in {patience:.0f} s",
-                        "failed": True,
-                    },
-                )
-            ]
+            reason = f"{len(open_ones)} of {len(ranks)} ranks gave no answer in {patience:.0f} s"
+            return [(FAILED, {"reason": reason, "failed": True})]
         for connection in ready:
             process = open_ones.pop(connection)
             answers[process] = process.wait()

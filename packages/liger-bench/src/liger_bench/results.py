@@ -142,7 +142,8 @@ def _writable(path: Path) -> Iterator[None]:
 
 def _mended(path: Path, header: list[str]) -> list[str]:
     """Repair a last line that was cut off, then return the columns of the file in its order."""
-    text = _text(path)
+    # The file may be cut within a character.
+    text = path.read_bytes().decode(errors="surrogateescape") if path.is_file() else ""
     if not text:
         return header
     columns = next(csv.reader(io.StringIO(text, newline="")))
@@ -161,11 +162,6 @@ def _cut(path: Path, size: int) -> None:
         path.unlink()
     else:
         os.truncate(path, size)
-
-
-def _text(path: Path) -> str:
-    """Return the contents of a file, even if it was cut within a character."""
-    return path.read_bytes().decode(errors="surrogateescape") if path.is_file() else ""
 
 
 def _mend(path: Path, text: str, header: list[str]) -> str | None:

@@ -77,7 +77,7 @@ class Case:
             for name, v in self.arguments.items()
         }
         bound = self.op.signature.bind(**trainable(wide, self.trained))
-        outputs = as_list(self.op.reference(*bound.args, **bound.kwargs))
+        outputs = tree_leaves(self.op.reference(*bound.args, **bound.kwargs))
         leaves = [bound.arguments[name] for name in self.trained]
         self.exact = Results([o.detach() for o in outputs], gradients_of(outputs, leaves, self.grad_outputs))
 
@@ -182,7 +182,7 @@ class CaseRun:
 
     def _call(self, arguments: Arguments) -> list[Tensor]:
         positional = [arguments[name] for name in self._positional]
-        return as_list(self._function(*positional, **{name: arguments[name] for name in self._keywords}))
+        return tree_leaves(self._function(*positional, **{name: arguments[name] for name in self._keywords}))
 
     def _own(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -222,11 +222,6 @@ def trainable(arguments: Arguments, trained: tuple[str, ...]) -> Arguments:
     return {name: v.detach().requires_grad_() if name in trained else v for name, v in arguments.items()}
 
 
-def as_list(result: Any) -> list[Tensor]:
-    """Return the tensors of a result, which may be nested tuples."""
-    return tree_leaves(result)
-
-
 def gradients_of(
     outputs: list[Tensor], leaves: list[Tensor], grad_outputs: list[Tensor], *, retain: bool = False
 ) -> list[Tensor]:
@@ -239,7 +234,7 @@ def _differentiable_outputs(case: Case) -> list[tuple[torch.Size, tuple[int, ...
     """Return shape, stride and dtype of the outputs that have a gradient, from a call on fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
         fakes = tree_map_only(Tensor, mode.from_tensor, trainable(case.arguments, case.trained))
-        outputs = as_list(case.op.reference(**fakes))
+        outputs = tree_leaves(case.op.reference(**fakes))
         return [(o.shape, o.stride(), o.dtype) for o in outputs if o.requires_grad]
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.progress import Progress
+from typer.core import TyperGroup
 
 from liger_bench import machine, peers
 from liger_bench.bench.implementations import Implementation, backend, peer
@@ -68,6 +69,8 @@ Resume = Annotated[
 # Enough for stable medians on a GPU; all ops and other libraries then take minutes in total.
 SECONDS = 0.1
 DISPATCH = "dispatch"
+# The command that `liger bench` runs without one.
+DEFAULT = "ops"
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,6 @@ class BenchOptions:
 
     names: list[str]
     backends: list[str]
-    peers: list[str]
     passes: list[str]
     patterns: list[str]
     quick: bool
@@ -120,20 +122,17 @@ def _command(default_passes: tuple[str, ...], about: str, *, scaling: bool) -> C
         if resume and out is None:
             raise OptionError("bench: --resume needs --out, the folder of the run to resume")
         files = Files("results", HEADER, out, csv)
-        wanted = list(peers.FILES) if all_peers else some_peers or []
-        shape = (names or [], backends or [], wanted, passes or list(default_passes), patterns or [], quick, scaling)
-        options = BenchOptions(*shape, files, resume)
+        chosen = (names or [], backends or [], passes or list(default_passes), patterns or [])
+        options = BenchOptions(*chosen, quick, scaling, files, resume)
         files.check()
-        variants, absent = _peers(options.peers, torch_device, optional=all_peers)
+        libraries = list(peers.FILES) if all_peers else some_peers or []
+        variants, absent = _peers(libraries, torch_device, optional=all_peers)
         plan = _plan(registry(), options, variants, torch_device)
         with progress_bar() as bar:
             rows = list(_rows(plan, options, torch_device, precision, seconds, bar))
         if as_json:
-            print(
-                json.dumps(
-                    {"device": torch_device.type, "rows": [row.columns() for row in rows], "unavailable": absent}
-                )
-            )
+            columns = [row.columns() for row in rows]
+            print(json.dumps({"device": torch_device.type, "rows": columns, "unavailable": absent}))
         else:
             print_rows(rows, absent, all_columns=all_columns)
         if any(row.failed for row in rows):
@@ -243,16 +242,8 @@ def _rows(
     if not plan:
         return
     limits = measure_limits(device, dtype, min(5 * seconds, 0.15) if options.quick else 5 * seconds)
-    run = Bench(
-        device,
-        dtype,
-        limits,
-        seconds,
-        where,
-        tuple(options.passes),
-        2 if options.quick else ROUNDS,
-        not options.scaling,
-    )
+    rounds = 2 if options.quick else ROUNDS
+    run = Bench(device, dtype, limits, seconds, where, tuple(options.passes), rounds, not options.scaling)
     bar.advance(task)
     for job in plan:
         title = f"{job.op.name} {job.workload.name}"
@@ -276,11 +267,28 @@ def _left(job: OpJob, options: BenchOptions, done: set[tuple[str, str, str, str]
     """
     of = (job.op.name, job.workload.name)
 
-    def has(implementation: Implementation) -> bool:
-        passes = [name for name in options.passes if name in ("forward", "backward", "full")] or options.passes
-        return (*of, implementation.name, "") in done or all(
-            (*of, implementation.name, name) in done for name in passes
-        )
+    passes = [name for name in options.passes if name in ("forward", "backward", "full")] or options.passes
 
-    left = [implementation for implementation in job.implementations if not has(implementation)]
+    def has(name: str) -> bool:
+        return (*of, name, "") in done or all((*of, name, measured_pass) in done for measured_pass in passes)
+
+    left = [implementation for implementation in job.implementations if not has(implementation.name)]
     return replace(job, implementations=left, dispatch=job.dispatch and (*of, DISPATCH, DISPATCH) not in done)
+
+
+class _OpsByDefault(TyperGroup):
+    """Run the benchmark of the ops without a subcommand: `liger bench rope` is `liger bench ops rope`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] != "--help"):
+            args = [DEFAULT, *args]
+        return super().parse_args(ctx, args)
+
+
+def bench_group() -> typer.Typer:
+    """Return the group without commands; `liger_bench/plugin.py` registers them."""
+    help = (
+        f"Measure ops, and heads on several ranks. Without a command, `{DEFAULT}`: every op, for instance `liger bench "
+        f"rms_norm --quick`, `liger bench --peers --out results`. `liger bench {DEFAULT} --help` lists its options."
+    )
+    return typer.Typer(cls=_OpsByDefault, help=help, subcommand_metavar="[COMMAND] [ARGS]...")

@@ -217,7 +217,7 @@ class Bench:
         returned: list[Results] = []
         # Releases by the garbage collector would confuse the CPU profiler, but not the allocator of a GPU.
         peak = peak_bytes(lambda: returned.append(call()), self.device, collect=self.device.type == "cpu")
-        argument_addresses = held_in(v for v in run.arguments.values() if isinstance(v, Tensor))
+        argument_addresses = {v.untyped_storage().data_ptr() for v in run.arguments.values() if isinstance(v, Tensor)}
         gradients = [g for g in returned.pop().gradients if g.untyped_storage().data_ptr() not in argument_addresses]
         state.figures[name] = {"peak_extra_bytes": peak, "peak_beyond_gradients_bytes": peak - held_bytes(gradients)}
         state.samples[name] = Samples()
@@ -311,12 +311,6 @@ class Bench:
 
 def release(device: torch.device) -> None:
     """Free cached memory if more than half of the device is reserved; it does not help the next implementation."""
-    if (
-        device.type == "cuda"
-        and torch.cuda.memory_reserved(device) > torch.cuda.get_device_properties(device).total_memory // 2
-    ):
+    reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    if reserved and reserved > torch.cuda.get_device_properties(device).total_memory // 2:
         torch.cuda.empty_cache()
-
-
-def held_in(tensors: Iterable[Tensor]) -> set[int]:
-    return {t.untyped_storage().data_ptr() for t in tensors}

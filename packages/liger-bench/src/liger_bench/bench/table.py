@@ -52,15 +52,10 @@ def print_rows(rows: Sequence[OpRow], absent: dict[str, str], *, all_columns: bo
         console.print(reason, markup=False)
     if rows:
         first = rows[0]
-        limits = (
-            f"copy {first.copy_bytes_per_second / 1e9:,.1f} GB/s, matmul {first.product_flops_per_second / 1e12:,.3f} "
-            "TFLOP/s"
-        )
-        console.print(
-            f"{first.dtype} on {first.machine}; measured peaks: {limits}\n{first.versions}; commit {first.commit}; "
-            f"{first.date}",
-            markup=False,
-        )
+        copy, product = first.copy_bytes_per_second / 1e9, first.product_flops_per_second / 1e12
+        limits = f"measured peaks: copy {copy:,.1f} GB/s, matmul {product:,.3f} TFLOP/s"
+        source = f"{first.versions}; commit {first.commit}; {first.date}"
+        console.print(f"{first.dtype} on {first.machine}; {limits}\n{source}", markup=False)
 
 
 def _heading(words: Cell) -> list[Cell]:
@@ -74,16 +69,12 @@ def _figures(row: OpRow) -> list[str]:
         _form("{:.4f}", row.enqueue_ms),
         _form("{:.3f}", row.graph_ms),
         _form("{:.2f}", row.share),
-        _mebibytes(row.peak_extra_bytes),
-        _mebibytes(row.peak_beyond_gradients_bytes),
+        _form("{:.1f}", row.peak_extra_bytes, 2**20),
+        _form("{:.1f}", row.peak_beyond_gradients_bytes, 2**20),
         _form("{:.1e}", row.error_gradients),
         _form("{:.2f}", row.error_eager_ratio),
     ]
 
 
-def _mebibytes(size: int | None) -> str:
-    return _form("{:.1f}", None if size is None else size / 2**20)
-
-
-def _form(form: str, value: float | None) -> str:
-    return "–" if value is None else form.format(value)
+def _form(form: str, value: float | None, unit: float = 1) -> str:
+    return "–" if value is None else form.format(value / unit)

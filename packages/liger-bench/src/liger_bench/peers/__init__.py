@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other libraries that implement the ops, for comparison: one file each, all optional, imported on demand.
 
-A file has `unavailable(device)`, the reason why it cannot run or None, and `peers()`, a list of `Peer`.
+A file has `peers()`, a list of `Peer`, and if it may not run also `unavailable(device)`, the reason or None.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Peer:
 
 def unavailable(name: str, device: torch.device) -> str | None:
     """Return the reason why a peer cannot run on the device, or None."""
-    reason: str | None = _file(name).unavailable(device)
-    return reason
+    check = getattr(_file(name), "unavailable", None)
+    return None if check is None else check(device)
 
 
 def peers(name: str) -> list[Peer]:

@@ -18,10 +18,6 @@ from liger_core.errors import Unsupported
 from liger_core.plugins import registry
 
 
-def unavailable(device: torch.device) -> str | None:
-    return None
-
-
 def peers() -> list[Peer]:
     return [Peer("eager", calls())]
 

@@ -3,16 +3,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from liger_bench.peers import Peer, by_name
 from liger_core import rms_norm, rope
 from liger_core.checks import Cast
-
-
-def unavailable(device: torch.device) -> str | None:
-    return None
 
 
 def peers() -> list[Peer]:

@@ -17,10 +17,6 @@ from liger_bench.peers.eager import calls
 BACKEND = "inductor"
 
 
-def unavailable(device: torch.device) -> str | None:
-    return None
-
-
 def peers() -> list[Peer]:
     return [Peer("compile", calls(), consumes=True, prepared=compiled)]
 

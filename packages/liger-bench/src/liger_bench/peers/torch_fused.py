@@ -12,10 +12,6 @@ from torch import Tensor
 from liger_bench.peers import Peer
 
 
-def unavailable(device: torch.device) -> str | None:
-    return None
-
-
 def peers() -> list[Peer]:
     calls: dict[str, Any] = {"rms_norm": rms_norm, "cross_entropy": cross_entropy}
     if hasattr(F, "linear_cross_entropy"):

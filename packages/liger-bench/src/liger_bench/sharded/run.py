@@ -53,12 +53,9 @@ def measure(
             these = tuple(same)
             phase(these[0])
             answers, written = _answers(these, repetitions, patience, Path(folder))
-            failed = next((results for state, results in answers if state == FAILED), None)
+            failed = [results for state, results in answers if state == FAILED]
             for job in these:
-                if failed is not None:
-                    yield Measured(row_from(HeadRow, job, where, failed), written)
-                    continue
-                of_ranks = [results[job.implementation] for _, results in answers]
+                of_ranks = failed or [results[job.implementation] for _, results in answers]
                 problem = next((rank for rank in of_ranks if "reason" in rank), None)
                 if problem is not None:
                     yield Measured(row_from(HeadRow, job, where, problem), written)
@@ -72,13 +69,9 @@ def measure(
 
 def _answers(jobs: tuple[HeadJob, ...], repetitions: int, patience: float, folder: Path) -> tuple[list[Answer], str]:
     name = uuid.uuid4().hex
+    store = str(folder / f"{name}.store")
     ranks = [
-        Process(
-            RankJobs(jobs, rank, repetitions, str(folder / f"{name}.store")),
-            folder / f"{name}-{rank}.log",
-            patience,
-            answer,
-        )
+        Process(RankJobs(jobs, rank, repetitions, store), folder / f"{name}-{rank}.log", patience, answer)
         for rank in range(jobs[0].ranks)
     ]
     try:
