@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import AutoModelForCausalLM
@@ -29,31 +29,26 @@ class AutoLigerModelForCausalLM:
     @classmethod
     def from_pretrained(cls, *args: Any, liger: Mapping[str, Any] | None = None, **options: Any) -> Any:
         """Load a pretrained model and apply Liger to it."""
-        chosen = _chosen(liger, options)
-        return _applied(AutoModelForCausalLM.from_pretrained(*args, **options), chosen)
+        return _applied(AutoModelForCausalLM.from_pretrained, args, liger, options)
 
     @classmethod
     def from_config(cls, *args: Any, liger: Mapping[str, Any] | None = None, **options: Any) -> Any:
         """Make a model with random weights and apply Liger to it."""
-        chosen = _chosen(liger, options)
-        return _applied(AutoModelForCausalLM.from_config(*args, **options), chosen)
+        return _applied(AutoModelForCausalLM.from_config, args, liger, options)
 
 
-def _chosen(liger: Mapping[str, Any] | None, others: Mapping[str, Any]) -> dict[str, Any]:
+def _applied(make: Callable[..., Any], args: Any, liger: Mapping[str, Any] | None, options: Mapping[str, Any]) -> Any:
     for name in OPTIONS:
-        if name in others:
+        if name in options:
             raise OptionError(
-                f"AutoLigerModelForCausalLM: {name} must be given in liger=, write liger={{{name!r}: {others[name]!r}}}"
+                f"AutoLigerModelForCausalLM: {name} must be given in liger=, write "
+                f"liger={{{name!r}: {options[name]!r}}}"
             )
     if liger is not None and (not isinstance(liger, Mapping) or not liger.keys() <= set(OPTIONS)):
         got = sorted(liger) if isinstance(liger, Mapping) else liger
         raise OptionError(
             f"AutoLigerModelForCausalLM: liger must be a mapping with keys among {', '.join(OPTIONS)}, got {got!r}"
         )
-    return dict(liger or {})
-
-
-def _applied(model: Any, options: dict[str, Any]) -> Any:
-    report = apply(model, **options)
-    model.liger_report = report
+    model = make(*args, **options)
+    model.liger_report = apply(model, **(liger or {}))
     return model

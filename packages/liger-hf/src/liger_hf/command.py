@@ -76,11 +76,9 @@ def _print(report: Report, all_columns: bool) -> None:
         Column("backend", detail=True),
     ]
     rows: list[list[Cell]] = []
-    for row in report.rows:
-        verdict = Text(f"{row.verdict}: {row.reason}")
-        verdict.stylize("yellow" if row.verdict == "left" else "green", 0, len(row.verdict))
-        rows.append([row.pattern, str(row.count), row.module, row.op, row.backend, verdict])
-    rows += [["–", "0", "–", op, "", f"left: {reason}"] for op, reason in report.absent.items()]
+    for *cells, verdict, reason in report.cells():
+        style = "yellow" if verdict == "left" else "green"
+        rows.append([*cells, Text.assemble((verdict, style), f": {reason}")])
     console = output()
     console.print(report.title(), markup=False)
     print_table(console, [*columns, Column("verdict: reason", prose=True)], rows, all_columns=all_columns)

@@ -75,12 +75,7 @@ def hooked(module: nn.Module) -> bool:
     `apply` installed does not count either, because it computes the same as its class.
     """
     for m in module.modules() if module._modules else (module,):
-        for hooks in (
-            m._forward_hooks,
-            m._forward_pre_hooks,
-            m._backward_hooks,
-            m._backward_pre_hooks,
-        ):
+        for hooks in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks, m._backward_pre_hooks):
             if hooks and not all(getattr(hook, "__module__", "").startswith("deepspeed.") for hook in hooks.values()):
                 return True
         forward = m.__dict__.get("forward")

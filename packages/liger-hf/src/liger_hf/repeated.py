@@ -27,7 +27,7 @@ class Settings:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.states = [(inner, {**_attributes(inner), "_modules": dict(inner._modules)}) for inner in module.modules()]
+        self.states = [(inner, _settings(inner)) for inner in module.modules()]
         self.trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
 
     @contextmanager
@@ -57,10 +57,9 @@ def checkpointed(function: Callable[..., Any], *args: Any, settings: Settings | 
     return checkpoint(function, *args, use_reentrant=False, **options)
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {
-        name: copy.deepcopy(value) for name, value in vars(module).items() if name not in MANAGED and _is_setting(value)
-    }
+def _settings(module: nn.Module) -> dict[str, Any]:
+    settings = {name: value for name, value in vars(module).items() if name not in MANAGED and _is_setting(value)}
+    return {**copy.deepcopy(settings), "_modules": dict(module._modules)}
 
 
 def _is_setting(value: Any) -> bool:

@@ -146,17 +146,19 @@ class Report:
         """Return `to_dict()` as a JSON object."""
         return json.dumps(self.to_dict(), ensure_ascii=False)
 
+    def cells(self) -> list[tuple[str, ...]]:
+        """Return the cells of a table: modules, count, class, op, backend, verdict and reason."""
+        rows = [(r.pattern, str(r.count), r.module, r.op, r.backend, r.verdict, r.reason) for r in self.rows]
+        return [*rows, *(("–", "0", "–", op, "", LEFT, reason) for op, reason in self.absent.items())]
+
     def table(self) -> Table:
         """Return a table for a terminal: `rich.print(report.table())`."""
         table = Table(title=self.title(), title_justify="left")
         for heading in ("modules", "count", "class", "op", "backend", "verdict", "reason"):
             table.add_column(heading, justify="right" if heading == "count" else "left", overflow="fold")
-        for row in self.rows:
-            style = "yellow" if row.verdict == LEFT else "green"
-            cells = (row.pattern, str(row.count), row.module, row.op, row.backend)
-            table.add_row(*map(Text, cells), Text(row.verdict, style=style), Text(row.reason))
-        for op, reason in self.absent.items():
-            table.add_row("–", "0", "–", op, "", Text(LEFT, style="yellow"), Text(reason))
+        for *cells, verdict, reason in self.cells():
+            style = "yellow" if verdict == LEFT else "green"
+            table.add_row(*map(Text, cells), Text(verdict, style=style), Text(reason))
         if sentences := [*self.implementations, *self.notes]:
             table.caption = Text("\n".join(sentences))
         return table
@@ -168,12 +170,10 @@ class Report:
         return f"{self.model}: {counts or 'nothing'} {'can be replaced' if planned else 'replaced'}"
 
     def __str__(self) -> str:
-        cells = [("modules", "count", "class", "op", "backend", "verdict: reason")]
-        cells += [(r.pattern, str(r.count), r.module, r.op, r.backend, f"{r.verdict}: {r.reason}") for r in self.rows]
-        cells += [("–", "0", "–", op, "", f"{LEFT}: {reason}") for op, reason in self.absent.items()]
-        widths = [max(len(row[i]) for row in cells) for i in range(5)]
+        rows = [("modules", "count", "class", "op", "backend", "verdict", "reason"), *self.cells()]
+        widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:5]]
         lines = [
-            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]) for row in cells
+            "  ".join([*map(str.ljust, cells, widths), f"{verdict}: {reason}"]) for *cells, verdict, reason in rows
         ]
         return "\n".join([self.title(), *lines, *self.implementations, *self.notes])
 

@@ -104,17 +104,10 @@ def _compiled(function: FunctionType, definition: ast.FunctionDef, free: tuple[s
     assert isinstance(outer, ast.FunctionDef)
     outer.body = [definition]
     flags = function.__code__.co_flags & __future__.annotations.compiler_flag
-    body = [
-        *(
-            [ast.Import([ast.alias(name) for name in imported])]
-            if (imported := _imported(function.__code__.co_filename))
-            else []
-        ),
-        outer,
-    ]
-    code = compile(
-        ast.fix_missing_locations(ast.Module(body, [])), function.__code__.co_filename, "exec", flags, dont_inherit=True
-    )
+    filename = function.__code__.co_filename
+    imports = [ast.alias(name) for name in _imported(filename)]
+    module = ast.fix_missing_locations(ast.Module([*([ast.Import(imports)] if imports else []), outer], []))
+    code = compile(module, filename, "exec", flags, dont_inherit=True)
     for name in ("outer", definition.name):
         code = next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
     return code

@@ -149,12 +149,9 @@ def replica(
     """Return a module of the same class and attributes, without hooks, with the given parameters and children."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
-    for name in [
-        n
-        for n in twin.__dict__
-        if n.endswith("_hooks") or n.endswith("_hooks_with_kwargs") or n.endswith("_hooks_always_called")
-    ]:
-        twin.__dict__[name] = type(twin.__dict__[name])()
+    for name, value in module.__dict__.items():
+        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
+            twin.__dict__[name] = type(value)()
     for name in ("forward", OFFLOADED_FORWARD, OFFLOADED):
         twin.__dict__.pop(name, None)
     merged = dict(module._parameters)
@@ -171,13 +168,9 @@ def configuration(module: nn.Module) -> tuple[Any, ...]:
     """Return the settings that distinguish two instances of one class, besides weights and children."""
     plain = (bool, int, float, str, type(None), torch.dtype)
     settings = {n: v for n, v in vars(module).items() if isinstance(v, plain) and n not in ("training", "layer_idx")}
-    return tuple(sorted((n, repr(v)) for n, v in settings.items())) + tuple(
-        sorted(
-            (n, getattr(v, "__qualname__", ""))
-            for n, v in vars(module).items()
-            if inspect.isroutine(v) and n != "forward"
-        )
-    )
+    functions = {n: v for n, v in vars(module).items() if inspect.isroutine(v) and n != "forward"}
+    names = sorted((n, getattr(v, "__qualname__", "")) for n, v in functions.items())
+    return (*sorted((n, repr(v)) for n, v in settings.items()), *names)
 
 
 class Draw:

@@ -128,18 +128,6 @@ class LazyLogits:
     def tanh(self) -> Any:
         return self._then(self.dtype, "tanh") if self.available() is None else self.materialize().tanh()
 
-    def float(self) -> Any:
-        return self.to(torch.float32)
-
-    def double(self) -> Any:
-        return self.to(torch.float64)
-
-    def half(self) -> Any:
-        return self.to(torch.float16)
-
-    def bfloat16(self) -> Any:
-        return self.to(torch.bfloat16)
-
     def type_as(self, other: Any) -> Any:
         return self.to(other)
 
@@ -314,6 +302,18 @@ class LazyLogits:
         return _plain(value) in self.materialize()
 
     __hash__ = object.__hash__
+
+
+def _cast(dtype: torch.dtype) -> Any:
+    def cast(self: LazyLogits) -> Any:
+        return self.to(dtype)
+
+    return cast
+
+
+DTYPES = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+for _name, _dtype in DTYPES.items():
+    setattr(LazyLogits, _name, _cast(_dtype))
 
 
 def _operator(name: str) -> Any:

@@ -27,7 +27,7 @@ from liger_hf.rules.head.check import cases
 from liger_hf.rules.head.deferred_logits import DeferredLogits
 from liger_hf.rules.head.lazy_logits import LazyLogits
 from liger_hf.rules.head.projection import LAZY, ModelForward
-from liger_hf.rules.head.tensor_parallel import AROUND, ShardedHead, mark, sharded_head
+from liger_hf.rules.head.tensor_parallel import AROUND, SHARDED, ShardedHead, sharded_head
 from liger_hf.rules.head.weights import gathered, loads_its_weights
 from liger_hf.stand_in import device_of
 
@@ -41,7 +41,8 @@ def look(module: nn.Module) -> Found | None:
     head, path = _head_of(module)
     if head is None:
         return None
-    inner = next((name for name, child in module.named_modules() if child is not module and _owns(child, head)), None)
+    models = ((name, child) for name, child in module.named_modules() if isinstance(child, PreTrainedModel))
+    inner = next((name for name, child in models if child is not module and _head_of(child)[0] is head), None)
     if inner is not None:
         return Found(OP, refusal=f"its head belongs to {inner}, which is a model by itself")
     original, sharded = own_forward(module), sharded_head(head)
@@ -93,10 +94,6 @@ def _has_loss(forward: Callable[..., Any]) -> bool:
     return any("label" in word or "loss" in word for word in words)
 
 
-def _owns(module: nn.Module, head: nn.Module) -> bool:
-    return isinstance(module, PreTrainedModel) and _head_of(module)[0] is head
-
-
 def _loss_of(model: Any) -> Any:
     """Return the loss function of a model, or the original of ours, which an unpickled model has."""
     loss = model.loss_function
@@ -120,7 +117,7 @@ def patches(model: nn.Module, head: nn.Module) -> list[Patch]:
     return [
         # In a list, because as an attribute the head would become a second submodule.
         Patch(model, "liger_head", [head]),
-        *([mark(head)] if isinstance(sharded, ShardedHead) else []),
+        *([Patch(head, SHARDED, True)] if isinstance(sharded, ShardedHead) else []),
         replacement(head, _head_forward(inner, sizes[1]), inner),
         Patch(model, LOSS, MODEL_LOSSES[_loss_of(model)]),
         replacement(model, _model_forward(original), original),

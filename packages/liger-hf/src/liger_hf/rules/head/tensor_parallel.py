@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_hf.patch import Patch, slot
+from liger_hf.patch import slot
 from liger_hf.private_transformers import TP_FORWARD, TP_ORIGINAL
 
 # An attribute of heads whose weight is sharded over the classes.
@@ -81,10 +81,6 @@ def sharded_head(head: nn.Module) -> ShardedHead | str | None:
 def _rows_only(parameter: Any) -> bool:
     """Return whether a parameter is sharded over its rows alone, perhaps by FSDP as well."""
     return hasattr(parameter, "placements") and {getattr(p, "dim", None) for p in parameter.placements} - {None} == {0}
-
-
-def mark(head: nn.Module) -> Patch:
-    return Patch(head, SHARDED, True)
 
 
 def over_classes(head: nn.Module) -> bool:
