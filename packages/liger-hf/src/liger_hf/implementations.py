@@ -79,16 +79,9 @@ def _kernels(file: ModuleType) -> tuple[tuple[str, str], ...]:
         tree = ast.parse(inspect.getsource(file))
     except (OSError, TypeError, SyntaxError):
         return ()
-    calls = [
-        d
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef)
-        for d in node.decorator_list
-        if isinstance(d, ast.Call)
-    ]
-    arguments = [call.args for call in calls if isinstance(call.func, ast.Name) and call.func.id == FALLBACK]
-    return tuple(
-        (str(a.value), str(b.value))
-        for a, b, *_ in arguments
-        if isinstance(a, ast.Constant) and isinstance(b, ast.Constant)
-    )
+    kernels = []
+    for decorator in (d for node in tree.body if isinstance(node, ast.FunctionDef) for d in node.decorator_list):
+        match decorator:
+            case ast.Call(func=ast.Name(id=name), args=[ast.Constant(value=kernel), ast.Constant(value=package), *_]):
+                kernels += [(str(kernel), str(package))] if name == FALLBACK else []
+    return tuple(kernels)

@@ -105,10 +105,8 @@ def output_processor(
     if isinstance(temperature, Tensor):
         temperature = temperature.expand(labels.shape).t()
     weight = output_layer.weight if output_weight is None else output_weight
-    group, ranks = (
-        options.pop("tp_group", getattr(output_layer, "tp_group", None)),
-        getattr(config, "tensor_model_parallel_size", 1),
-    )
+    group = options.pop("tp_group", getattr(output_layer, "tp_group", None))
+    ranks = getattr(config, "tensor_model_parallel_size", 1)
     if ranks > 1:
         if group is None:
             raise OptionError(
@@ -117,13 +115,8 @@ def output_processor(
                 'tp_group; pass it as output_processor_context={"tp_group": '
                 "parallel_state.get_tensor_model_parallel_group()}"
             )
-        hidden_states, weight, options["bias"] = _over_ranks(
-            _mesh(group, weight.device.type),
-            hidden_states,
-            weight,
-            options["bias"],
-            getattr(config, "sequence_parallel", False),
-        )
+        mesh, of_tokens = _mesh(group, weight.device.type), getattr(config, "sequence_parallel", False)
+        hidden_states, weight, options["bias"] = _over_ranks(mesh, hidden_states, weight, options["bias"], of_tokens)
     # Transpose the labels, because transposing the hidden states would copy them.
     log_prob, entropy = _log_prob_and_entropy(hidden_states, weight, labels.t(), temperature, options)
     if hasattr(log_prob, "to_local") and hasattr(entropy, "to_local"):

@@ -214,13 +214,8 @@ def _several(results: Iterable[Outcome], count: int, as_json: bool, start: float
     # A comparison without a result has NaN.
     largest = max((o.error for o in ended if o.report is not None), default=math.nan)
     if as_json:
-        whole = {
-            "right": not wrong,
-            "seconds": seconds,
-            "largest_error": largest,
-            "comparisons": [o.as_dict() for o in ended],
-        }
-        print(json.dumps(_finite(whole), indent=2))
+        whole = {"right": not wrong, "seconds": seconds, "largest_error": largest}
+        print(json.dumps(_finite({**whole, "comparisons": [o.as_dict() for o in ended]}), indent=2))
         return not wrong
     console = output()
     print_table(console, MATRIX, [_row(outcome) for outcome in ended])

@@ -114,11 +114,9 @@ def compare_with_truth(
         measured = [torch.load(Path(results, f"{rank}.pt"), weights_only=True) for rank in range(ranks)]
     sizes = {"ranks": ranks, **(sizes or {})}
     report = report_of(truth, measured, sizes, tolerance)
-    return (
-        report_of(truth, measured, sizes, tolerance, _rounding(step, folder, patience, limit))
-        if report.wrong
-        else report
-    )
+    if not report.wrong:
+        return report
+    return report_of(truth, measured, sizes, tolerance, _rounding(step, folder, patience, limit))
 
 
 def _rounding(step: Step, folder: str, patience: float, limit: float | None) -> dict[str, float]:
@@ -214,17 +212,9 @@ def _process(rank: int, ranks: int, run: StepRun, port: int) -> Iterator[None]:
     os.dup2(2, 1)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    shared = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    os.environ |= {name: str(value) for name, value in shared.items()} | {
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ |= {name: str(number) for name, number in numbers.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=run.patience))
         yield
@@ -252,12 +242,12 @@ def measure(gradient: Tensor | None, truth: Tensor | None) -> dict[str, float]:
             "shape": float(gradient is not None and truth is not None),
         }
     whole = gradient.double()
-    numbers = {
+    return {
         "square": float(whole.square().sum()),
         "product": float((whole * truth).sum()),
         "apart": float((whole - truth).square().sum()),
+        "truth": float(truth.square().sum()),
     }
-    return numbers | {"truth": float(truth.square().sum())}
 
 
 def _sums(gradient: Tensor | None, truth: Tensor | None) -> dict[str, float]:

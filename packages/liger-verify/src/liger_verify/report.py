@@ -42,9 +42,9 @@ class Difference:
         """
         apart = [i for i, measured in enumerate(ranks) if measured is None or "apart" not in measured]
         if apart:
-            return cls(
-                name, *_incomparable(ranks[apart[0]], "" if len(apart) == len(ranks) else f" on {_ranks(apart)}")
-            )
+            problem = _problem(ranks[apart[0]])
+            where = "" if len(apart) == len(ranks) or not problem else f" on {_ranks(apart)}"
+            return cls(name, math.inf if problem else 0.0, problem=problem + where)
         known = [measured for measured in ranks if measured is not None]
         size = max(known[0]["truth"] ** 0.5, least)
         # NaN counts as an infinite error.
@@ -52,14 +52,8 @@ class Difference:
         errors = tuple(distance / size if size else (math.inf if distance else 0.0) for distance in distances)
         worst = known[max(range(len(known)), key=lambda i: errors[i])]
         factor, rest = _multiple(worst["square"], worst["product"], worst["truth"], size)
-        return cls(
-            name,
-            max(errors),
-            factor,
-            rest,
-            errors,
-            _multiple(worst["sum square"], worst["sum product"], worst["truth"], size),
-        )
+        summed = _multiple(worst["sum square"], worst["sum product"], worst["truth"], size)
+        return cls(name, max(errors), factor, rest, errors, summed)
 
     @property
     def layer(self) -> str:
@@ -68,17 +62,13 @@ class Difference:
         return ".".join(parts[:-2] or parts[:-1] or parts)
 
 
-def _incomparable(measured: dict[str, float] | None, where: str) -> tuple[Any, ...]:
+def _problem(measured: dict[str, float] | None) -> str:
+    """Return why a gradient cannot be compared; empty if it is missing on both sides."""
     if measured is None:
-        why = "it is not there"
-    elif measured["unknown"]:
-        why = "one process has no gradient for it" if not measured["missing"] else ""
-    elif measured["missing"]:
-        why = "it has no gradient"
-    else:
-        why = "its gradient has another shape"
-    why += where if why else ""
-    return (math.inf if why else 0.0, math.nan, math.nan, (), (math.nan, math.nan), why)
+        return "it is not there"
+    if measured["unknown"]:
+        return "" if measured["missing"] else "one process has no gradient for it"
+    return "it has no gradient" if measured["missing"] else "its gradient has another shape"
 
 
 def _multiple(square: float, product: float, truth: float, size: float) -> tuple[float, float]:

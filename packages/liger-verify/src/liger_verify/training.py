@@ -131,9 +131,8 @@ class Training:
             self.scaled(rank_loss).backward()
             loss = loss + rank_loss.detach()
         self.reduce(model, mesh)
-        return self.summed(loss, mesh), {
-            _plain_name(name): p.grad for name, p in model.named_parameters() if p.requires_grad
-        }
+        parameters = {name.removeprefix("module."): p for name, p in model.named_parameters() if p.requires_grad}
+        return self.summed(loss, mesh), {name: parameter.grad for name, parameter in parameters.items()}
 
     def _alone(self, world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
         model = self.build(world)
@@ -292,7 +291,9 @@ class Training:
         if self.liger:
             liger_hf.apply(model)
         if self.dp * self.cp == 1 and self.shard != "ddp":
-            return _unwrapped(model)
+            # No wrapper averages its gradients.
+            model.set_requires_gradient_sync = lambda last: None
+            return model
         if self.shard == "ddp":
             unused = json.loads((world.folder / UNUSED).read_text())
             for name, parameter in model.named_parameters():
@@ -368,13 +369,3 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
         if isinstance(module, nn.ModuleList):
             yield from module
             return
-
-
-def _unwrapped(model: Any) -> Any:
-    """Return a model that no wrapper averages."""
-    model.set_requires_gradient_sync = lambda last: None
-    return model
-
-
-def _plain_name(name: str) -> str:
-    return name.removeprefix("module.")

@@ -313,30 +313,8 @@ def embedding(index: Tensor, weight: Tensor, padding_idx: int | None = None) -> 
 
 
 # The ops that Transformers writes differently from their references.
-CALLS = by_name(
-    *(
-        rms_norm,
-        add_rms_norm,
-        layer_norm,
-        add_layer_norm,
-        rope,
-        qk_norm_rope,
-        swiglu,
-        geglu,
-        cross_entropy,
-        linear_cross_entropy,
-        linear_log_prob,
-    ),
-    *(
-        lora_linear,
-        lora_linears,
-        linear_divergence,
-        kl_div,
-        jsd,
-        total_variation,
-        embedding,
-        experts,
-        mix_streams,
-        merge_streams,
-    ),
+CALLS = (
+    by_name(rms_norm, add_rms_norm, layer_norm, add_layer_norm, rope, qk_norm_rope, mix_streams, merge_streams)
+    | by_name(swiglu, geglu, experts, embedding, lora_linear, lora_linears, cross_entropy, linear_cross_entropy)
+    | by_name(linear_log_prob, linear_divergence, kl_div, jsd, total_variation)
 )

@@ -72,14 +72,7 @@ def look(module: nn.Module) -> Found | None:
     dtype = parameter.dtype if parameter is not None else torch.float32
     return Found(
         "swiglu",
-        kind=(
-            type(module),
-            original,
-            alike,
-            _kind(first),
-            dtype,
-            str(parameter.device) if parameter is not None else "",
-        ),
+        kind=(type(module), original, alike, _kind(first), dtype, str(getattr(parameter, "device", ""))),
         original=lambda gate, up: first(gate) * up,
         candidates=lambda: _candidates(original, alike, first),
         cases=_cases,
@@ -125,10 +118,8 @@ def _is_known(activation: Any) -> bool:
 
 def _candidates(original: Any, names: tuple[str, ...], activation: Any) -> Iterator[Candidate]:
     for op, options in rule.ACTIVATIONS:
-        words = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        yield _candidate(
-            original, names, activation, op, options, ", ".join(filter(None, (words, "the gate within its forward")))
-        )
+        words = ", ".join([*(f"{name}={value!r}" for name, value in options.items()), "the gate within its forward"])
+        yield _candidate(original, names, activation, op, options, words)
 
 
 def _candidate(
@@ -222,11 +213,8 @@ def _product_of(
         return
     # Otherwise another statement may read the activation; in a loop, an earlier one too.
     assigned = isinstance(later, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in later.targets)
-    loads = [
-        n.lineno
-        for n in ast.walk(definition)
-        if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)
-    ]
+    uses = [n for n in ast.walk(definition) if isinstance(n, ast.Name) and n.id == name]
+    loads = [n.lineno for n in uses if isinstance(n.ctx, ast.Load)]
     loops = any(isinstance(n, (ast.For, ast.While)) for n in ast.walk(definition))
     if not assigned and len([line for line in loads if loops or line > holder.lineno]) != 1:
         return

@@ -60,16 +60,11 @@ def look(module: nn.Module) -> Found | None:
     parts = MLPParts(linears, between, passed, layout)
     first = next(iter(linears.values()))
     weight = next((p for p in first.parameters() if p.is_floating_point()), None)
+    children = tuple((name, type(child), configuration(child)) for name, child in others.items())
+    dtype, device = getattr(weight, "dtype", None), str(getattr(weight, "device", ""))
     return Found(
         "swiglu",
-        kind=(
-            type(module),
-            layout,
-            tuple((name, type(child), configuration(child)) for name, child in others.items()),
-            configuration(module),
-            weight.dtype if weight is not None else None,
-            str(weight.device) if weight is not None else "",
-        ),
+        kind=(type(module), layout, children, configuration(module), dtype, device),
         original=original,
         candidates=lambda: _candidates(module, original, arguments[0].name, parts),
         cases=lambda device, dtypes: _cases(module, original, parts, device, dtypes),
@@ -105,11 +100,8 @@ GateFunction = Callable[[nn.Module, tuple[Tensor, ...], bool], Tensor]
 def gate_functions(module: nn.Module) -> Iterator[tuple[Op[..., Any], str, GateFunction]]:
     """Yield the functions by which a module may join gate and up, each with its op and its description."""
     for op, options in ACTIVATIONS:
-        yield (
-            op,
-            ", ".join(f"{name}={value!r}" for name, value in options.items()),
-            partial(_joined, partial(op, **options)),
-        )
+        words = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        yield op, words, partial(_joined, partial(op, **options))
     yield relu_squared, "with a gate", _squared
     numbers = {
         name: value for name, value in vars(module).items() if isinstance(value, (int, float)) and math.isfinite(value)
@@ -117,11 +109,8 @@ def gate_functions(module: nn.Module) -> Iterator[tuple[Op[..., Any], str, GateF
     for limit in (name for name, value in numbers.items() if name.endswith("limit") and value > 0):
         yield swiglu, f"limited by {limit}", partial(_scaled, {"limit": limit}, {})
         for alpha in (name for name in numbers if name.endswith("alpha")):
-            yield (
-                swiglu,
-                f"limited by {limit}, with {alpha} and up + 1",
-                partial(_scaled, {"limit": limit, "alpha": alpha}, {"shift": 1.0}),
-            )
+            clamped = partial(_scaled, {"limit": limit, "alpha": alpha}, {"shift": 1.0})
+            yield swiglu, f"limited by {limit}, with {alpha} and up + 1", clamped
     multipliers = {option: name for option, name in MULTIPLIERS.items() if name in numbers}
     if multipliers:
         yield swiglu, f"scaled by {' and '.join(multipliers.values())}", partial(_scaled, multipliers, {})

@@ -63,8 +63,7 @@ def gathering(head: nn.Module) -> list[nn.Module]:
 def gathered(head: nn.Module) -> bool:
     """Return whether the head's weights are whole only during its calls, as under ZeRO-3, and none is running."""
     spread = not over_classes(head)
-    there = HELD.head is head
-    return not there and any(
+    return HELD.head is not head and any(
         hasattr(p, "ds_id") or (spread and hasattr(p, "full_tensor")) or p.is_meta for p in head.parameters()
     )
 

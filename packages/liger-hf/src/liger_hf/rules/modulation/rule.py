@@ -31,12 +31,9 @@ ModulatedNorm = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
 def look(module: nn.Module) -> Found | None:
-    with_eps = [
-        name for name, child in module._modules.items() if child is not None and norms.eps_of(child) is not None
-    ]
-    names = (
-        tuple(name for name in modulated_norms(unwrapped(type(module).forward)) if name in with_eps) if with_eps else ()
-    )
+    with_eps = [n for n, child in module._modules.items() if child is not None and norms.eps_of(child) is not None]
+    modulated = modulated_norms(unwrapped(type(module).forward)) if with_eps else ()
+    names = tuple(name for name in modulated if name in with_eps)
     if not names:
         return _unread(module, with_eps)
     children = {name: getattr(module, name) for name in names}
@@ -73,12 +70,10 @@ def _unread(module: nn.Module, norms_in_it: list[str]) -> Found | None:
     # Norms that are scaled and shifted mostly have no weights, unlike norms before sums.
     bare = [name for name in norms_in_it if next(getattr(module, name).parameters(), None) is None]
     lost = unread(module, bare, "+*", "norms that it scales and shifts are left alone") if bare else None
-    kind = (
-        next((kind for kind in OPS if any(norm_in(getattr(module, name), kind) is not None for name in bare)), None)
-        if lost
-        else None
-    )
-    return Found(f"modulated_{kind}", refusal=lost) if kind else None
+    for kind in OPS if lost else ():
+        if any(norm_in(getattr(module, name), kind) is not None for name in bare):
+            return Found(f"modulated_{kind}", refusal=lost)
+    return None
 
 
 def _refusal(match: Found | None, child: nn.Module) -> str | None:
@@ -117,10 +112,8 @@ def _fit(weight: Any, x: Any, scale: Any, shift: Any) -> bool:
     """
     if not all(isinstance(value, Tensor) for value in (x, scale, shift)) or torch.is_autocast_enabled(x.device.type):
         return False
-    if (
-        any(value.dtype != x.dtype for value in (scale, shift, weight) if value is not None)
-        or scale.shape != shift.shape
-    ):
+    same_dtype = all(value.dtype == x.dtype for value in (scale, shift, weight) if value is not None)
+    if not same_dtype or scale.shape != shift.shape:
         return False
     return scale.shape == x.shape or (x.dim() > 1 and scale.shape == (*x.shape[:-2], 1, x.shape[-1]))
 

@@ -34,11 +34,8 @@ def forms(eps: str, gated: bool, grouped: bool) -> Iterator[tuple[Op[..., Any], 
     for offset, (name, options) in product((0.0, 1.0), GATES.items() if gated else (("", {}),)):
         words = [*(["groups"] if grouped else []), *(["weight_offset=1"] if offset else []), *([name] if name else [])]
         if gated:
-            yield (
-                gated_rms_norm,
-                ", ".join(words),
-                partial(_gated, eps=eps, grouped=grouped, weight_offset=offset, **options),
-            )
+            function = partial(_gated, eps=eps, grouped=grouped, weight_offset=offset, **options)
+            yield gated_rms_norm, ", ".join(words), function
         else:
             yield rms_norm, ", ".join(words), partial(_in_groups, eps=eps, offset=offset)
 

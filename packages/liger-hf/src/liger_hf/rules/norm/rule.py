@@ -43,13 +43,8 @@ def look(module: nn.Module) -> Found | None:
         (eps,) = constants
     weights = _weights(module)
     form = form_of(module, weights, eps) if isinstance(eps, str) else None
-    op = (
-        form.name
-        if form is not None
-        else "layer_norm"
-        if len(weights) == 2 or isinstance(module, nn.LayerNorm)
-        else "rms_norm"
-    )
+    by_weights = "layer_norm" if len(weights) == 2 or isinstance(module, nn.LayerNorm) else "rms_norm"
+    op = by_weights if form is None else form.name
     if not weights.keys() <= {"weight", "bias"} or any(p.dim() != 1 for p in weights.values()):
         shapes = ", ".join(f"{name} {tuple(p.shape)}" for name, p in weights.items())
         return Found(op, refusal=f"a norm must have at most a weight and a bias of one dimension, it has {shapes}")
@@ -147,14 +142,8 @@ def _candidates(
     if "bias" not in weights:
         for cast, offset in CONVENTIONS if weights else CONVENTIONS[:1]:
             detail = f"weight_offset={offset:g}, cast={cast!r}" if weights else "no weight"
-            yield _candidate(
-                rms_norm,
-                detail,
-                partial(_rms, eps=eps, weight_offset=offset, cast=cast),
-                original,
-                (argument, eps),
-                promoted=False,
-            )
+            way = partial(_rms, eps=eps, weight_offset=offset, cast=cast)
+            yield _candidate(rms_norm, detail, way, original, (argument, eps), promoted=False)
     for detail, added in (("", 0), ("weight + 1", 1))[: 1 + bool(weights)]:
         yield _candidate(layer_norm, detail, partial(_layer, eps=eps, added=added), original, (argument, eps))
 

@@ -32,9 +32,7 @@ def look(module: nn.Module, norm: str = "rms_norm") -> Found | None:
 
     norm  the op that the norm rule finds for the child
     """
-    with_eps = [
-        name for name, child in module._modules.items() if child is not None and norms.eps_of(child) is not None
-    ]
+    with_eps = [n for n, child in module._modules.items() if child is not None and norms.eps_of(child) is not None]
     summed = [name for name in norms_of_sums(unwrapped(type(module).forward)) if name in with_eps] if with_eps else []
     children = {name: match for name in summed if (match := norm_in(getattr(module, name), norm)) is not None}
     names, op = tuple(children), f"add_{norm}"
@@ -46,11 +44,9 @@ def look(module: nn.Module, norm: str = "rms_norm") -> Found | None:
     if isinstance(original, str):
         return Found(op, refusal=original)
     after = {name: getattr(module, name) for name in names}
-    refusals = [
-        reason for name, child in after.items() if (reason := children[name].refusal or refusal(child)) is not None
-    ]
-    if refusals:
-        return Found(op, refusal=f"the norm after its sum must be one that it may pass over: {refusals[0]}")
+    for name, child in after.items():
+        if (reason := children[name].refusal or refusal(child)) is not None:
+            return Found(op, refusal=f"the norm after its sum must be one that it may pass over: {reason}")
     if len({type(child) for child in after.values()}) > 1:
         return Found(op, refusal=f"the norms after its sums must be of one class, {', '.join(names)} are not")
     kinds = {children[name].kind: child for name, child in after.items()}
@@ -81,38 +77,27 @@ def _candidates(original: Any, names: tuple[str, ...], child: nn.Module, op: str
     forward = type(child).forward
     if op == "add_rms_norm":
         for cast, offset in norms.CONVENTIONS:
-            yield _candidate(
-                add_rms_norm,
-                f"weight_offset={offset:g}, cast={cast!r}",
-                original,
-                names,
-                forward,
-                _rms(eps, cast, offset),
-            )
+            words, step = f"weight_offset={offset:g}, cast={cast!r}", partial(_rms, eps=eps, cast=cast, offset=offset)
+            yield _candidate(add_rms_norm, words, original, names, forward, step)
     else:
         for words, offset in (("", 0.0), ("weight + 1", 1.0)):
-            yield _candidate(add_layer_norm, words, original, names, forward, _layer(eps, offset))
+            step = partial(_layer, eps=eps, offset=offset)
+            yield _candidate(add_layer_norm, words, original, names, forward, step)
 
 
-def _rms(eps: str, cast: Any, offset: float) -> AddNorm:
-    def step(child: Any, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        weight = getattr(child, "weight", None)
-        # In the order of the sum: the results get the memory layout of the first summand, which Inkling's views need.
-        return add_rms_norm(
-            left, right, weight, getattr(child, eps), weight_offset=0.0 if weight is None else offset, cast=cast
-        )
-
-    return step
+def _rms(child: Any, left: Tensor, right: Tensor, *, eps: str, cast: Any, offset: float) -> tuple[Tensor, Tensor]:
+    weight = getattr(child, "weight", None)
+    # In the order of the sum: the results get the memory layout of the first summand, which Inkling's views need.
+    return add_rms_norm(
+        left, right, weight, getattr(child, eps), weight_offset=0.0 if weight is None else offset, cast=cast
+    )
 
 
-def _layer(eps: str, offset: float) -> AddNorm:
-    def step(child: Any, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        weight = getattr(child, "weight", None)
-        if offset and weight is not None:
-            weight = weight + offset
-        return add_layer_norm(left, right, weight, getattr(child, "bias", None), getattr(child, eps))
-
-    return step
+def _layer(child: Any, left: Tensor, right: Tensor, *, eps: str, offset: float) -> tuple[Tensor, Tensor]:
+    weight = getattr(child, "weight", None)
+    if offset and weight is not None:
+        weight = weight + offset
+    return add_layer_norm(left, right, weight, getattr(child, "bias", None), getattr(child, eps))
 
 
 def _candidate(

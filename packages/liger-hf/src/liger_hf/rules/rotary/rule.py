@@ -176,16 +176,9 @@ def calls(
     """
     draw = Draw(device)
     for batch, rotary in product((2, 1), (width, width // 2, width // 4)):
-        # Independent entries, because cos² + sin² = 1 and equal halves must not matter.
-        tables = [draw.normal(batch, length, rotary) for _ in signature.tables]
-        if signature.tables == ("freqs_cis",):
-            tables = [torch.complex(tables[0], draw.normal(batch, length, rotary))]
+        tables = _tables(draw, signature, batch, length, rotary)
         for axis in (1, 2):
-            states = [draw.normal(2, length, heads, width) for heads in (4, 2)[: len(signature.rotated)]]
-            kwargs: dict[str, Any] = dict(
-                zip(signature.rotated, (s.transpose(1, 2) if axis == 1 else s for s in states), strict=True)
-            )
-            kwargs |= dict(zip(signature.tables, tables, strict=True))
+            kwargs = _states(draw, signature, length, width, axis) | tables
             if signature.heads is not None:
                 kwargs["unsqueeze_dim"] = axis
             if _runs(function, kwargs):
@@ -198,19 +191,25 @@ def flat_calls(
     """Yield random arguments with tables of (tokens, columns) that the function takes, and the layout of each."""
     draw = Draw(device)
     for (dimensions, axis), rotary in product(FLAT, (width, width // 2, width // 4)):
-        tables = [draw.normal(length, rotary) for _ in signature.tables]
-        if signature.tables == ("freqs_cis",):
-            tables = [torch.complex(tables[0], draw.normal(length, rotary))]
-        states = [draw.normal(2, length, heads, width) for heads in (4, 2)[: len(signature.rotated)]]
-        states = [s.transpose(1, 2) if axis == 1 else s for s in states]
-        kwargs: dict[str, Any] = dict(
-            zip(signature.rotated, (s[0] if dimensions == 3 else s for s in states), strict=True)
-        )
-        kwargs |= dict(zip(signature.tables, tables, strict=True))
+        tables, states = _tables(draw, signature, length, rotary), _states(draw, signature, length, width, axis)
+        kwargs = ({name: s[0] for name, s in states.items()} if dimensions == 3 else states) | tables
         if signature.heads is not None:
             kwargs["unsqueeze_dim"] = axis - 1
         if _runs(function, kwargs):
             yield (dimensions, axis), kwargs
+
+
+def _tables(draw: Draw, signature: Signature, *shape: int) -> dict[str, Any]:
+    # Independent entries, because cos² + sin² = 1 and equal halves must not matter.
+    tables = [draw.normal(*shape) for _ in signature.tables]
+    if signature.tables == ("freqs_cis",):
+        tables = [torch.complex(tables[0], draw.normal(*shape))]
+    return dict(zip(signature.tables, tables, strict=True))
+
+
+def _states(draw: Draw, signature: Signature, length: int, width: int, axis: int) -> dict[str, Any]:
+    states = [draw.normal(2, length, heads, width) for heads in (4, 2)[: len(signature.rotated)]]
+    return dict(zip(signature.rotated, (s.transpose(1, 2) if axis == 1 else s for s in states), strict=True))
 
 
 def _runs(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
@@ -242,11 +241,9 @@ def _cases(
                     if table_dtype == dtype or keeps_dtype(function, chosen):
                         tables = next(kwargs[t] for t in readable[name].tables)
                         words = f"{tables.shape[-1]} table columns for {width}, tables of batch {tables.shape[0]}"
-                        label = (
-                            f"{str(dtype).removeprefix('torch.')}, {name}, "
-                            f"{words}{', float32 tables' if table_dtype != dtype else ''}"
-                        )
-                        yield Case(f"{label}, call {number + 1}", dtype, _run(name, chosen, readable[name]))
+                        words += ", float32 tables" if table_dtype != dtype else ""
+                        label = f"{str(dtype).removeprefix('torch.')}, {name}, {words}, call {number + 1}"
+                        yield Case(label, dtype, _run(name, chosen, readable[name]))
         for number, (_, kwargs) in enumerate(flat_calls(function, readable[name], width, device)):
             for dtype in dtypes:
                 label = f"{str(dtype).removeprefix('torch.')}, {name}, tables without a batch, call {number + 1}"
@@ -258,12 +255,10 @@ def _cases(
 
 def cast_call(kwargs: dict[str, Any], signature: Signature, dtype: torch.dtype, tables: torch.dtype) -> dict[str, Any]:
     """Cast the arguments of a call, except complex tables."""
-    changed = {name: kwargs[name].to(dtype) for name in signature.rotated}
-    return {
-        **kwargs,
-        **changed,
-        **{name: kwargs[name].to(tables) for name in signature.tables if not kwargs[name].is_complex()},
-    }
+    states = {name: kwargs[name].to(dtype) for name in signature.rotated}
+    return (
+        kwargs | states | {name: kwargs[name].to(tables) for name in signature.tables if not kwargs[name].is_complex()}
+    )
 
 
 def _run(name: str, kwargs: dict[str, Any], signature: Signature) -> Run:

@@ -62,11 +62,10 @@ def look(module: nn.Module) -> Found | None:
     original = forward_of(module)
     if isinstance(original, str):
         return Found("qk_norm_rope", refusal=original)
-    reasons = [reason for child in children if (reason := _refusal(child)) is not None]
-    if reasons:
-        return Found(
-            "qk_norm_rope", refusal=f"the norms of queries and keys must be ones that it may pass over: {reasons[0]}"
-        )
+    for child in children:
+        if (reason := _refusal(child)) is not None:
+            words = f"the norms of queries and keys must be ones that it may pass over: {reason}"
+            return Found("qk_norm_rope", refusal=words)
     kinds = {match.kind for child in children if (match := norm_in(child)) is not None}
     if len(kinds) > 1:
         return Found("qk_norm_rope", refusal="the norms of queries and keys must be of one class, width, eps and dtype")
@@ -94,21 +93,16 @@ def _step(module: nn.Module) -> RotaryStep | None:
         return None
     (name,) = names
     readable = signature(functions[name])
-    norm_names = tuple(
-        dict.fromkeys(
-            names for function, names in sites if readable is not None and len(names) == len(readable.rotated)
-        )
-    )
-    return RotaryStep(name, functions[name], readable, norm_names) if readable is not None and norm_names else None
+    if readable is None:
+        return None
+    norm_names = tuple(dict.fromkeys(names for _, names in sites if len(names) == len(readable.rotated)))
+    return RotaryStep(name, functions[name], readable, norm_names) if norm_names else None
 
 
 def _norms_in(module: nn.Module) -> set[str]:
-    children = {
-        name: child
-        for name, child in module._modules.items()
-        if child is not None and child._parameters.get("weight") is not None
-    }
-    return {name for name, child in children.items() if norm_in(child) is not None}
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    weighted = {name: child for name, child in children.items() if child._parameters.get("weight") is not None}
+    return {name for name, child in weighted.items() if norm_in(child) is not None}
 
 
 def _refusal(child: nn.Module) -> str | None:
@@ -175,12 +169,9 @@ def _candidate(
         held = with_held_norms(original, PREFIX, lambda function, names: (function, names) in sites, helpers)
         return rebound(held, {step.name: rotated_alone})
 
-    words = [
-        *([form.name] if form.name else []),
-        f"weight_offset={options['weight_offset']:g}",
-        f"cast={options['cast']!r}",
-    ]
-    return Candidate(qk_norm_rope, ", ".join(words), rotate, replacing(original, build), covers=(rope,))
+    words = f"weight_offset={options['weight_offset']:g}, cast={options['cast']!r}"
+    words = f"{form.name}, {words}" if form.name else words
+    return Candidate(qk_norm_rope, words, rotate, replacing(original, build), covers=(rope,))
 
 
 def _fit(children: tuple[Any, ...], eps: str, states: list[Tensor]) -> bool:
@@ -203,11 +194,8 @@ def _cases(step: RotaryStep, child: nn.Module, device: torch.device, dtypes: Ite
                 chosen = cast_call(kwargs, signature, dtype, table)
                 if table == dtype or keeps_dtype(step.function, chosen):
                     for held in (True, False):
-                        words = (
-                            f"{str(dtype).removeprefix('torch.')}, "
-                            f"{step.name}{', float32 tables' if table != dtype else ''}"
-                        )
-                        label = f"{words}{'' if held else ', without norms'}, call {number + 1}"
+                        words = f"{', float32 tables' if table != dtype else ''}{'' if held else ', without norms'}"
+                        label = f"{str(dtype).removeprefix('torch.')}, {step.name}{words}, call {number + 1}"
                         yield Case(label, dtype, _run(step, child, chosen, held))
     for length in LENGTHS:
         for kwargs in islice(calls(step.function, signature, width, device, length), 1):
@@ -220,11 +208,8 @@ def _run(step: RotaryStep, child: nn.Module, kwargs: dict[str, Any], held: bool)
     upstream = {f"rotated {key}": draw.normal(*kwargs[key].shape).to(kwargs[key].dtype) for key in signature.rotated}
     # Small rows show where eps is added.
     inputs = {key: kwargs[key] * (0.01 if number else 1.0) for number, key in enumerate(signature.rotated)}
-    weights = (
-        {f"weight of {key}": draw.positive(kwargs[key].shape[-1]).to(kwargs[key].dtype) for key in signature.rotated}
-        if held
-        else {}
-    )
+    named = {f"weight of {key}": kwargs[key] for key in signature.rotated} if held else {}
+    weights = {name: draw.positive(x.shape[-1]).to(x.dtype) for name, x in named.items()}
 
     def call(function: Callable[..., Any], states: Any, parameters: Any, cast: Any) -> dict[str, Tensor]:
         tables = {table: cast(kwargs[table]) for table in signature.tables}
