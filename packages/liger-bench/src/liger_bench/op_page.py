@@ -88,8 +88,7 @@ def _ops_compared(rows: Sequence[Record]) -> str:
     )
     about = (
         "Each op at the largest shape that eager PyTorch can run, forward and backward. *Eager* is what Transformers "
-        "computes; *extra* is the peak memory "
-        "beyond inputs and gradients."
+        "computes; *extra* is the peak memory beyond inputs and gradients."
     )
     return f"## Ops\n\n{about}\n\n{markdown.table(head, table, right=range(2, len(head)))}"
 

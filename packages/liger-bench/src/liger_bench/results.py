@@ -135,8 +135,7 @@ def _writable(path: Path) -> Iterator[None]:
     except OSError as error:
         raise OptionError(
             f"results: {path} must be a file that can be written, got {error.strerror or error}; the rows that it had "
-            "are unchanged; "
-            "make room or give another folder"
+            "are unchanged; make room or give another folder"
         ) from error
 
 

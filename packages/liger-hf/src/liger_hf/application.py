@@ -221,8 +221,7 @@ def _notes(model: nn.Module) -> list[str]:
     if untrained:
         notes.append(
             f"accelerate has offloaded {len(untrained)} weights that require a gradient ({untrained[0]}): they get "
-            "none, since its hooks "
-            "drop them after each use; freeze them, or offload with FSDP2 or DeepSpeed ZeRO-3."
+            "none, since its hooks drop them after each use; freeze them, or offload with FSDP2 or DeepSpeed ZeRO-3."
         )
     for kind in dict.fromkeys(type(module) for module in model.modules()):
         forward = unwrapped(kind.forward)

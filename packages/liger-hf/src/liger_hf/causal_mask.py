@@ -22,8 +22,7 @@ from liger_hf.rebinding import called, rebound
 
 NOTE = (
     "If the model is compiled and called without a mask, positions, a cache, or any argument that could change its "
-    "mask, "
-    "its attention gets is_causal=True instead of a mask."
+    "mask, its attention gets is_causal=True instead of a mask."
 )
 NAME = create_causal_mask.__name__
 # The arguments of a model that never change its mask. With any other argument, the model makes its own mask.

@@ -34,6 +34,5 @@ def config_of(source: str) -> PretrainedConfig:
             reason = UNREACHABLE
         raise ModelError(
             f"liger inspect: the model must be {NAMES}, a folder with a config.json, a model type of Transformers or a "
-            "name on the hub, "
-            f"got {source!r}: {reason}.{nearest(source, [*PRESETS, *CONFIG_MAPPING], LIKENESS)}"
+            f"name on the hub, got {source!r}: {reason}.{nearest(source, [*PRESETS, *CONFIG_MAPPING], LIKENESS)}"
         ) from problem

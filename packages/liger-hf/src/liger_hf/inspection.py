@@ -74,8 +74,7 @@ def _built(config: PretrainedConfig, dtype: torch.dtype | str | None) -> Any:
         )
         raise ModelError(
             f"liger_hf.inspect: a model must be made from {type(config).__name__} without weights, it cannot: "
-            f"{reason}; "
-            "make the model yourself and inspect that"
+            f"{reason}; make the model yourself and inspect that"
         ) from problem
 
 

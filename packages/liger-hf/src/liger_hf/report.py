@@ -182,6 +182,5 @@ def _replicate_for_data_parallel(self: nn.Module) -> Any:
     """Refuse DataParallel, whose replicas would call forwards that are bound to the modules of the first GPU."""
     raise ModelError(
         "liger_hf.apply: a patched model must run on several GPUs by one process each, torch.nn.DataParallel copies it "
-        "within one; "
-        "start with torchrun or accelerate launch, or show one GPU with CUDA_VISIBLE_DEVICES=0"
+        "within one; start with torchrun or accelerate launch, or show one GPU with CUDA_VISIBLE_DEVICES=0"
     )

@@ -213,7 +213,6 @@ def device_of(module: nn.Module) -> torch.device:
     if next(module.parameters(), None) is not None:
         raise DeviceError(
             f"liger_hf.apply: the weights must be on a device where they can be used, those of {type(module).__name__} "
-            "are on meta; "
-            "load the weights first, or pass verify=False"
+            "are on meta; load the weights first, or pass verify=False"
         )
     return torch.device("cpu")

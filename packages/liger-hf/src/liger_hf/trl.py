@@ -119,8 +119,7 @@ def _float_weight(weight: Tensor) -> Tensor:
     if not weight.is_floating_point():
         raise OptionError(
             f"use_in_trl: the head's weight must have a floating dtype, got {weight.dtype}; leave lm_head out of "
-            "quantization "
-            "(llm_int8_skip_modules of bitsandbytes)"
+            "quantization (llm_int8_skip_modules of bitsandbytes)"
         )
     # Every tensor has this method, but only a subclass of torchao overrides it.
     return weight.dequantize() if type(weight).dequantize is not Tensor.dequantize else weight

@@ -158,8 +158,7 @@ class Report:
         count = len([d for d in self.differences if d.name not in self.unused])
         sentences = self.sentences() or [
             f"loss {self.loss:.6f} and {count} gradients on {len(self.losses)} ranks are those of one process in "
-            "float64 "
-            f"(largest relative error {self.largest_error:.1e})"
+            f"float64 (largest relative error {self.largest_error:.1e})"
         ]
         return ("right: " if self.right else "wrong: ") + "\n       ".join(sentences + self.notes)
 

@@ -85,8 +85,7 @@ def not_in_a_function(logits: LazyLogits) -> None:
     if logits.requires_grad and not logits.constant:
         raise LogitsError(
             "logits: a custom autograd function, or reentrant checkpointing, must be given a tensor, since it gives no "
-            "gradient to anything else, "
-            "got logits that are computed on demand; call the model with keep_logits=True"
+            "gradient to anything else, got logits that are computed on demand; call the model with keep_logits=True"
         )
 
 
@@ -95,16 +94,14 @@ def still_valid(logits: LazyLogits) -> None:
     if logits.view_of_another and logits.call.changed:
         raise LogitsError(
             "logits: a slice must be used before the logits that it was taken from are written to, they were changed "
-            "in place; "
-            "write to a copy made with logits.clone()"
+            "in place; write to a copy made with logits.clone()"
         )
     if torch.compiler.is_compiling():
         return
     if logits.call.version is not None and logits.call.version != logits.hidden._version:
         raise LogitsError(
             "logits: they must be read before the hidden states that the output head was called with are changed in "
-            "place; "
-            "read outputs.logits first, or change a copy of the hidden states"
+            "place; read outputs.logits first, or change a copy of the hidden states"
         )
     if not (logits.call.open or logits.call.weights is None):
         logits.call.weights.check(logits.head)

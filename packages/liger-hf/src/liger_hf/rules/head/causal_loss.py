@@ -199,9 +199,8 @@ def _whole_sequences(logits: Any, labels: Tensor) -> None:
     if reason is not None:
         raise LogitsError(
             f"loss: shift_labels must be given where a rank has a part of each sequence ({reason}), got labels, whose "
-            "next one is on another rank; "
-            "pass shift_labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:] of whole sequences, "
-            "sharded as input_ids are"
+            "next one is on another rank; pass shift_labels = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, "
+            "1:] of whole sequences, sharded as input_ids are"
         )
 
 

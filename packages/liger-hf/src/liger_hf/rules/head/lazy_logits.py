@@ -266,8 +266,7 @@ class LazyLogits:
         if self.view_of_another or not self.call.open:
             raise LogitsError(
                 f"logits: {what} must not change logits that are computed on demand, since it would act on a "
-                "temporary; "
-                "take a copy with logits.clone(), or call the model with keep_logits=True"
+                "temporary; take a copy with logits.clone(), or call the model with keep_logits=True"
             )
         self.call.changed = True
         # Written logits have a gradient even if gradients are disabled for the writing.
@@ -279,8 +278,7 @@ class LazyLogits:
         if self.call.used:
             raise LogitsError(
                 f"logits: {what} would miss the gradient of the loss, since the loss is computed without them, got "
-                "logits of a step with "
-                "labels; call the model without labels and compute the loss from outputs.logits"
+                "logits of a step with labels; call the model without labels and compute the loss from outputs.logits"
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -22,9 +22,8 @@ from liger_hf.private_transformers import TP_FORWARD, TP_ORIGINAL
 SHARDED = "liger_sharded_over_classes"
 AROUND = (
     "linear_cross_entropy: the head must get a plain tensor, got a DTensor from a parallel plan that was applied "
-    "around Liger's forward, so all "
-    "ranks gather all the logits; load the model with distributed_config=DistributedConfig(tp_size=…) and call "
-    "liger_hf.apply after that"
+    "around Liger's forward, so all ranks gather all the logits; load the model with "
+    "distributed_config=DistributedConfig(tp_size=…) and call liger_hf.apply after that"
 )
 
 

@@ -123,8 +123,7 @@ class HeadWeights:
             return
         raise LogitsError(
             f"logits: they must be read before the weight of the output head changes, it {state} since the forward "
-            "pass; "
-            "read outputs.logits before optimizer.step(), or call the model with keep_logits=True"
+            "pass; read outputs.logits before optimizer.step(), or call the model with keep_logits=True"
         )
 
 
