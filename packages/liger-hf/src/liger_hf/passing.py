@@ -26,11 +26,8 @@ def passed_over(module: nn.Module, called: tuple[str, ...]) -> dict[str, Any]:
     children = {
         n: (child, type(child)) for n, child in module._modules.items() if child is not None and n not in called
     }
-    functions = {
-        name: value
-        for name, value in vars(module).items()
-        if inspect.isroutine(value) and name not in (slot(module), "forward")
-    }
+    forwards = (slot(module), "forward")
+    functions = {n: value for n, value in vars(module).items() if inspect.isroutine(value) and n not in forwards}
     kind: Any = type(module)
     read = _names_read(kind) - {"training"}
     settings = {
@@ -45,12 +42,8 @@ def passed_over(module: nn.Module, called: tuple[str, ...]) -> dict[str, Any]:
 def _names_read(kind: type[nn.Module]) -> frozenset[str]:
     """Return the names read by the methods that a class and its bases add to nn.Module, except __init__."""
     bases = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
-    functions = [
-        inspect.unwrap(f)
-        for base in bases
-        for name, f in vars(base).items()
-        if inspect.isfunction(f) and name != "__init__"
-    ]
+    methods = [value for base in bases for name, value in vars(base).items() if name != "__init__"]
+    functions = [inspect.unwrap(method) for method in methods if inspect.isfunction(method)]
     return frozenset(name for function in functions for name in names_in(function.__code__))
 
 

@@ -29,11 +29,7 @@ def note(model: nn.Module) -> str | None:
     kinds = {kind for kind in {type(module) for module in model.modules()} if _keeps_a_state(kind)}
     modules = [module for module in model.modules() if type(module) in kinds]
     # Models and blocks only pass the state to their layers.
-    layers = [
-        module
-        for module in modules
-        if not any(type(descendant) in kinds for descendant in module.modules() if descendant is not module)
-    ]
+    layers = [module for module in modules if sum(type(inner) in kinds for inner in module.modules()) == 1]
     classes = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers))
     return NOTE.format(count=len(layers), s="s" * (len(layers) > 1), classes=classes) if layers else None
 

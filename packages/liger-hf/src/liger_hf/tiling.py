@@ -127,9 +127,8 @@ class _TiledCall:
                     _rows(of_x)[:, block] = gradients.pop(0)
                 _add(sums, gradients)
                 del gradients
-        answers = iter(
-            [None if total is None else total.to(weight.dtype) for total, weight in zip(sums, weights, strict=True)]
-        )
+        totals = zip(sums, weights, strict=True)
+        answers = iter([None if total is None else total.to(weight.dtype) for total, weight in totals])
         return [of_x, *(next(answers) if need else None for need in needs[1:])]
 
     def _tiles(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:

@@ -53,9 +53,8 @@ def decide(match: Found, verify: bool) -> Decision:
     Without verification the candidates are compared only by their float32 and bfloat16 outputs on the CPU.
     """
     device = match.device() if verify and match.device is not None else torch.device("cpu")
-    dtypes = tuple(
-        dict.fromkeys((match.dtype, torch.float32, torch.bfloat16) if verify else (torch.float32, torch.bfloat16))
-    )
+    floats = (torch.float32, torch.bfloat16)
+    dtypes = tuple(dict.fromkeys((match.dtype, *floats) if verify else floats))
     first: dict[Candidate, Verdict] = {}
     verdicts: dict[Candidate, Verdict] = {}
     for number in range(DRAWS):
@@ -64,19 +63,14 @@ def decide(match: Found, verify: bool) -> Decision:
             if isinstance(known, Decision):
                 return known
             # After the cases, which may record the order in which the module calls its children.
-            candidates = (
-                list(match.candidates()) if not number else [c for c, verdict in verdicts.items() if verdict.close]
-            )
-            verdicts = {candidate: _verdict(candidate, known, verify) for candidate in candidates}
+            close = [candidate for candidate, verdict in verdicts.items() if verdict.close]
+            verdicts = {c: _verdict(c, known, verify) for c in (close if number else list(match.candidates()))}
         first = first or verdicts
-        if passed := {
-            candidate: verdict.distance for candidate, verdict in verdicts.items() if verdict.problem is None
-        }:
+        passed = {candidate: verdict.distance for candidate, verdict in verdicts.items() if verdict.problem is None}
+        if passed:
             best = min(passed, key=lambda candidate: passed[candidate])
-            return Decision(
-                best,
-                ", ".join(filter(None, ("outputs and gradients agree" if verify else "not verified", best.detail))),
-            )
+            agreement = "outputs and gradients agree" if verify else "not verified"
+            return Decision(best, ", ".join(filter(None, (agreement, best.detail))))
         if not any(verdict.close for verdict in verdicts.values()):
             break
     if not first:

@@ -64,14 +64,9 @@ class Outcome:
     def as_dict(self) -> dict[str, Any]:
         """Return the outcome as a dictionary, for --json."""
         fields = {name: getattr(self.training, name) for name in FIELDS}
-        about = {
-            "setup": self.training.title,
-            **fields,
-            "seconds": self.seconds,
-            "result": self.result,
-            "largest_error": self.error,
-        }
-        return {**about, "problem": self.problem} if self.report is None else {**about, **self.report.as_dict()}
+        outcome = {"seconds": self.seconds, "result": self.result, "largest_error": self.error}
+        details = {"problem": self.problem} if self.report is None else self.report.as_dict()
+        return {"setup": self.training.title, **fields, **outcome, **details}
 
 
 def setups_in(path: str) -> list[dict[str, Any]]:
@@ -142,10 +137,9 @@ def outcomes(matrix: Sequence[Training], *, tolerance: float, patience: float, l
                 truth_folder, problem = truths[key]
                 if not problem:
                     options: dict[str, Any] = {"tolerance": tolerance, "patience": patience, "limit": limit}
+                    options |= {"ranks": training.ranks, "sizes": training.sizes}
                     try:
-                        report = compare_with_truth(
-                            training, truth_folder, ranks=training.ranks, sizes=training.sizes, **options
-                        )
+                        report = compare_with_truth(training, truth_folder, **options)
                     except Exception as error:
                         problem = reason_of(error)
                 yield Outcome(training, time.perf_counter() - start, report, problem)

@@ -111,11 +111,8 @@ class Report:
     @property
     def wrong_losses(self) -> list[int]:
         """The ranks whose loss differs."""
-        return [
-            i
-            for i, loss in enumerate(self.losses)
-            if not abs(loss - self.loss) <= self.tolerance * max(abs(self.loss), 1e-3)
-        ]
+        most = self.tolerance * max(abs(self.loss), 1e-3)
+        return [rank for rank, loss in enumerate(self.losses) if not abs(loss - self.loss) <= most]
 
     @property
     def right(self) -> bool:
@@ -234,11 +231,8 @@ class Report:
         names: dict[int, list[str]] = {}
         for name, size in self.sizes.items():
             names.setdefault(size, []).append(name)
-        return [
-            (" or ".join(n for n in aliases if n != "ranks" or len(aliases) == 1), size)
-            for size, aliases in names.items()
-            if size > 1
-        ]
+        aliases = {size: [n for n in all_names if n != "ranks"] or all_names for size, all_names in names.items()}
+        return [(" or ".join(aliases[size]), size) for size in names if size > 1]
 
 
 def _times(text: str) -> str:

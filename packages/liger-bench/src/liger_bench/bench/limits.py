@@ -31,10 +31,6 @@ class Limits:
     measured: Callable[[Product], float] | None = None
     copied: Callable[[int], float] | None = None
 
-    def seconds(self, size: int, operations: int) -> float:
-        """Return the least time for this many bytes and operations."""
-        return max(size / self.bandwidth, operations / self.rate)
-
     def product_seconds(self, product: Product) -> float:
         """Return the time of one matmul, measured in each call."""
         if self.measured is None:
@@ -60,14 +56,11 @@ class Limits:
         # A matmul that is in both passes is measured once.
         taken = {p: self.product_seconds(p) for p in dict.fromkeys((*work.forward_products, *wanted))}
         forward = self._least(work.forward_bytes, work.forward_flops, [taken[p] for p in work.forward_products])
-        return {
-            "forward": forward,
-            "evaluation": forward,
-            "full": self._least(work.full_bytes, work.full_flops, [taken[p] for p in wanted]),
-        }
+        full = self._least(work.full_bytes, work.full_flops, [taken[p] for p in wanted])
+        return {"forward": forward, "evaluation": forward, "full": full}
 
     def _least(self, size: int, operations: int, products: list[float]) -> float:
-        return max(size / self.bandwidth, sum(products)) if products else self.seconds(size, operations)
+        return max(size / self.bandwidth, sum(products) if products else operations / self.rate)
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype, seconds: float) -> Limits:

@@ -48,12 +48,8 @@ def look(module: nn.Module) -> Found | None:
     if len(arguments) != 1:
         return None
     others = {name: child for name, child in module._modules.items() if child is not None and name not in linears}
-    between = {
-        n: child
-        for n, child in others.items()
-        if isinstance(child, nn.Dropout) or next(child.parameters(), None) is not None
-    }
-    passed = {name: child for name, child in others.items() if name not in between}
+    passed = {n: c for n, c in others.items() if not isinstance(c, nn.Dropout) and next(c.parameters(), None) is None}
+    between = {name: child for name, child in others.items() if name not in passed}
     watched = next((name for name, child in passed.items() if hooked(child)), None)
     if watched is not None:
         return Found("swiglu", refusal=f"it would pass over {watched}, and the hooks on that have to run")

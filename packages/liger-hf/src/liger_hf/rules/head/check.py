@@ -40,9 +40,8 @@ def cases(
     width = _width(model, path, sizes, layer, labels)
     hidden = draw.normal(2, 9, width)
     for dtype in dtypes:
-        yield Case(
-            str(dtype).removeprefix("torch."), dtype, _run(model, path, sizes[1], layer, hidden.to(dtype), labels)
-        )
+        run = _run(model, path, sizes[1], layer, hidden.to(dtype), labels)
+        yield Case(str(dtype).removeprefix("torch."), dtype, run)
     length = max(LENGTHS)
     run = _run(model, path, sizes[1], layer, draw.normal(1, length, width), draw.integers(CLASSES, 1, length))
     yield of_length(length, torch.float32, run)
@@ -87,12 +86,8 @@ def _run(model: PreTrainedModel, path: str, classes: int, layer: nn.Linear, hidd
         results = {"loss": outputs["loss"], "logits": lambda: outputs["logits"]}
         return {**results, "evaluated loss": lambda: evaluated("loss"), "evaluated logits": lambda: evaluated("logits")}
 
-    return trial(
-        call,
-        {"hidden": hidden},
-        {"loss": None},
-        {name: p.detach().to(hidden.dtype) for name, p in layer.named_parameters()},
-    )
+    weights = {name: p.detach().to(hidden.dtype) for name, p in layer.named_parameters()}
+    return trial(call, {"hidden": hidden}, {"loss": None}, weights)
 
 
 def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, layer: nn.Module) -> Any:
@@ -103,14 +98,11 @@ def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, l
         if child is head:
             children[name] = layer
         elif name == top or not isinstance(child, PreTrainedModel):
-            # The memo replaces the head, which is not copied, and fake tensors, which have no values.
-            if (
-                sum(p.numel() for p in child.parameters()) - sum(p.numel() for p in head.parameters() if name == top)
-                <= SMALL
-            ):
-                children[name] = _with_values(
-                    copy.deepcopy(child, {id(head): layer, **_values_of_fakes(child, hidden.device)}), hidden.device
-                ).to(hidden.dtype)
+            in_head = sum(p.numel() for p in head.parameters()) if name == top else 0
+            if sum(p.numel() for p in child.parameters()) - in_head <= SMALL:
+                # The memo replaces the head, which is not copied, and fake tensors, which have no values.
+                copied = copy.deepcopy(child, {id(head): layer, **_values_of_fakes(child, hidden.device)})
+                children[name] = _with_values(copied, hidden.device).to(hidden.dtype)
         else:
             children[name] = _BaseModel(child, hidden)
     twin = replica(model, children=children)
@@ -123,17 +115,12 @@ def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, l
         for name, value in list(vars(config).items()):
             if name.endswith("vocab_size") and value == classes:
                 setattr(config, name, CLASSES)
-    for module in (
-        twin,
-        *(m for child in children.values() if not isinstance(child, _BaseModel) for m in child.modules()),
-    ):
+    copies = [child for child in children.values() if not isinstance(child, _BaseModel)]
+    for module in (twin, *(module for child in copies for module in child.modules())):
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.shape[-1:] == (classes,):
-                module._buffers[name] = (
-                    torch.linspace(-1, 1, CLASSES, device=hidden.device)
-                    .to(hidden.dtype)
-                    .expand(*buffer.shape[:-1], CLASSES)
-                )
+                row = torch.linspace(-1, 1, CLASSES, device=hidden.device).to(hidden.dtype)
+                module._buffers[name] = row.expand(*buffer.shape[:-1], CLASSES)
         for name, value in list(vars(module).items()):
             if isinstance(value, int) and not isinstance(value, bool) and value == classes:
                 module.__dict__[name] = CLASSES

@@ -78,15 +78,13 @@ def _in_chunks(
 ) -> LogProb:  # fmt: skip
     rows, shape = hidden.reshape(-1, hidden.shape[-1]), hidden.shape[:-1]
     index = target.reshape(rows.shape[0], -1)
-    divide = (
-        temperature.reshape(-1, 1)
-        if isinstance(temperature, Tensor)
-        else torch.full((rows.shape[0], 1), temperature).to(rows.device)
-    )
+    if not isinstance(temperature, Tensor):
+        temperature = torch.full((rows.shape[0],), temperature).to(rows.device)
+    tensors = (rows, index, temperature.reshape(-1, 1))
     with eager_logits():
         parts = [
             checkpointed(_of_rows, forward, x, y, t, options, settings=settings)
-            for x, y, t in zip(*(tensor.split(size) for tensor in (rows, index, divide)), strict=True)
+            for x, y, t in zip(*(tensor.split(size) for tensor in tensors), strict=True)
         ]
     log_prob, entropy = (torch.cat(side) for side in zip(*parts, strict=True))
     log_prob = log_prob.reshape(target.shape)

@@ -131,11 +131,8 @@ def _head_forward(original: Callable[..., Any], classes: int) -> Callable[..., A
         if hasattr(x, "device_mesh"):
             warnings.warn(AROUND, stacklevel=2)
             return original(self, x)
-        autocast = (
-            (x.device.type, torch.get_autocast_dtype(x.device.type))
-            if torch.is_autocast_enabled(x.device.type)
-            else None
-        )
+        kind = x.device.type
+        autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
         dtype = x.dtype if autocast is None else autocast[1]
         return LazyLogits(x, self, classes, dtype, HeadCall(x, self, autocast), constant=not torch.is_grad_enabled())
 

@@ -100,15 +100,12 @@ def fitting_forms(function: Callable[..., Any], signature: Signature, width: int
     device, fitting = torch.device("cpu"), []
     with undisturbed(device), torch.no_grad():
         trials = [(kwargs, function(**kwargs)) for kwargs in calls(function, signature, width, device)]
-        flat = [
-            (layout, kwargs, function(**kwargs)) for layout, kwargs in flat_calls(function, signature, width, device)
-        ]
-        first = next((kwargs for kwargs, _ in [*trials, *((kwargs, result) for _, kwargs, result in flat)]), None)
-        if first is None:
-            return []
+        flat = [(layout, call, function(**call)) for layout, call in flat_calls(function, signature, width, device)]
         accepted = [kwargs for kwargs, _ in trials] or [kwargs for _, kwargs, _ in flat]
+        if not accepted:
+            return []
         fractions = frozenset(kwargs[signature.tables[0]].shape[-1] / width for kwargs in accepted)
-        coverage = Coverage(fractions, keeps_dtype(function, first), frozenset(FLAT))
+        coverage = Coverage(fractions, keeps_dtype(function, accepted[0]), frozenset(FLAT))
         for form in forms(signature):
             # Without the original as a fallback, with which a form that takes no call would agree on all of them.
             alone = with_rope(signature, form, _declined, coverage)
