@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from liger_bench.sharded.command import sharded
-from liger_bench.sharded.job import HeadJob, together
+from liger_bench.sharded.job import HeadJob, combine_ranks
 from liger_core.errors import OptionError
 
 SMALL: dict[str, Any] = {
@@ -48,7 +48,7 @@ def test_time_is_that_of_the_slowest_rank_and_memory_of_the_one_that_holds_the_m
         {"seconds": [1.0, 3.0, 2.0], "peak_bytes": 5, "loss": 7.0},
         {"seconds": [2.0, 1.0, 4.0], "peak_bytes": 6, "loss": 7.0},
     ]
-    found = together(job, ranks, alone=6.0)
+    found = combine_ranks(job, ranks, alone=6.0)
     assert (found["seconds"], found["efficiency"], found["peak_bytes"]) == (3.0, 1.0, 6)
 
 

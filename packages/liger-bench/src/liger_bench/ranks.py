@@ -19,7 +19,7 @@ TIMEOUT = timedelta(minutes=10)
 
 
 @contextmanager
-def joined(device_type: str, rank: int, ranks: int, meeting_point: str) -> Iterator[torch.device]:
+def join(device_type: str, rank: int, ranks: int, meeting_point: str) -> Iterator[torch.device]:
     """Join the process group within this context, by a shared file, and return the device of the rank."""
     on_gpu = device_type == "cuda"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")

@@ -15,7 +15,7 @@ from liger_core.errors import Unsupported
 from liger_core.private_torch import end_allocate_to_pool
 
 
-def captured(make: Callable[[], Repeatable], device: torch.device, *, wary: bool) -> Callable[[], None]:
+def capture(make: Callable[[], Repeatable], device: torch.device, *, wary: bool) -> Callable[[], None]:
     """Return the replay of the call that make() builds; the call must support several runs per preparation.
 
     wary  whether to check first that the call does not wait for the device, because a failed capture leaves traces in

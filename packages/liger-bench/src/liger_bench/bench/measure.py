@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_bench import machine
 from liger_bench.bench.case import Case, CaseRun, Errors, Results, make_case
-from liger_bench.bench.graph import captured
+from liger_bench.bench.graph import capture
 from liger_bench.bench.implementations import BACKEND, PEER, Implementation, peer
 from liger_bench.bench.limits import Limits
 from liger_bench.bench.rows import OpRow
@@ -52,7 +52,7 @@ class ImplementationState:
     refused: dict[str, Figures] = field(default_factory=dict)
 
     @contextmanager
-    def excused(self, name: str) -> Iterator[None]:
+    def record_errors(self, name: str) -> Iterator[None]:
         """Select the implementation within this context, and record an error as the reason for missing figures."""
         try:
             with self.implementation.selected():
@@ -115,7 +115,7 @@ class Bench:
         plain = self._plain(case)
         for state in states:
             show(state.implementation.name)
-            with state.excused(""):
+            with state.record_errors(""):
                 state.run = self._checked(case, state)
         # The float64 results are the largest tensors here.
         case.exact = None
@@ -171,7 +171,7 @@ class Bench:
         if case.exact is None or case.op.name not in eager.calls():
             return None
         state = ImplementationState(peer(case.op, eager.peers()[0]))
-        with state.excused(""):
+        with state.record_errors(""):
             return case.errors(CaseRun(case, state.implementation).full())
         return None
 
@@ -193,7 +193,7 @@ class Bench:
         counts: dict[str, int] = {}
         for state in states:
             show(f"{state.implementation.name} {name}")
-            with state.excused(name):
+            with state.record_errors(name):
                 counts[state.implementation.name] = self._prepared(name, state, watch)
         # Round by round: a clock that drifts affects all implementations alike.
         for _ in range(self.rounds):
@@ -201,11 +201,11 @@ class Bench:
                 floor()
             for state in states:
                 if name not in state.refused:
-                    with state.excused(name):
+                    with state.record_errors(name):
                         self._round(name, state, watch, counts[state.implementation.name])
         for state in states:
             if name not in state.refused:
-                with state.excused(name):
+                with state.record_errors(name):
                     state.figures[name] |= self._replayed(name, state, watch)
 
     def _prepared(self, name: str, state: ImplementationState, watch: Stopwatch) -> int:
@@ -250,7 +250,7 @@ class Bench:
         if name == "backward" and state.implementation.consumes:
             return {"graph_reason": "its backward pass runs once for a forward pass"}
         try:
-            replay = captured(run.passes[name], self.device, wary=state.implementation.kind == PEER)
+            replay = capture(run.passes[name], self.device, wary=state.implementation.kind == PEER)
         except (Unsupported, RuntimeError) as error:
             return {"graph_reason": str(error).splitlines()[0]}
         samples = Samples()

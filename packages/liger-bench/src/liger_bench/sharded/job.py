@@ -47,7 +47,7 @@ class HeadRow(Recorded, HeadJob):
 COLUMNS = HeadRow.header()
 
 
-def together(job: HeadJob, of_ranks: Sequence[Mapping[str, Any]], alone: float | None) -> dict[str, Any]:
+def combine_ranks(job: HeadJob, of_ranks: Sequence[Mapping[str, Any]], alone: float | None) -> dict[str, Any]:
     """Return the columns computed from the measurements of all ranks; `alone` is the seconds of Liger on one rank."""
     slowest = [max(seconds) for seconds in zip(*(rank["seconds"] for rank in of_ranks), strict=True)]
     low, *_, high = statistics.quantiles(slowest, n=5) if len(slowest) > 1 else (slowest[0], slowest[0])

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from liger_bench.process import DONE, FAILED, Answer, Process, failure
-from liger_bench.ranks import answers_of, joined
+from liger_bench.ranks import answers_of, join
 from liger_bench.row import Measured, row_from
 from liger_bench.sharded.heads import LIGER, Loss, loss_of
-from liger_bench.sharded.job import HeadJob, HeadRow, together
+from liger_bench.sharded.job import HeadJob, HeadRow, combine_ranks
 
 # Calls before the measurement, which compile kernels and connect the ranks.
 WARM_UP = 2
@@ -60,7 +60,7 @@ def measure(
                 if problem is not None:
                     yield Measured(row_from(HeadRow, job, where, problem), written)
                     continue
-                figures = together(job, of_ranks, alone.get(tuple(head)))
+                figures = combine_ranks(job, of_ranks, alone.get(tuple(head)))
                 if ranks == 1 and job.implementation == LIGER:
                     alone[tuple(head)] = figures["seconds"]
                     figures["efficiency"] = 1.0
@@ -89,7 +89,7 @@ def answer(rank_jobs: RankJobs, connection: Connection) -> Answer:
     """Return the figures of every implementation by name."""
     first = rank_jobs.jobs[0]
     try:
-        with joined(first.device, rank_jobs.rank, first.ranks, rank_jobs.meeting_point) as device:
+        with join(first.device, rank_jobs.rank, first.ranks, rank_jobs.meeting_point) as device:
             return DONE, _figures(rank_jobs, device)
     except Exception as error:
         return failure(error)
