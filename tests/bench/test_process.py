@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from liger_bench.process import DONE, FAILED, Answer, Process, failure
-from liger_bench.ranks import answers_of
+from liger_bench.sharded.run import answers_of
 
 
 def answer(job: Any, connection: Connection) -> Answer:

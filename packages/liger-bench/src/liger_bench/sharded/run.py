@@ -6,10 +6,12 @@ from __future__ import annotations
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import groupby
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from liger_bench.machine import DTYPES
+from liger_bench.memory import peak_bytes
 from liger_bench.process import DONE, FAILED, Answer, Process, failure
-from liger_bench.ranks import answers_of, join
 from liger_bench.row import Measured, row_from
 from liger_bench.sharded.heads import LIGER, Loss, loss_of
 from liger_bench.sharded.job import HeadJob, HeadRow, combine_ranks
 
 # Calls before the measurement, which compile kernels and connect the ranks.
 WARM_UP = 2
+# A rank that waits for a failed one gives up sooner than by torch's default of half an hour.
+TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -96,9 +101,6 @@ def answer(rank_jobs: RankJobs, connection: Connection) -> Answer:
 
 
 def _figures(rank_jobs: RankJobs, device: torch.device) -> dict[str, Any]:
-    from liger_bench.machine import DTYPES
-    from liger_bench.memory import peak_bytes
-
     first = rank_jobs.jobs[0]
     mesh = dist.init_device_mesh(device.type, (first.ranks,))
     torch.manual_seed(0)
@@ -162,3 +164,37 @@ def _seconds(step: Callable[[], Tensor], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - start
+
+
+@contextmanager
+def join(device_type: str, rank: int, ranks: int, meeting_point: str) -> Iterator[torch.device]:
+    """Join the process group within this context, by a shared file, and return the device of the rank."""
+    on_gpu = device_type == "cuda"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+    backend = "nccl" if on_gpu else "gloo"
+    dist.init_process_group(
+        backend, init_method=f"file://{meeting_point}", rank=rank, world_size=ranks, timeout=TIMEOUT
+    )
+    yield device
+    dist.destroy_process_group()
+
+
+def answers_of(ranks: Sequence[Process], patience: float) -> list[Answer]:
+    """Return the next answer of every rank, or only the first failure, for which the other ranks wait forever."""
+    open_ones: dict[Any, Process] = {process.connection: process for process in ranks}
+    answers: dict[Process, Answer] = {}
+    while open_ones:
+        ready = wait(list(open_ones), timeout=patience)
+        if not ready:
+            reason = f"{len(open_ones)} of {len(ranks)} ranks gave no answer in {patience:.0f} s"
+            return [(FAILED, {"reason": reason, "failed": True})]
+        for connection in ready:
+            process = open_ones.pop(connection)
+            answers[process] = process.wait()
+            if answers[process][0] == FAILED:
+                return [answers[process]]
+    return [answers[process] for process in ranks]
