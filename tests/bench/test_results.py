@@ -17,7 +17,7 @@ from filelock import FileLock
 from liger_bench import results
 from liger_bench.measurements import Files, completed
 from liger_bench.results import LOCK, append_csv, append_json, check_csv, read_json
-from liger_bench.row import Measured, Recorded, row_from
+from liger_bench.row import Measurement, ResultRow, row_from
 from liger_bench.sharded import job as sharded
 from liger_core.errors import OptionError
 from liger_train import row as train
@@ -52,7 +52,7 @@ def test_rows_are_appended_in_the_order_of_the_columns_in_the_file(table: Path) 
 
 
 @pytest.mark.parametrize("kind", [sharded.HeadRow, train.Row], ids=lambda kind: kind.__module__)
-def test_a_row_ends_with_where_and_when_it_was_measured(kind: type[Recorded]) -> None:
+def test_a_row_ends_with_where_and_when_it_was_measured(kind: type[ResultRow]) -> None:
     assert kind.header()[-4:] == ["machine", "versions", "commit", "date"]
     assert sorted(kind.header()) == sorted(field.name for field in fields(kind))
 
@@ -80,9 +80,9 @@ def test_only_a_row_of_the_same_job_and_place_is_not_measured_again(other: str |
 
     def measure(
         todo: list[sharded.HeadJob], kept: list[sharded.HeadRow], show: object
-    ) -> Iterator[Measured[sharded.HeadRow]]:
+    ) -> Iterator[Measurement[sharded.HeadRow]]:
         asked.extend(todo)
-        yield from (Measured(row_from(sharded.HeadRow, job, where, {"loss": 2.0})) for job in todo[::-1])
+        yield from (Measurement(row_from(sharded.HeadRow, job, where, {"loss": 2.0})) for job in todo[::-1])
 
     rows, found = completed(sharded.HeadJob, wanted, where, before, Files("sharded", sharded.COLUMNS), measure)
     assert asked == (wanted if other else wanted[:1])

@@ -20,7 +20,7 @@ import typer
 
 from bench.commands import InProcess
 from liger_bench.process import DONE, READY, Process
-from liger_bench.row import Measured
+from liger_bench.row import Measurement
 from liger_core.errors import DeviceError, OptionError
 from liger_train import techniques
 from liger_train.cells import cells, hopeless, strategies_of, swept
@@ -41,7 +41,7 @@ def setups(*batches: int) -> list[Setup]:
 
 
 @pytest.fixture(scope="module")
-def one_place() -> dict[int, Measured[Row]]:
+def one_place() -> dict[int, Measurement[Row]]:
     """By batch, what happens to runs one after the other, most of which fail."""
     wanted = setups(1, KILLED, BROKEN, OUT_OF_MEMORY)
     return {found.row.batch: found for found in sweep.measured(wanted, WHERE, answer=answer)}
@@ -53,7 +53,7 @@ def two_places() -> list[Row]:
     return [found.row for found in sweep.measured(on_gpus, WHERE, gpus=[0, 1], answer=answer)]
 
 
-def test_memory_that_runs_out_is_a_result(one_place: dict[int, Measured[Row]]) -> None:
+def test_memory_that_runs_out_is_a_result(one_place: dict[int, Measurement[Row]]) -> None:
     row = one_place[OUT_OF_MEMORY].row
     assert (row.out_of_memory, row.failed, row.reason) == (
         True,
@@ -62,14 +62,14 @@ def test_memory_that_runs_out_is_a_result(one_place: dict[int, Measured[Row]]) -
     )
 
 
-def test_a_killed_run_is_a_failure_and_the_others_continue(one_place: dict[int, Measured[Row]]) -> None:
+def test_a_killed_run_is_a_failure_and_the_others_continue(one_place: dict[int, Measurement[Row]]) -> None:
     row = one_place[KILLED].row
     assert row.failed
     assert "SIGKILL" in row.reason
     assert len(one_place) == 4
 
 
-def test_a_failure_is_reported_with_the_output_of_its_process(one_place: dict[int, Measured[Row]]) -> None:
+def test_a_failure_is_reported_with_the_output_of_its_process(one_place: dict[int, Measurement[Row]]) -> None:
     assert one_place[BROKEN].row.reason == "ValueError: no such layer"
     assert "Traceback" in one_place[BROKEN].written
 
@@ -239,7 +239,7 @@ def test_a_resumed_sweep_runs_what_is_missing(
             phase(setup)
             if asked == [1, 2]:
                 raise KeyboardInterrupt
-            yield Measured(row_of(setup, where, {"tokens_per_second": 1.0}))
+            yield Measurement(row_of(setup, where, {"tokens_per_second": 1.0}))
 
     monkeypatch.setattr(sweep, "measured", measured)
     with pytest.raises(KeyboardInterrupt):
@@ -258,7 +258,7 @@ def test_runs_that_have_to_settle_take_more_steps(monkeypatch: pytest.MonkeyPatc
     def measured(wanted: list[Setup], where: dict[str, str], **_: Any) -> Any:
         for setup in wanted:
             steps[setup.checkpoint] = setup.steps
-            yield Measured(row_of(setup, where, {"tokens_per_second": 1.0}))
+            yield Measurement(row_of(setup, where, {"tokens_per_second": 1.0}))
 
     monkeypatch.setattr(sweep, "measured", measured)
     # It wants a GPU.
@@ -280,7 +280,7 @@ def test_a_run_without_results_is_tried_again(
     def measured(wanted: list[Setup], where: dict[str, str], **_: Any) -> Any:
         for setup in wanted:
             asked.append(setup.batch)
-            yield Measured(row_of(setup, where, results if len(asked) == 1 else {"tokens_per_second": 1.0}))
+            yield Measurement(row_of(setup, where, results if len(asked) == 1 else {"tokens_per_second": 1.0}))
 
     monkeypatch.setattr(sweep, "measured", measured)
     with contextlib.suppress(typer.Exit):

@@ -15,13 +15,13 @@ from rich.console import Console
 from liger_bench.machine import ENVIRONMENT
 from liger_bench.progress import progress_bar
 from liger_bench.results import Columns, append_csv, append_json, check_csv, read_json
-from liger_bench.row import Measured, Recorded
+from liger_bench.row import Measurement, ResultRow
 from liger_bench.writable import check_file, check_folder
 from liger_core.errors import OptionError, nearest
 
 Job = TypeVar("Job")
-R = TypeVar("R", bound=Recorded)
-M = TypeVar("M", bound=Measured[Any])
+R = TypeVar("R", bound=ResultRow)
+M = TypeVar("M", bound=Measurement[Any])
 Show = Callable[[str], object]
 # A function that measures the remaining jobs, given the known rows, and shows its progress.
 Measure = Callable[[list[Job], list[R], Show], Generator[M, None, None]]
@@ -120,7 +120,7 @@ def _measured(count: int, begin: Callable[[Show], Generator[M, None, None]], fil
     return measurements
 
 
-def print_failures(results: Sequence[Measured[Any]]) -> None:
+def print_failures(results: Sequence[Measurement[Any]]) -> None:
     """Print the last output of failed processes to standard error."""
     for result in results:
         if result.row.failed:

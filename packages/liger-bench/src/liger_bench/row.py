@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded:
+class ResultRow:
     """The last columns of a row.
 
     out_of_memory  whether it ran out of memory, which is a result and not a failure
@@ -28,18 +28,18 @@ class Recorded:
     @classmethod
     def header(cls) -> list[str]:
         """Return the names of all columns in the order of a table."""
-        last = [field.name for field in fields(Recorded)]
+        last = [field.name for field in fields(ResultRow)]
         return [*(field.name for field in fields(cls) if field.name not in last), *last]
 
     def columns(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.header()}
 
 
-R = TypeVar("R", bound=Recorded)
+R = TypeVar("R", bound=ResultRow)
 
 
 @dataclass(frozen=True)
-class Measured(Generic[R]):
+class Measurement(Generic[R]):
     """A row and the output of the processes that measured it."""
 
     row: R

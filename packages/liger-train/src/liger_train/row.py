@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from liger_bench.row import Recorded, row_from
+from liger_bench.row import ResultRow, row_from
 from liger_train.setup import Setup
 
 # In the first steps kernels are compiled and the optimizer state is allocated.
@@ -15,7 +15,7 @@ WARM_UP = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(Recorded, Setup):
+class Row(ResultRow, Setup):
     """A setup and the results of its run.
 
     *tokens_per_second   summed over ranks; median, 20th and 80th percentile of the steps after the first two

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from liger_bench.row import Recorded
+from liger_bench.row import ResultRow
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class HeadJob:
 
 
 @dataclass(frozen=True)
-class HeadRow(Recorded, HeadJob):
+class HeadRow(ResultRow, HeadJob):
     """The figures of one job.
 
     seconds     the median over repetitions of the slowest rank's time

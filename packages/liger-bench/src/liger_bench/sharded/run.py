@@ -22,7 +22,7 @@ from torch import Tensor
 from liger_bench.machine import DTYPES
 from liger_bench.memory import peak_bytes
 from liger_bench.process import DONE, FAILED, Answer, Process, failure
-from liger_bench.row import Measured, row_from
+from liger_bench.row import Measurement, row_from
 from liger_bench.sharded.heads import LIGER, Loss, loss_of
 from liger_bench.sharded.job import HeadJob, HeadRow, combine_ranks
 
@@ -48,7 +48,7 @@ def measure(
     repetitions: int,
     patience: float,
     phase: Callable[[HeadJob], object] = lambda job: None,
-) -> Generator[Measured[HeadRow], None, None]:
+) -> Generator[Measurement[HeadRow], None, None]:
     """Yield the row of each job; jobs on one rank must come first, because efficiency is relative to them."""
     alone: dict[tuple[Any, ...], float] = {}
     with tempfile.TemporaryDirectory(prefix="liger-bench-") as folder:
@@ -63,13 +63,13 @@ def measure(
                 of_ranks = failed or [results[job.implementation] for _, results in answers]
                 problem = next((rank for rank in of_ranks if "reason" in rank), None)
                 if problem is not None:
-                    yield Measured(row_from(HeadRow, job, where, problem), written)
+                    yield Measurement(row_from(HeadRow, job, where, problem), written)
                     continue
                 figures = combine_ranks(job, of_ranks, alone.get(tuple(head)))
                 if ranks == 1 and job.implementation == LIGER:
                     alone[tuple(head)] = figures["seconds"]
                     figures["efficiency"] = 1.0
-                yield Measured(row_from(HeadRow, job, where, figures))
+                yield Measurement(row_from(HeadRow, job, where, figures))
 
 
 def _answers(jobs: tuple[HeadJob, ...], repetitions: int, patience: float, folder: Path) -> tuple[list[Answer], str]:

@@ -21,7 +21,7 @@ from typing import Any
 from liger_bench.measurements import rows_as
 from liger_bench.process import DONE, FAILED, READY, Answer, Process, failure
 from liger_bench.results import read_json
-from liger_bench.row import Measured
+from liger_bench.row import Measurement
 from liger_core.errors import OptionError
 from liger_train.row import Row, row_of
 from liger_train.setup import Setup
@@ -82,7 +82,7 @@ class Place:
     def connection(self) -> Connection:
         return self._process.connection
 
-    def end(self, where: dict[str, str]) -> Measured[Row]:
+    def end(self, where: dict[str, str]) -> Measurement[Row]:
         """The row of the run, once it has answered or timed out."""
         process, setup = self._process, self.setup
         if setup is None:
@@ -99,7 +99,7 @@ class Place:
         if late:
             results = results | {"reason": f"timed out after {self.patience:.0f} s"}
         row = row_of(setup, where, results) if state == FAILED else results["row"]
-        return Measured(row, process.written())
+        return Measurement(row, process.written())
 
     def close(self) -> None:
         for process in (self._running, self._spare):
@@ -125,7 +125,7 @@ def finished(busy: Sequence[Place]) -> list[Place]:
 
 def launched(
     setup: Setup, where: dict[str, str], gpus: Sequence[int], extras: Extras, folder: Path, patience: float
-) -> Measured[Row]:
+) -> Measurement[Row]:
     """A run of several ranks: the command that a user would run, with this Python and its own port."""
     out, log = folder / uuid.uuid4().hex, folder / f"{uuid.uuid4().hex}.log"
     words = [
@@ -158,11 +158,11 @@ def launched(
     written = log.read_text(errors="replace")
     rows = rows_as(Row, read_json(out / "train.json"))
     if not rows:
-        return Measured(row_of(setup, where, {"reason": reason, "failed": True}), written)
+        return Measurement(row_of(setup, where, {"reason": reason, "failed": True}), written)
     if extras.folder is not None:
         for subfolder in out.glob("*/"):
             shutil.copytree(subfolder, extras.folder / subfolder.name, dirs_exist_ok=True)
-    return Measured(rows[-1], written)
+    return Measurement(rows[-1], written)
 
 
 def check(setup: Setup, extras: Extras) -> None:

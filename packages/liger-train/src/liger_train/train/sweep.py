@@ -21,7 +21,7 @@ from liger_bench import machine
 from liger_bench.measurements import Files, completed, print_failures, rows_as
 from liger_bench.printing import ratio, unit_of
 from liger_bench.process import Answer
-from liger_bench.row import Measured
+from liger_bench.row import Measurement
 from liger_core.errors import DeviceError, OptionError
 from liger_core.tables import Column, output, print_table
 from liger_train import techniques
@@ -52,7 +52,7 @@ def measured(
     patience: float = PATIENCE,
     phase: Phase = lambda setup: None,
     answer: Callable[[Any, Connection], Answer] = train,
-) -> Generator[Measured[Row], None, None]:
+) -> Generator[Measurement[Row], None, None]:
     """Yield the row of each run as soon as it ends.
 
     gpus    one run at a time on each of these; runs of several ranks use all of them, after the others
@@ -69,7 +69,7 @@ def measured(
                     while alone and worker.setup is None:
                         setup = alone.popleft()
                         if skip and (reason := hopeless(setup, known)):
-                            yield Measured(row_of(setup, where, {"reason": reason}))
+                            yield Measurement(row_of(setup, where, {"reason": reason}))
                             continue
                         phase(setup)
                         worker.begin(setup, extras)
@@ -86,7 +86,7 @@ def measured(
                 worker.close()
         for setup in teams:
             if skip and (reason := hopeless(setup, known)):
-                yield Measured(row_of(setup, where, {"reason": reason}))
+                yield Measurement(row_of(setup, where, {"reason": reason}))
                 continue
             phase(setup)
             result = launched(setup, where, gpus, extras, Path(folder), patience)
