@@ -9,6 +9,7 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -71,22 +72,18 @@ def _machine(device: torch.device) -> str:
 
 
 def _processor() -> str:
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for name in PACKAGES + PEERS:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
     return versions

@@ -58,9 +58,8 @@ def inspect(
 
 def _built(config: PretrainedConfig, dtype: torch.dtype | str | None) -> Any:
     """Build the model that the config names, or else an Auto model for the config, on the meta device."""
-    named = next(
-        (kind for name in config.architectures or () if (kind := getattr(transformers, name, None)) is not None), None
-    )
+    kinds = (getattr(transformers, name, None) for name in config.architectures or ())
+    named = next((kind for kind in kinds if kind is not None), None)
     options = {} if dtype is None else {"dtype": getattr(torch, dtype) if isinstance(dtype, str) else dtype}
     try:
         with torch.device("meta"):
@@ -69,9 +68,8 @@ def _built(config: PretrainedConfig, dtype: torch.dtype | str | None) -> Any:
             autos = (getattr(transformers, name) for name in CLASSES)
             return next(auto for auto in autos if makes(auto, config)).from_config(config, **options)
     except Exception as problem:
-        reason = (
-            "no model belongs to it" if isinstance(problem, StopIteration) else f"{type(problem).__name__}: {problem}"
-        )
+        missing = isinstance(problem, StopIteration)
+        reason = "no model belongs to it" if missing else f"{type(problem).__name__}: {problem}"
         raise ModelError(
             f"liger_hf.inspect: a model must be made from {type(config).__name__} without weights, it cannot: "
             f"{reason}; make the model yourself and inspect that"

@@ -63,9 +63,8 @@ def _register_on_weights(ranks: int, module: nn.Module, _: Any) -> None:
     if torch.compiler.is_compiling():
         return
     for weight in module.parameters(recurse=False):
-        if weight.requires_grad and not any(
-            _is(hook, _divide_accumulated) for hook in (weight._backward_hooks or {}).values()
-        ):
+        hooks = (weight._backward_hooks or {}).values()
+        if weight.requires_grad and not any(_is(hook, _divide_accumulated) for hook in hooks):
             weight.register_hook(partial(_divide_accumulated, ranks, weight))
 
 

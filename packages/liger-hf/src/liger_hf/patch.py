@@ -70,11 +70,8 @@ def forward_of(module: nn.Module) -> Callable[..., Any] | str:
     if isinstance(current, MethodType) and current.__self__ is module and current.__func__ is type(module).forward:
         return unwrapped(current.__func__)
     # From its globals: functools.wraps copies the original's __module__.
-    origin = (
-        getattr(function or current, "__globals__", {}).get("__name__")
-        or getattr(current, "__module__", None)
-        or type(current).__name__
-    )
+    space = getattr(function or current, "__globals__", {})
+    origin = space.get("__name__") or getattr(current, "__module__", None) or type(current).__name__
     return f"its forward was already replaced on this instance by {origin}"
 
 
@@ -82,11 +79,8 @@ def replaced_method(module: nn.Module, name: str) -> str | None:
     """Return why a method cannot be replaced, because the instance has its own; None if it has only its class's."""
     if name not in module.__dict__:
         return None
-    return (
-        EARLIER
-        if hasattr(getattr(module.__dict__[name], "__func__", None), MARK)
-        else f"its {name} was already replaced on this instance"
-    )
+    is_ours = hasattr(getattr(module.__dict__[name], "__func__", None), MARK)
+    return EARLIER if is_ours else f"its {name} was already replaced on this instance"
 
 
 def under_autocast(module: nn.Module) -> Callable[..., Any] | None:

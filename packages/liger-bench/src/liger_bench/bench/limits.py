@@ -66,13 +66,12 @@ class Limits:
 def measure_limits(device: torch.device, dtype: torch.dtype, seconds: float) -> Limits:
     """Measure the limits with sizes far above any cache, at which matmuls reach their full rate."""
 
-    def measured(product: Product) -> float:
-        return _product_seconds(product, device, dtype, 0.0)
-
-    def copied(size: int) -> float:
-        return _copy_seconds(size // 2, device, seconds / 5)
-
-    return Limits(_bandwidth(device, seconds), _rate(device, dtype, seconds), measured, copied)
+    return Limits(
+        _bandwidth(device, seconds),
+        _rate(device, dtype, seconds),
+        lambda product: _product_seconds(product, device, dtype, 0.0),
+        lambda size: _copy_seconds(size // 2, device, seconds / 5),
+    )
 
 
 def _bandwidth(device: torch.device, seconds: float) -> float:
@@ -95,9 +94,8 @@ def _product_seconds(product: Product, device: torch.device, dtype: torch.dtype,
     left = _operand(product.rows, product.inner, product.transposed == "left", device, dtype)
     right = _operand(product.inner, product.columns, product.transposed == "right", device, dtype)
     out = torch.empty(product.rows, product.columns, device=device, dtype=dtype)
-    return (
-        time_call(lambda: torch.mm(left, right, out=out), device, seconds, least=3, warm=WARM_SECONDS).median_ms / 1e3
-    )
+    timing = time_call(lambda: torch.mm(left, right, out=out), device, seconds, least=3, warm=WARM_SECONDS)
+    return timing.median_ms / 1e3
 
 
 def _operand(rows: int, columns: int, transposed: bool, device: torch.device, dtype: torch.dtype) -> Tensor:

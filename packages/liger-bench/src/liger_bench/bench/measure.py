@@ -162,9 +162,8 @@ class Bench:
             op.choice = choice
         taken = [(ms - without.median_ms) / DISPATCHES for ms in (through.median_ms, through.low_ms, through.high_ms)]
         figures = {"median_ms": taken[0], "low_ms": taken[1], "high_ms": taken[2], "enqueue_ms": taken[0]}
-        return self._row(
-            op, workload, "dispatch", BACKEND, "dispatch", repetitions=through.repetitions * DISPATCHES, **figures
-        )
+        count = through.repetitions * DISPATCHES
+        return self._row(op, workload, "dispatch", BACKEND, "dispatch", repetitions=count, **figures)
 
     def _plain(self, case: Case) -> Errors | None:
         """Return the errors of plain eager PyTorch in the same dtype, or None if they are unknown."""
@@ -269,9 +268,8 @@ class Bench:
         implementation = state.implementation
         known: Figures = {"overwrites": ",".join(implementation.overwrites)}
         if "" in state.refused:
-            yield self._row(
-                case.op, case.workload, implementation.name, implementation.kind, "", **known, **state.refused[""]
-            )
+            known |= state.refused[""]
+            yield self._row(case.op, case.workload, implementation.name, implementation.kind, "", **known)
             return
         if state.errors is not None:
             known |= {"error_outputs": state.errors.worst_output, "error_gradients": state.errors.worst_gradient}

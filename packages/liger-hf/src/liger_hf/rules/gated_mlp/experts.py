@@ -36,9 +36,8 @@ def look(module: nn.Module) -> Found | None:
         return Found("swiglu", refusal=runs, fallback=True)
     watched = next((name for name, child in module.named_children() if hooked(child)), None)
     if watched is not None:
-        return Found(
-            "swiglu", refusal=f"it would pass over {watched}, and the hooks on that have to run", fallback=True
-        )
+        reason = f"it would pass over {watched}, and the hooks on that have to run"
+        return Found("swiglu", refusal=reason, fallback=True)
     parameter = next(module.parameters(), None)
     dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else torch.float32
     return Found(

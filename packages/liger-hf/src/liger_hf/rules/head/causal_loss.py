@@ -216,11 +216,9 @@ def plain_linear(head: nn.Module) -> bool:
 
     The head is a Linear, which FSDP renames, and its weight unquantized, and local or sharded over the classes.
     """
-    if (
-        not isinstance(head, nn.Linear)
-        or type(head).__name__.removeprefix("FSDP") not in ("Linear", "ParametrizedLinear")
-        or gathered(head)
-    ):
+    if not isinstance(head, nn.Linear) or gathered(head):
+        return False
+    if type(head).__name__.removeprefix("FSDP") not in ("Linear", "ParametrizedLinear"):
         return False
     return type(head).forward is nn.Linear.forward and (type(head.weight) in PLAIN_WEIGHTS or over_classes(head))
 

@@ -114,12 +114,8 @@ class LazyLogits:
         return self.materialize() / _plain(divisor)
 
     def __add__(self, term: Any) -> Any:
-        if (
-            self.available() is None
-            and isinstance(term, Tensor)
-            and term.numel() == self.classes == term.shape[-1]
-            and term.dim() <= self.ndim
-        ):
+        is_row = isinstance(term, Tensor) and term.numel() == self.classes == term.shape[-1]
+        if self.available() is None and is_row and term.dim() <= self.ndim:
             return self._then(torch.promote_types(self.dtype, term.dtype), "add", term)
         return self.materialize() + _plain(term)
 

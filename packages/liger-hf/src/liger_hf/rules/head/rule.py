@@ -54,9 +54,8 @@ def look(module: nn.Module) -> Found | None:
     # Some forwards compute their loss themselves; the check shows whether they read the logits.
     if _loss_of(module) not in MODEL_LOSSES:
         name = getattr(module.loss_function, "__name__", type(module.loss_function).__name__)
-        return Found(
-            OP, refusal=f"its loss function must be {' or '.join(f.__name__ for f in MODEL_LOSSES)}, it is {name}"
-        )
+        losses = " or ".join(f.__name__ for f in MODEL_LOSSES)
+        return Found(OP, refusal=f"its loss function must be {losses}, it is {name}")
     sizes = _sizes(head)
     if sizes is None:
         return Found(OP, refusal=f"its head ({type(head).__name__}) has no in_features and out_features")

@@ -52,10 +52,9 @@ def held(head: nn.Module) -> Iterator[None]:
 def gathering(head: nn.Module) -> list[nn.Module]:
     """Return the modules whose calls gather a head's weights; under ZeRO-3 also adapters, which have their own."""
     # PEFT keeps the original of a layer that it trains a copy of, and does not call it.
-    copied = getattr(head, "original_module", None)
-    unused = (
-        {*copied.modules()} if isinstance(copied, nn.Module) and not getattr(head, "disable_adapters", False) else set()
-    )
+    copied: Any = getattr(head, "original_module", None)
+    is_unused = isinstance(copied, nn.Module) and not getattr(head, "disable_adapters", False)
+    unused = {*copied.modules()} if is_unused else set()
     sharded = [m for m in head.modules() if any(hasattr(p, "ds_id") for p in m.parameters(recurse=False))]
     return [m for m in sharded if m not in unused] or [head]
 
@@ -133,12 +132,9 @@ def _tensors(head: nn.Module) -> dict[str, Tensor]:
 
 def _freed(tensor: Tensor) -> bool:
     """Return whether this is a whole weight that FSDP has freed."""
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.numel() > 0
-        and not tensor.is_meta
-        and not tensor.untyped_storage().size()
-    )
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:
+        return False
+    return tensor.numel() > 0 and not tensor.untyped_storage().size()
 
 
 class Optimizers:

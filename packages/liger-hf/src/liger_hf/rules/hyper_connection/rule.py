@@ -41,10 +41,8 @@ def look(module: nn.Module) -> Found | None:
         return Found("sinkhorn", refusal=original)
     arguments = tuple(inspect.signature(original).parameters)[1:]
     if len(arguments) != 1:
-        return Found(
-            "sinkhorn",
-            refusal=f"hyper-connections must take the streams alone, their forward takes ({', '.join(arguments)})",
-        )
+        words = f"hyper-connections must take the streams alone, their forward takes ({', '.join(arguments)})"
+        return Found("sinkhorn", refusal=words)
     fn: Any = weights["fn"]
     ((name, norm),) = module._modules.items()
     if norm is None or eps_of(norm) is None or next(norm.parameters(), None) is not None:
@@ -71,12 +69,9 @@ def _attribute(module: nn.Module, suffix: str, kind: type) -> str | None:
 def _streams(weights: dict[str, Any]) -> int | None:
     """Return the number n of streams, which have (2 + n) · n coefficients; None for weights of other shapes."""
     shapes = {name: tuple(value.shape) for name, value in weights.items() if isinstance(value, Tensor)}
-    if (
-        shapes.keys() != WEIGHTS
-        or shapes["scale"] != (3,)
-        or len(shapes["fn"]) != 2
-        or shapes["base"] != shapes["fn"][:1]
-    ):
+    if shapes.keys() != WEIGHTS or shapes["scale"] != (3,) or len(shapes["fn"]) != 2:
+        return None
+    if shapes["base"] != shapes["fn"][:1]:
         return None
     n = next((n for n in range(1, 65) if (2 + n) * n == shapes["base"][0]), None)
     return n if n is not None and shapes["fn"][1] % n == 0 else None

@@ -46,9 +46,8 @@ def look(module: nn.Module) -> Found | None:
     if isinstance(original, str):
         return Found(op, refusal=original)
     if others or len({type(child) for child in children.values()}) > 1:
-        return Found(
-            op, refusal=f"the norms that it scales and shifts must be of one class, {', '.join(names)} are not"
-        )
+        words = f"the norms that it scales and shifts must be of one class, {', '.join(names)} are not"
+        return Found(op, refusal=words)
     matches = {name: norm_in(child, kind) for name, child in children.items()}
     refusals = [reason for name, child in children.items() if (reason := _refusal(matches[name], child)) is not None]
     if refusals:

@@ -53,11 +53,8 @@ def look(module: nn.Module) -> Found | None:
         return Found(op, refusal=original)
     arguments = tuple(inspect.signature(original).parameters)[1:]
     if not (len(arguments) == 1 or (len(arguments) == 2 and weights.keys() == {"weight"})):
-        return Found(
-            op,
-            refusal="a norm must take one tensor, and besides at most a gate, "
-            f"its forward takes ({', '.join(arguments)})",
-        )
+        words = f"a norm must take one tensor, and besides at most a gate, its forward takes ({', '.join(arguments)})"
+        return Found(op, refusal=words)
     special = len(arguments) == 2 or _grouped(module, weights)
     dtype = next((p.dtype for p in weights.values()), torch.float32)
     shape = tuple((name, tuple(p.shape), p.dtype, p.device.type) for name, p in weights.items())
@@ -183,11 +180,8 @@ def _candidate(
         (x,) = inputs or (named.pop(argument),)
         weight = getattr(self, "weight", None)
         # Classes treat mixed dtypes differently.
-        if (
-            (weight is not None and x.dtype != weight.dtype)
-            or (promoted and torch.is_autocast_enabled(x.device.type))
-            or not may_pass(self)
-        ):
+        differs = weight is not None and x.dtype != weight.dtype
+        if differs or (promoted and torch.is_autocast_enabled(x.device.type)) or not may_pass(self):
             return original(self, x)
         return way(self, x)
 

@@ -27,10 +27,8 @@ def of_a_method(module: nn.Module, name: str) -> Found:
         return Found("rope", refusal=reason)
     count = len(inspect.signature(original).parameters) - 1 if isinstance(static, staticmethod) else 0
     if count not in (2, 3):
-        return Found(
-            "rope",
-            refusal=f"it calls {name}, a method, which takes other arguments than a table of angles, queries and keys",
-        )
+        words = f"it calls {name}, a method, which takes other arguments than a table of angles, queries and keys"
+        return Found("rope", refusal=words)
     parameter = next(module.parameters(), None)
     dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else torch.float32
     return Found(
@@ -77,13 +75,9 @@ def _rotated(original: Callable[..., Any], sines_first: bool, interleaved: bool,
 
 def _fit(table: Any, states: list[Any]) -> bool:
     """Return whether the table is (1, 1, tokens, width), each state (batch, heads, tokens, width), all of one dtype."""
-    if (
-        len(states) < 2
-        or not isinstance(table, Tensor)
-        or table.dim() != 4
-        or table.shape[:2] != (1, 1)
-        or table.requires_grad
-    ):
+    if len(states) < 2 or not isinstance(table, Tensor) or table.dim() != 4 or table.requires_grad:
+        return False
+    if table.shape[:2] != (1, 1):
         return False
     return all(
         s.dim() == 4 and s.shape[2:] == table.shape[2:] and s.shape == states[0].shape and s.dtype == table.dtype
