@@ -165,7 +165,9 @@ def _cut(path: Path, size: int) -> None:
 
 def _mend(path: Path, text: str, header: list[str]) -> str | None:
     """Complete the last line, or move it to a separate file if it lacks cells; return a sentence about it, or None."""
-    if _line(header).startswith(text) and text != _line(header):
+    whole = io.StringIO()
+    csv.writer(whole).writerow(header)
+    if whole.getvalue().startswith(text) and text != whole.getvalue():
         # The run was killed while it wrote the header.
         _cut(path, 0)
         return None
@@ -183,21 +185,12 @@ def _mend(path: Path, text: str, header: list[str]) -> str | None:
             # The cut may have left the first half of the line ending.
             file.write(b"\n" if text.endswith("\r") else b"\r\n")
         return f"{path}: the last line had no end and was given one; its last cell, {last[-1]!r}, may be cut short"
+    rows, rest = (half.encode(errors="surrogateescape") for half in (text[:start], text[start:]))
     torn = path.with_suffix(path.suffix + ".torn")
     with torn.open("ab") as file:
-        file.write(_bytes(text[start:]) + b"\n")
-    os.truncate(path, len(_bytes(text[:start])))
+        file.write(rest + b"\n")
+    os.truncate(path, len(rows))
     return f"{path}: the last line was cut off; it was moved to {torn}, and the rows before it are unchanged"
-
-
-def _line(cells: list[str]) -> str:
-    text = io.StringIO()
-    csv.writer(text).writerow(cells)
-    return text.getvalue()
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode(errors="surrogateescape")
 
 
 def _last_record(text: str) -> tuple[int, list[str]]:

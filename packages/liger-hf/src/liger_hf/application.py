@@ -132,7 +132,8 @@ def survey(
         if decision.candidate is not None:
             replacing = decision.candidate.op
             op, backend, outcome = replacing.name, _backend(replacing, module, device, home), verdict
-        key = (_pattern(name), type(module).__name__, op, backend, outcome, decision.reason)
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(the model itself)"
+        key = (pattern, type(module).__name__, op, backend, outcome, decision.reason)
         rows[key] = rows.get(key, 0) + 1
     report.rows = [Row(pattern, count, *rest) for (pattern, *rest), count in rows.items()]
     reasons = [row.reason for row in report.rows if row.op in wanted]
@@ -264,10 +265,6 @@ def _on_device(match: Found, device: torch.device | None, home: torch.device) ->
     """Set the device of the check: `device` if given, else that of the module's weights, else that of the model."""
     chosen = device or (home if match.device is None else None)
     return match if chosen is None else replace(match, device=lambda: chosen)
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(the model itself)"
 
 
 def _backend(op: Op[..., Any], module: nn.Module, device: torch.device | None, home: torch.device) -> str:

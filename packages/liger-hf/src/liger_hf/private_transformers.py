@@ -18,8 +18,6 @@ from liger_core.private_names import PrivateNames, replacing
 
 TRANSFORMERS = PrivateNames()
 
-# -- classes and functions
-
 
 def _uncalled(name: str) -> Callable[..., Any]:
     """Return a function of this name that no model calls, since Transformers does not have it."""
@@ -95,8 +93,6 @@ def forget_liger_kernel() -> None:
     """Make Transformers look for the package liger_kernel again."""
     _forget_liger_kernel()
 
-
-# -- attributes of configs and models
 
 _ATTENTION = TRANSFORMERS.word(
     "transformers.configuration_utils:_attn_implementation",
@@ -188,8 +184,6 @@ def makes(auto: Any, config: Any) -> bool:
     return type(config) in (getattr(auto, _MAPPING, None) or ())
 
 
-# -- checkpoints
-
 _LOAD = TRANSFORMERS.word(
     "transformers.modeling_utils:_load_pretrained_model",
     "`liger train` says which weights of a checkpoint its model leaves out.",
@@ -228,8 +222,6 @@ def recording_checkpoints(files: list[str], names: dict[str, str]) -> Iterator[N
         yield
 
 
-# -- masks
-
 _PACKED = TRANSFORMERS.word(
     "transformers.masking_utils:find_packed_sequence_indices",
     "Without `--packing`, `liger train` and `liger plan` put one text into a row: Transformers need not look for more.",
@@ -256,8 +248,6 @@ def as_outside_a_capture() -> AbstractContextManager[Any]:
     return replacing(masking_utils, _TRACING, lambda tensor=None: False)
 
 
-# -- tensor parallelism
-
 TP_FORWARD = TRANSFORMERS.word(
     "transformers.distributed.tensor_parallel:tp_forward",
     "Recognizes a head that is sharded over its classes, whose logits are not gathered.",
@@ -278,8 +268,6 @@ ALL_REDUCE_GRAD = TRANSFORMERS.word(
     "The function that adds these gradients up, in the closure of a wrapper; 5.17 has none.",
     "The hook on the module itself is looked at.",
 )
-
-# -- the Trainer
 
 _GPUS = TRANSFORMERS.word(
     "transformers.training_args:_n_gpu",
@@ -302,8 +290,6 @@ def set_device(arguments: Any, device: torch.device) -> None:
     """Set the device of the Trainer, instead of accelerate's."""
     vars(arguments)[_DEVICES] = device
 
-
-# -- accelerate
 
 OFFLOADED = TRANSFORMERS.word(
     "accelerate.hooks:_hf_hook",
@@ -352,8 +338,6 @@ def leave_weights_of_tensor_parallelism(accelerator: Any) -> None:
     """Make accelerators of this class leave models unchanged when they prepare them for tensor parallelism."""
     setattr(accelerator, _PREPARE_TP, lambda self, *prepared: prepared)
 
-
-# -- PEFT and TRL
 
 LORA_FACTORS = TRANSFORMERS.word(
     "peft.tuners.lora.layer:_LoraFactorsProxy",

@@ -62,7 +62,7 @@ def trial(
     """
 
     def run(function: Callable[..., Any], exact: bool) -> Results:
-        cast = widened if exact else _as_it_is
+        cast: Callable[[Tensor], Tensor] = widened if exact else lambda tensor: tensor
         leaves = {name: cast(value).clone().requires_grad_() for name, value in inputs.items()}
         parameters = {name: nn.Parameter(cast(value).clone()) for name, value in (weights or {}).items()}
         outputs = call(function, leaves, parameters, cast)
@@ -83,10 +83,6 @@ def trial(
 def widened(tensor: Tensor) -> Tensor:
     """Convert a tensor to double precision."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def sized(dtypes: Iterable[torch.dtype]) -> Iterator[tuple[str, torch.dtype, float]]:

@@ -175,7 +175,7 @@ class Training:
                 "same tokens"
             )
 
-    # -- the parts of the step, which subclasses may override
+    # Subclasses may override the parts of the step from here to `summed`.
 
     def data(self, model: Any) -> list[Batch]:
         """Return the micro-batches of all data-parallel ranks; number i belongs to rank i % dp."""
@@ -227,8 +227,6 @@ class Training:
         for name in ("dp", "cp"):
             dist.all_reduce(loss, group=mesh[name].get_group())
         return loss
-
-    # -- the model
 
     def config(self) -> Any:
         """Return the config in the folder, or a tiny one of the model type, without dropout."""

@@ -99,8 +99,6 @@ class LazyLogits:
             self.hidden, self.head, self.classes, dtype, self.call, (*self.steps, step), constant=constant
         )
 
-    # -- steps between the projection and the loss
-
     def __mul__(self, factor: Any) -> Any:
         if self.available() is None and isinstance(factor, (int, float)):
             return self._then(self.dtype, "mul", factor)
@@ -180,8 +178,6 @@ class LazyLogits:
             return self.materialize()[_plain(index)]
         return self._rows(self.hidden[rows])
 
-    # -- attributes that need no computation
-
     @property
     def shape(self) -> torch.Size:
         return torch.Size((*self.hidden.shape[:-1], self.classes))
@@ -220,8 +216,6 @@ class LazyLogits:
 
     def __repr__(self) -> str:
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
-
-    # -- everything else computes the logits
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
