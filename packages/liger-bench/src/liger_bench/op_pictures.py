@@ -94,9 +94,7 @@ def share_picture(op: str, rows: Sequence[Record], path: Path, look: LineStyles)
     if not passes:
         return False
     figure, panels = _figure(
-        len(passes),
-        max(2.6, 0.7 * len(shapes)),
-        f"{op}: fraction of the roofline (higher is better)\n{_source(rows)}",
+        len(passes), max(2.6, 0.7 * len(shapes)), f"{op}: fraction of the roofline (higher is better)\n{_source(rows)}"
     )
     highest = max(row["limit_ms"] / row["low_ms"] for row in rows if row["pass"] in passes)
     for name, axes in zip(passes, panels, strict=True):
@@ -124,9 +122,7 @@ def scaling_picture(op: str, rows: Sequence[Record], path: Path, look: LineStyle
     if not names:
         return False
     figure, panels = _figure(
-        len(names),
-        2.9,
-        f"{op}: time of forward and backward (lower is better; dashed: roofline)\n{_source(rows)}",
+        len(names), 2.9, f"{op}: time of forward and backward (lower is better; dashed: roofline)\n{_source(rows)}"
     )
     for name, axes in zip(names, panels, strict=True):
         here = sorted((row for row in rows if row["axis"] == name), key=lambda row: row["axis_value"])

@@ -31,12 +31,7 @@ Names = Iterable[Op[..., Any] | str] | None
 
 
 def apply(
-    model: nn.Module,
-    *,
-    only: Names = None,
-    exclude: Names = None,
-    verify: bool = True,
-    mlp_rows: int | None = None,
+    model: nn.Module, *, only: Names = None, exclude: Names = None, verify: bool = True, mlp_rows: int | None = None
 ) -> Report:
     """Replace modules of a model by Liger's ops, in place, and return a report, which can undo it.
 

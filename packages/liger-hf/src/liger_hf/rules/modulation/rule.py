@@ -26,8 +26,6 @@ from liger_hf.unread import unread
 
 NOTHING = "no forward has the form self.norm(x) * (1 + scale) + shift"
 OPS: dict[str, Op[..., Any]] = {"layer_norm": modulated_layer_norm, "rms_norm": modulated_rms_norm}
-# (the norm's module, x, scale, shift) → the modulated rows; scale and shift have one row for all tokens of a sample.
-ModulatedNorm = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
 
 def look(module: nn.Module) -> Found | None:

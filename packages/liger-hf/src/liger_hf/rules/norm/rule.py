@@ -55,34 +55,30 @@ def look(module: nn.Module) -> Found | None:
     if not (len(arguments) == 1 or (len(arguments) == 2 and weights.keys() == {"weight"})):
         words = f"a norm must take one tensor, and besides at most a gate, its forward takes ({', '.join(arguments)})"
         return Found(op, refusal=words)
-    special = len(arguments) == 2 or _grouped(module, weights)
-    dtype = next((p.dtype for p in weights.values()), torch.float32)
+    gated, grouped = len(arguments) == 2, _grouped(module, weights)
+    form = None if gated else form
     shape = tuple((name, tuple(p.shape), p.dtype, p.device.type) for name, p in weights.items())
-    kind = (type(module), configuration(module), shape)
-    if form is not None and len(arguments) == 1:
-        return Found(
-            op,
-            kind=kind,
-            original=original,
-            candidates=lambda: (_candidate(*way, original, (arguments[0], eps)) for way in form.ways),
-            cases=lambda device, dtypes: cases(module, form, weights, device, dtypes),
-            device=lambda: device_of(module),
-            dtype=dtype,
-        )
+
+    def candidates() -> Iterator[Candidate]:
+        if form is not None:
+            return (_candidate(*way, original, (arguments[0], eps)) for way in form.ways)
+        if (gated or grouped) and isinstance(eps, str):
+            return _special(original, arguments, eps, grouped)
+        return _candidates(original, arguments[0], eps, tuple(weights))
+
+    def all_cases(device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+        if form is not None:
+            return cases(module, form, weights, device, dtypes)
+        return (drawn.case(_run(module, drawn)) for drawn in inputs(module, device, dtypes, gated))
+
     return Found(
         op,
-        kind=kind,
+        kind=(type(module), configuration(module), shape),
         original=original,
-        candidates=lambda: (
-            _special(original, arguments, eps, _grouped(module, weights))
-            if special and isinstance(eps, str)
-            else _candidates(original, arguments[0], eps, tuple(weights))
-        ),
-        cases=lambda device, dtypes: (
-            drawn.case(_run(module, drawn)) for drawn in inputs(module, device, dtypes, len(arguments) == 2)
-        ),
+        candidates=candidates,
+        cases=all_cases,
         device=lambda: device_of(module),
-        dtype=dtype,
+        dtype=next((p.dtype for p in weights.values()), torch.float32),
     )
 
 

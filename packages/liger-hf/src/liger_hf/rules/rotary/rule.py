@@ -56,7 +56,7 @@ def look(module: nn.Module) -> Found | None:
         "rope",
         kind=(type(module), tuple(functions.values()), width, dtype, device),
         original=lambda name, *args, **options: functions[name](*args, **options),
-        candidates=_candidates(original, functions, readable, width),
+        candidates=lambda: _candidates(original, functions, readable, width),
         cases=lambda device, dtypes: _cases(functions, readable, width, device, dtypes),
         device=lambda: device_of(module),
         dtype=dtype,
@@ -83,14 +83,11 @@ def _rotates(name: str) -> bool:
 
 def _candidates(
     original: Callable[..., Any], functions: Functions, readable: Mapping[str, Signature], width: int
-) -> Callable[[], Iterator[Candidate]]:
-    def candidates() -> Iterator[Candidate]:
-        fitting = {name: fitting_forms(functions[name], readable[name], width) for name in functions}
-        fitting = {name: forms_of_it for name, forms_of_it in fitting.items() if forms_of_it}
-        for chosen in product(*fitting.values()) if fitting else ():
-            yield _candidate(original, functions, readable, dict(zip(fitting, chosen, strict=True)))
-
-    return candidates
+) -> Iterator[Candidate]:
+    fitting = {name: fitting_forms(functions[name], readable[name], width) for name in functions}
+    fitting = {name: forms_of_it for name, forms_of_it in fitting.items() if forms_of_it}
+    for chosen in product(*fitting.values()) if fitting else ():
+        yield _candidate(original, functions, readable, dict(zip(fitting, chosen, strict=True)))
 
 
 def fitting_forms(function: Callable[..., Any], signature: Signature, width: int) -> list[tuple[Form, Coverage]]:
