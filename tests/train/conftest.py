@@ -10,20 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import forks
 from liger_train.setup import Setup
 
 TEXT = (
     "A step reads a batch of sequences, and each of them is its own label.\nWhat was read before is read again.\n" * 300
 )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def processes_are_forks() -> Iterator[None]:
-    """Those of sweeps and benchmarks, in which a new interpreter would spend most of its time importing."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("liger_bench.process.multiprocessing", forks)
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -76,19 +76,24 @@ class Process:
             return FAILED, {"reason": f"no answer in {self.patience:.0f} s", "failed": True}
         except (EOFError, OSError):
             self.process.join(timeout=10)
-            reason = f"the process died: {_ending(self.process.exitcode)}{self._last_words()}"
-            return FAILED, {"reason": reason, "failed": True}
+            return FAILED, {
+                "reason": f"the process died: {ending(self.process.exitcode)}{last_words(self.written())}",
+                "failed": True,
+            }
 
     def written(self) -> str:
         """Return the output and errors of the process."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-    def _last_words(self) -> str:
-        lines = [line.strip() for line in self.written().splitlines() if line.strip()]
-        return f"; it wrote: {lines[-1][:300]}" if lines else ""
+
+def last_words(written: str) -> str:
+    """The end of a sentence on a process: the last line of its output."""
+    lines = [line.strip() for line in written.splitlines() if line.strip()]
+    return f"; it wrote: {lines[-1][:300]}" if lines else ""
 
 
-def _ending(code: int | None) -> str:
+def ending(code: int | None) -> str:
+    """How a process with this exit code ended."""
     if code is None:
         return "for no known reason"
     if code < 0:

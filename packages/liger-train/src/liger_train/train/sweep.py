@@ -7,12 +7,11 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 import typer
@@ -20,8 +19,7 @@ import typer
 from liger_bench import machine
 from liger_bench.measurements import Files, completed, print_failures, rows_as
 from liger_bench.printing import ratio, unit_of
-from liger_bench.process import Answer
-from liger_bench.row import Measurement
+from liger_bench.row import Measured
 from liger_core.errors import DeviceError, OptionError
 from liger_core.tables import Column, output, print_table
 from liger_train import techniques
@@ -29,7 +27,7 @@ from liger_train.cells import IMPLEMENTATION, cells, hopeless, strategies_of, sw
 from liger_train.row import COLUMNS, WITHIN_SPREAD, Row, overlapping, row_of, where_of
 from liger_train.setup import Setup
 from liger_train.train.data import check_source
-from liger_train.train.places import Extras, Place, check, finished, launched, threads, train
+from liger_train.train.places import Extras, Started, check, threads
 
 # Two warm-up steps and four timed ones.
 STEPS = 6
@@ -37,6 +35,8 @@ STEPS = 6
 SETTLING = 10
 # A run of few steps that takes longer hangs.
 PATIENCE = 1800.0
+# Seconds between two looks at the processes of runs.
+POLL = 0.05
 
 Phase = Callable[[Setup], object]
 
@@ -51,47 +51,38 @@ def measured(
     extras: Extras | None = None,
     patience: float = PATIENCE,
     phase: Phase = lambda setup: None,
-    answer: Callable[[Any, Connection], Answer] = train,
-) -> Generator[Measurement[Row], None, None]:
+) -> Generator[Measured[Row], None, None]:
     """Yield the row of each run as soon as it ends.
 
     gpus    one run at a time on each of these; runs of several ranks use all of them, after the others
     skip    skip runs larger than one that ran out of memory; `before` are the rows of earlier runs
     """
-    known, extras = list(before), extras or Extras()
-    alone, teams = (deque(setup for setup in setups if (setup.ranks > 1) == several) for several in (False, True))
+    known = list(before)
+    waiting = deque(sorted(setups, key=lambda setup: setup.ranks > 1))
+    free: list[list[int]] = [[gpu] for gpu in gpus] or [[]]
+    running: list[Started] = []
     with tempfile.TemporaryDirectory(prefix="liger-train-") as folder:
-        numbers: list[int | None] = [*gpus] or [None]
-        workers = [Place(Path(folder), number, len(gpus), patience, answer) for number in numbers]
         try:
-            while alone or any(worker.setup for worker in workers):
-                for worker in workers:
-                    while alone and worker.setup is None:
-                        setup = alone.popleft()
-                        if skip and (reason := hopeless(setup, known)):
-                            yield Measurement(row_of(setup, where, {"reason": reason}))
-                            continue
-                        phase(setup)
-                        worker.begin(setup, extras)
-                # While one process trains on a GPU, the next one loads. On the CPU that would slow down the timed
-                # steps.
-                for worker in workers[: len(alone)] if alone and alone[0].device != "cpu" else []:
-                    worker.load()
-                for worker in finished([worker for worker in workers if worker.setup]):
-                    result = worker.end(where)
+            while waiting or running:
+                while waiting and (free if waiting[0].ranks == 1 else not running):
+                    setup = waiting.popleft()
+                    if skip and (reason := hopeless(setup, known)):
+                        yield Measured(row_of(setup, where, {"reason": reason}))
+                        continue
+                    phase(setup)
+                    alone = setup.ranks == 1
+                    used, share = (free.pop(0), len(gpus)) if alone else (list(gpus), 1)
+                    running.append(Started(setup, extras or Extras(), Path(folder), used, share, patience))
+                for run in [run for run in running if run.over]:
+                    running.remove(run)
+                    free += [run.gpus] if run.setup.ranks == 1 else []
+                    result = run.row(where)
                     known.append(result.row)
                     yield result
+                time.sleep(POLL)
         finally:
-            for worker in workers:
-                worker.close()
-        for setup in teams:
-            if skip and (reason := hopeless(setup, known)):
-                yield Measurement(row_of(setup, where, {"reason": reason}))
-                continue
-            phase(setup)
-            result = launched(setup, where, gpus, extras, Path(folder), patience)
-            known.append(result.row)
-            yield result
+            for run in running:
+                run.kill()
 
 
 def sweep(
