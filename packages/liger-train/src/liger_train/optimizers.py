@@ -9,155 +9,106 @@ from liger_train import combinations
 from liger_train.technique import Technique
 
 LOW_RANK = "rank=128,update_proj_gap=200"
+GALORE = LOW_RANK + ",scale=0.25"
 
 
-def _optim(name: str, **more: Any) -> Any:
+def _optim(name: str, low_rank: str = "", **more: Any) -> Any:
+    if low_rank:
+        more |= {"optim_target_modules": "all-linear", "optim_args": low_rank}
     return lambda setup: {"optim": name, **more}
 
 
-OPTIMIZERS = (
-    Technique(
-        "optimizer",
-        "adamw",
-        "AdamW with two moments, in the precision of the weights.",
-        "nothing",
-        "nothing",
-        "torch",
-        arguments=_optim("adamw_torch_fused"),
+OPTIMIZERS: dict[str, Technique] = {
+    "optimizer adamw": Technique(
+        "AdamW with two moments, in the precision of the weights.", arguments=_optim("adamw_torch_fused")
     ),
-    Technique(
-        "optimizer",
-        "adamw-8bit",
+    "optimizer adamw-8bit": Technique(
         "AdamW with blockwise 8-bit moments; those of embeddings stay in 32 bits.",
         "6 of 8 bytes of optimizer state per weight",
         "lower-precision optimizer state",
-        "bitsandbytes",
-        ("bitsandbytes",),
+        packages=("bitsandbytes",),
         arguments=_optim("adamw_bnb_8bit"),
         problem=combinations.unsharded_or_zero,
     ),
-    Technique(
-        "optimizer",
-        "paged-adamw",
+    "optimizer paged-adamw": Technique(
         "AdamW whose moments are paged to the host when GPU memory is short.",
         "all optimizer state, if necessary",
         "transfers when memory is short",
-        "bitsandbytes",
-        ("bitsandbytes",),
+        packages=("bitsandbytes",),
         arguments=_optim("paged_adamw_32bit"),
         problem=combinations.unsharded,
     ),
-    Technique(
-        "optimizer",
-        "paged-adamw-8bit",
+    "optimizer paged-adamw-8bit": Technique(
         "AdamW with 8-bit moments that are paged to the host when GPU memory is short.",
         "6 of 8 bytes of optimizer state per weight, all if necessary",
         "lower-precision optimizer state, transfers when memory is short",
-        "bitsandbytes",
-        ("bitsandbytes",),
+        packages=("bitsandbytes",),
         arguments=_optim("paged_adamw_8bit"),
         problem=combinations.unsharded,
     ),
-    Technique(
-        "optimizer",
-        "adamw-torchao-8bit",
+    "optimizer adamw-torchao-8bit": Technique(
         "AdamW with blockwise 8-bit moments, compiled.",
         "6 of 8 bytes of optimizer state per weight",
         "lower-precision optimizer state; compiles in the first step",
-        "torchao",
-        ("torchao",),
+        packages=("torchao",),
         arguments=_optim("adamw_torch_8bit"),
         problem=combinations.unsharded_or_fsdp2,
     ),
-    Technique(
-        "optimizer",
-        "adamw-torchao-4bit",
+    "optimizer adamw-torchao-4bit": Technique(
         "AdamW with blockwise 4-bit moments, compiled.",
         "7 of 8 bytes of optimizer state per weight",
         "even lower-precision optimizer state; compiles in the first step",
-        "torchao",
-        ("torchao",),
+        packages=("torchao",),
         arguments=_optim("adamw_torch_4bit"),
         problem=combinations.unsharded_or_fsdp2,
     ),
-    Technique(
-        "optimizer",
-        "adafactor",
+    "optimizer adafactor": Technique(
         "Factored second moments (a row and a column per weight), no first moments.",
         "nearly all optimizer state",
         "converges more slowly on some models",
-        "Transformers",
+        by="Transformers",
         arguments=_optim("adafactor"),
         problem=combinations.unsharded,
     ),
-    Technique(
-        "optimizer",
-        "galore",
+    "optimizer galore": Technique(
         "AdamW on gradients of linear layers projected to rank 128; the projection is updated every 200 steps.",
         "moments of linear layers, by up to hidden size / 128",
         "low-rank updates; a singular value decomposition every 200 steps",
-        "galore-torch",
-        ("galore-torch",),
-        arguments=_optim("galore_adamw", optim_target_modules="all-linear", optim_args=LOW_RANK + ",scale=0.25"),
+        packages=("galore-torch",),
+        arguments=_optim("galore_adamw", GALORE),
         problem=combinations.unsharded,
     ),
-    Technique(
-        "optimizer",
-        "galore-8bit",
+    "optimizer galore-8bit": Technique(
         "GaLore with blockwise 8-bit moments.",
         "as `galore`, and three quarters of the rest",
         "as `galore`, and lower-precision optimizer state",
-        "galore-torch, bitsandbytes",
-        ("galore-torch", "bitsandbytes"),
-        devices=("cuda",),
+        packages=("galore-torch", "bitsandbytes"),
         reason="bitsandbytes implements its update as a GPU kernel",
-        arguments=_optim("galore_adamw_8bit", optim_target_modules="all-linear", optim_args=LOW_RANK + ",scale=0.25"),
+        arguments=_optim("galore_adamw_8bit", GALORE),
         problem=combinations.unsharded,
     ),
-    Technique(
-        "optimizer",
-        "galore-layerwise",
+    "optimizer galore-layerwise": Technique(
         "GaLore that updates each weight as soon as its gradient is computed, then frees the gradient.",
         "as `galore`, and nearly all gradients",
         "as `galore`; no gradient clipping",
-        "galore-torch",
-        ("galore-torch",),
-        arguments=_optim(
-            "galore_adamw_layerwise",
-            optim_target_modules="all-linear",
-            optim_args=LOW_RANK + ",scale=0.25",
-            max_grad_norm=0.0,
-        ),
+        packages=("galore-torch",),
+        arguments=_optim("galore_adamw_layerwise", GALORE, max_grad_norm=0.0),
         problem=combinations.layerwise,
     ),
-    Technique(
-        "optimizer",
-        "apollo",
+    "optimizer apollo": Technique(
         "Updates scaled per channel by AdamW on a random projection of the gradient to rank 128.",
         "moments of linear layers, by up to hidden size / 128",
         "approximate step sizes",
-        "apollo-torch",
-        ("apollo-torch",),
-        arguments=_optim(
-            "apollo_adamw",
-            optim_target_modules="all-linear",
-            optim_args=LOW_RANK + ",proj=random,scale=1.0,scale_type=channel",
-        ),
+        packages=("apollo-torch",),
+        arguments=_optim("apollo_adamw", LOW_RANK + ",proj=random,scale=1.0,scale_type=channel"),
         problem=combinations.unsharded,
     ),
-    Technique(
-        "optimizer",
-        "apollo-mini",
+    "optimizer apollo-mini": Technique(
         "APOLLO with a projection to rank 1 and one scale per weight tensor.",
         "nearly all moments of linear layers",
         "approximate step sizes",
-        "apollo-torch",
-        ("apollo-torch",),
-        arguments=_optim(
-            "apollo_adamw",
-            optim_target_modules="all-linear",
-            optim_args="rank=1,update_proj_gap=200,proj=random,scale=128.0,scale_type=tensor",
-        ),
+        packages=("apollo-torch",),
+        arguments=_optim("apollo_adamw", "rank=1,update_proj_gap=200,proj=random,scale=128.0,scale_type=tensor"),
         problem=combinations.unsharded,
     ),
-)
+}

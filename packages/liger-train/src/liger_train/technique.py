@@ -14,23 +14,31 @@ from liger_train.setup import Setup
 class Technique:
     """One value of one option of `liger train`.
 
-    option, value  field of Setup and what it is set to, as on the command line
     summary        what it does, in one sentence
     saves, costs   one phrase each, for `liger plan` and the documentation
-    implemented_by  the libraries that do it; those in `packages` must be installed, and are in an extra of liger-train
-    devices        where it is supported; `reason` says why not elsewhere
+    packages       the libraries that must be installed, which are in an extra of liger-train
+    by             the libraries that do it, if they are not `packages` or torch
+    reason         why it is supported on GPUs only; empty if it runs on the CPU, too
     arguments      what it adds to transformers.TrainingArguments
     problem        why it cannot be combined with the rest of a setup, as the rest of an error; empty if it can
+    option, value  field of Setup and what it is set to, as on the command line
     """
 
-    option: str
-    value: str
     summary: str
-    saves: str
-    costs: str
-    implemented_by: str
+    saves: str = "nothing"
+    costs: str = "nothing"
     packages: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ("cpu", "cuda")
+    by: str = ""
     reason: str = ""
     arguments: Callable[[Setup], Mapping[str, Any]] = lambda setup: {}
     problem: Callable[[Setup], str] = lambda setup: ""
+    option: str = ""
+    value: str = ""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        return ("cuda",) if self.reason else ("cpu", "cuda")
+
+    @property
+    def implemented_by(self) -> str:
+        return self.by or ", ".join(self.packages) or "torch"

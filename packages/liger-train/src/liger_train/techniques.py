@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 from liger_core.errors import DeviceError, OptionError, nearest
@@ -24,203 +25,153 @@ FLOAT8 = (
     ("fp8-rowwise-pure", "bf16-pure", "a scale per row", "4 bits of precision in matmuls"),
 )
 
-ALL = (
-    Technique("liger", "none", "The model as Transformers has it.", "nothing", "nothing", "Transformers"),
-    Technique(
-        "liger",
-        "all-but-loss",
+TABLE: dict[str, Technique] = {
+    "liger none": Technique("The model as Transformers has it.", by="Transformers"),
+    "liger all-but-loss": Technique(
         "Norms, rotary embedding and gated MLPs use Liger's ops; the logits of the whole batch are still materialized.",
         "some activations of each layer",
         "nothing; faster",
-        "liger-hf",
+        by="liger-hf",
     ),
-    Technique(
-        "liger",
-        "all",
+    "liger all": Technique(
         "Every op of Liger, including the fused linear cross entropy, which never materializes the full logits.",
         "tokens × vocabulary × (2 to 4) × 4 bytes at the peak",
         "nothing; faster",
-        "liger-hf",
+        by="liger-hf",
     ),
-    Technique(
-        "liger", LIST, "Only these ops of Liger.", "depends on the ops", "nothing", "liger-hf", problem=combinations.ops
+    f"liger {LIST}": Technique(
+        "Only these ops of Liger.", "depends on the ops", by="liger-hf", problem=combinations.ops
     ),
-    Technique(
-        "liger",
-        PEER,
+    f"liger {PEER}": Technique(
         "The other library patches the model with its defaults, for comparison.",
         "as much as the fused loss, for most model types",
         "nothing; faster",
-        PEER,
         packages=(PEER,),
-        devices=("cuda",),
         reason="its Triton kernels have no interpreter for training",
         problem=combinations.peer,
     ),
-    Technique("precision", "fp32", "Everything in float32.", "nothing", "nothing", "torch"),
-    Technique(
-        "precision",
-        "bf16",
+    "precision fp32": Technique("Everything in float32."),
+    "precision bf16": Technique(
         "Weights and optimizer in float32, matmuls in bfloat16.",
         "half of the activation memory",
         "8 bits of precision in matmuls; faster",
-        "accelerate",
+        by="accelerate",
         arguments=lambda setup: {"bf16": True},
     ),
-    Technique(
-        "precision",
-        "fp16",
+    "precision fp16": Technique(
         "Weights and optimizer in float32, matmuls in float16, with loss scaling.",
         "half of the activation memory",
         "5 bits of exponent in matmuls, steps that overflow are skipped; faster",
-        "accelerate",
-        devices=("cuda",),
+        by="accelerate",
         reason="accelerate trains in float16 only there",
         arguments=lambda setup: {"fp16": True},
     ),
-    Technique(
-        "precision",
-        "bf16-pure",
+    "precision bf16-pure": Technique(
         "Weights, gradients and optimizer in bfloat16.",
         "half of all memory",
         "updates below 1/256 of a weight are lost",
-        "torch",
         problem=combinations.pure,
     ),
-    *(
-        Technique(
-            "precision",
-            value,
+    **{
+        f"precision {value}": Technique(
             (
                 f"As `{as_}`, with the matmuls of linear layers in float8 and {scales}; the LM head and the loss stay "
                 "in bfloat16."
             ),
             f"as `{as_}`",
             f"as `{as_}`, {costs}; compiles in the first step; faster",
-            "torchao",
-            ("torchao",),
-            devices=("cuda",),
+            packages=("torchao",),
             reason="no CPU multiplies in float8 faster than in bfloat16",
             arguments=lambda setup: {"bf16": setup.mixed},
             problem=combinations.float8,
         )
         for value, as_, scales, costs in FLOAT8
-    ),
-    Technique("checkpoint", "none", "Keeps every activation for the backward pass.", "nothing", "nothing", "torch"),
-    Technique(
-        "checkpoint",
-        "full",
+    },
+    "checkpoint none": Technique("Keeps every activation for the backward pass."),
+    "checkpoint full": Technique(
         "Keeps only the input of each layer and recomputes the rest in the backward pass.",
         "nearly all activations within layers",
         "a second forward pass, about a quarter of the time",
-        "Transformers, torch",
+        by="Transformers, torch",
     ),
-    Technique(
-        "checkpoint",
-        "offload",
+    "checkpoint offload": Technique(
         "As `full`, and offloads the inputs to host memory while the GPU computes.",
         "also tokens × hidden size × bytes per layer",
         "host memory; time only if a copy takes longer than a layer",
-        "Transformers, torch",
-        devices=("cuda",),
+        by="Transformers, torch",
         reason="on the CPU, activations are in host memory already",
     ),
-    Technique(
-        "checkpoint",
-        "auto",
+    "checkpoint auto": Technique(
         (
             "As `full` in the first steps, or as `offload` where inputs take over an eighth of the memory; then each "
             "layer keeps, recomputes or offloads, by measured memory, bandwidth and time."
         ),
         "as much as the batch needs",
         "less recomputation than `full`",
-        "torch",
-        devices=("cuda",),
         reason="host memory has no limit to stay within",
     ),
-    Technique(
-        "checkpoint",
-        NUMBER,
+    f"checkpoint {NUMBER}": Technique(
         "As `full` for the first layers, as many as given; the others keep their activations.",
         "the activations of those layers",
         "a second forward pass of those layers",
-        "Transformers, torch",
+        by="Transformers, torch",
     ),
-    Technique("compile", "none", "Runs the model in eager mode.", "nothing", "nothing", "torch"),
-    Technique(
-        "compile",
-        "default",
+    "compile none": Technique("Runs the model in eager mode."),
+    "compile default": Technique(
         "Compiles each layer with torch.compile; layers of a kind share a graph.",
         "some activations of each layer",
         "compiles in the first step; faster for small batches",
-        "torch",
         problem=combinations.compiled,
     ),
-    Technique(
-        "compile",
-        "graphs",
+    "compile graphs": Technique(
         "As `default`, and runs the forward and backward pass of a micro-batch as a CUDA graph.",
         "as `default`",
         "as `default`, and gradients stay allocated; faster where the host cannot launch kernels fast enough",
-        "torch",
-        devices=("cuda",),
         reason="CUDA graphs are a feature of NVIDIA GPUs; --compile default compiles for the CPU, too",
         problem=combinations.graphs,
     ),
-    Technique("mlp", "whole", "Gated MLPs compute all tokens at once.", "nothing", "nothing", "Transformers"),
-    Technique(
-        "mlp",
-        "tiled",
+    "mlp whole": Technique("Gated MLPs compute all tokens at once.", by="Transformers"),
+    "mlp tiled": Technique(
         f"Gated MLPs compute {MLP_ROWS:,} tokens at a time, in both passes.",
         (
             f"with more than {MLP_ROWS:,} tokens, (3 to 5) × tokens × intermediate size × bytes of the layer that is "
             "computed"
         ),
         "with `--checkpoint none`, a second forward pass of MLPs; sums of weight gradients in float32",
-        "liger-hf",
+        by="liger-hf",
         problem=combinations.tiled,
     ),
-    *OPTIMIZERS,
-    Technique("shard", "none", "Every rank holds the whole model (data parallelism).", "nothing", "nothing", "torch"),
-    Technique(
-        "shard",
-        "zero1",
+    **OPTIMIZERS,
+    "shard none": Technique("Every rank holds the whole model (data parallelism)."),
+    "shard zero1": Technique(
         "Shards optimizer state over the ranks.",
         "(ranks − 1) / ranks of optimizer state",
         "gathers the updated weights",
-        "DeepSpeed",
-        ("deepspeed",),
+        packages=("deepspeed",),
+        by="DeepSpeed",
     ),
-    Technique(
-        "shard",
-        "zero2",
+    "shard zero2": Technique(
         "Shards optimizer state and gradients over the ranks.",
         "(ranks − 1) / ranks of optimizer state and gradients",
         "as `zero1`",
-        "DeepSpeed",
-        ("deepspeed",),
+        packages=("deepspeed",),
+        by="DeepSpeed",
     ),
-    Technique(
-        "shard",
-        "zero3",
+    "shard zero3": Technique(
         "Shards optimizer state, gradients and weights over the ranks; gathers weights layer by layer.",
         "(ranks − 1) / ranks of optimizer state, gradients and weights",
         "gathers weights in both passes",
-        "DeepSpeed",
-        ("deepspeed",),
+        packages=("deepspeed",),
+        by="DeepSpeed",
     ),
-    Technique(
-        "shard",
-        "fsdp2",
+    "shard fsdp2": Technique(
         "As `zero3`, by PyTorch.",
         "(ranks − 1) / ranks of optimizer state, gradients and weights",
         "gathers weights in both passes",
-        "torch, accelerate",
+        by="torch, accelerate",
     ),
-    Technique("tp", "1", "Every rank computes whole layers.", "nothing", "nothing", "torch"),
-    Technique(
-        "tp",
-        NUMBER,
+    "tp 1": Technique("Every rank computes whole layers."),
+    f"tp {NUMBER}": Technique(
         (
             "Tensor parallelism: as many ranks share each layer and the LM head, by the model's own plan, and train on "
             "the same sequences."
@@ -230,81 +181,64 @@ ALL = (
             "them"
         ),
         "two sums of activations over the ranks per layer and pass",
-        "Transformers, torch",
+        by="Transformers, torch",
         problem=combinations.tensor_parallel,
     ),
-    Technique("cp", "1", "Every rank has whole sequences.", "nothing", "nothing", "torch"),
-    Technique(
-        "cp",
-        NUMBER,
+    "cp 1": Technique("Every rank has whole sequences."),
+    f"cp {NUMBER}": Technique(
         "Context parallelism: as many ranks share each sequence, with ring attention on GPUs.",
         "(ranks − 1) / ranks of activations and logits",
         "sends keys and values around the ranks in each layer",
-        "accelerate, torch",
+        by="accelerate, torch",
         problem=combinations.context_parallel,
     ),
-    Technique("offload", "none", "Keeps everything on the device.", "nothing", "nothing", "torch"),
-    Technique(
-        "offload",
-        "optimizer",
+    "offload none": Technique("Keeps everything on the device."),
+    "offload optimizer": Technique(
         "Keeps optimizer state in host memory and updates weights on the CPU.",
         "all optimizer state",
         "copies gradients to the host and weights back in each step; a slower update",
-        "DeepSpeed",
+        by="DeepSpeed",
         problem=combinations.offloaded_optimizer,
     ),
-    Technique(
-        "offload",
-        "parameters",
+    "offload parameters": Technique(
         "Keeps weights, gradients and optimizer state in host memory; fetches the weights of a layer when needed.",
         "weights, gradients and optimizer state, except one layer",
         "copies weights to the device in both passes and gradients to the host; a slower update",
-        "DeepSpeed, or torch for fsdp2",
+        by="DeepSpeed, or torch for fsdp2",
         problem=combinations.offloaded_parameters,
     ),
-    Technique(
-        "offload",
-        "nvme",
+    "offload nvme": Technique(
         "As `parameters`, in files on disk: in a folder within --nvme-folder that is removed when the run ends.",
         "as `parameters`, and host memory",
         "as `parameters`, at the speed of the disk",
-        "DeepSpeed",
-        devices=("cuda",),
+        by="DeepSpeed",
         reason="on the CPU, DeepSpeed computes in the buffers into which it reads the next weights",
         problem=combinations.offloaded_to_disk,
     ),
-    Technique("adapter", "none", "Trains every weight.", "nothing", "nothing", "Transformers"),
-    Technique(
-        "adapter",
-        "lora",
+    "adapter none": Technique("Trains every weight.", by="Transformers"),
+    "adapter lora": Technique(
         (
             "Freezes the weights and trains adapters of --adapter-rank 16 on every linear layer, or those of "
             "--adapter-targets."
         ),
         "about 99 % of gradients and optimizer state",
         "limited to what low-rank adapters can express",
-        "peft",
-        ("peft",),
+        packages=("peft",),
         problem=combinations.adapted,
     ),
-    Technique(
-        "adapter",
-        "qlora",
+    "adapter qlora": Technique(
         "As `lora`, with the frozen linear layers in 4 bits (NF4).",
         "as `lora`, and three quarters of the weights",
         "lower-precision frozen weights, dequantized at each use",
-        "peft, bitsandbytes",
-        ("peft", "bitsandbytes"),
+        packages=("peft", "bitsandbytes"),
         problem=combinations.quantized,
     ),
-)
-
-
-# Option → value → technique.
-TECHNIQUES = {
-    option: {technique.value: technique for technique in ALL if technique.option == option}
-    for option in dict.fromkeys(technique.option for technique in ALL)
 }
+# Option → value → technique.
+TECHNIQUES: dict[str, dict[str, Technique]] = {}
+for name, technique in TABLE.items():
+    option, value = name.split()
+    TECHNIQUES.setdefault(option, {})[value] = replace(technique, option=option, value=value)
 
 
 def chosen(setup: Setup) -> list[Technique]:
