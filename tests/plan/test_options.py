@@ -15,7 +15,7 @@ import typer.main
 
 from liger_bench import machine
 from liger_core.errors import OptionError
-from liger_train import techniques
+from liger_train import errors, techniques
 from liger_train.options import GROUPS
 from liger_train.plan import command as plan_command
 from liger_train.plugin import liger_commands
@@ -177,6 +177,12 @@ def test_a_wrong_option_has_the_same_error_in_both_commands(
         said[command] = str(raised.value).removeprefix(f"{command}: ")
     assert sentence in said["train"]
     assert said["plan"] == said["train"]
+
+
+def test_what_both_commands_read_names_neither_in_its_errors() -> None:
+    files = Path(errors.__file__).parent.glob("*.py")
+    assert [file.name for file in files if any(f'"{name}: ' in file.read_text() for name in ("train", "plan"))] == []
+    assert str(errors.SetupError("--batch must be 1")) == "train: --batch must be 1"
 
 
 def test_another_number_of_ranks_than_those_that_run_is_an_error_that_says_how() -> None:

@@ -47,20 +47,18 @@ def peak_bytes(function: Callable[[], object], device: torch.device, *, collect:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def bytes_of(option: str, size: str) -> int:
-    """Return the bytes of a size such as "24GiB", "512 MB" or "1e9 B".
+def bytes_of(option: str, size: str, error: type[OptionError] = OptionError) -> int:
+    """The bytes of a size such as "24GiB", "512 MB" or "1e9 B".
 
-    Raises OptionError for anything else, and for a number without a unit, which could mean bytes or GiB.
+    Raises the error for anything else, and for a number without a unit, which could mean bytes or GiB.
     """
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]{1,2})?)\s*(?:([kmgt])(i?)b?|b)\s*", size, re.IGNORECASE)
     if match is None:
         unit = f", which needs a unit: {size.strip()}GiB?" if size.strip().replace(".", "", 1).isdecimal() else ""
-        raise OptionError(f"{option} must be a size like 24GiB or 512MB, got {size!r}{unit}")
+        raise error(f"{option} must be a size like 24GiB or 512MB, got {size!r}{unit}")
     count = int(float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index((match[2] or " ").lower()))
     if not 0 < count < MOST_BYTES:
-        raise OptionError(
-            f"{option} must be a size like 24GiB or 512MB, more than nothing and less than 1 EiB, got {size!r}"
-        )
+        raise error(f"{option} must be a size like 24GiB or 512MB, more than nothing and less than 1 EiB, got {size!r}")
     return count
 
 

@@ -9,7 +9,8 @@ from itertools import product
 from typing import Any, get_type_hints
 
 from liger_bench.memory import bytes_of
-from liger_core.errors import OptionError, nearest
+from liger_core.errors import nearest
+from liger_train.errors import SetupError
 from liger_train.implementations import IMPLEMENTATIONS
 from liger_train.row import NOT_RUN, Row
 from liger_train.setup import Setup
@@ -35,16 +36,14 @@ def swept(options: Sequence[str]) -> dict[str, list[Any]]:
         name, _, values = option.partition("=")
         name = name.strip().lstrip("-").replace("-", "_")
         if name == "liger":
-            raise OptionError("train: --sweep cannot vary liger; give --strategies none,all-but-loss,all")
+            raise SetupError("--sweep cannot vary liger; give --strategies none,all-but-loss,all")
         if name not in (*SWEPT, IMPLEMENTATION) or not values.strip():
-            raise OptionError(
-                "train: --sweep must be an option and its values, for instance batch=1,4,8, got "
+            raise SetupError(
+                "--sweep must be an option and its values, for instance batch=1,4,8, got "
                 f"{option!r}.{nearest(name, (*SWEPT, IMPLEMENTATION))}"
             )
         if name in values_by_option:
-            raise OptionError(
-                f"train: --sweep must name each option once, got {name} twice; give all its values in one"
-            )
+            raise SetupError(f"--sweep must name each option once, got {name} twice; give all its values in one")
         values_by_option[name] = list(dict.fromkeys(_value(name, word.strip()) for word in values.split(",")))
     return values_by_option
 
@@ -58,10 +57,10 @@ def strategies_of(words: str | None, varied: Collection[str] = ()) -> list[str]:
     if words is None:
         return list(STRATEGIES)
     if IMPLEMENTATION in varied:
-        raise OptionError("train: --strategies cannot be combined with --sweep implementation; both set --liger")
+        raise SetupError("--strategies cannot be combined with --sweep implementation; both set --liger")
     strategies = list(dict.fromkeys(word.strip().replace("+", ",") for word in words.split(",") if word.strip()))
     if not strategies:
-        raise OptionError(f"train: --strategies must name values of --liger, for instance none,all, got {words!r}")
+        raise SetupError(f"--strategies must name values of --liger, for instance none,all, got {words!r}")
     return strategies
 
 
@@ -97,13 +96,11 @@ def hopeless(setup: Setup, known: Sequence[Row]) -> str:
 def _value(name: str, word: str) -> Any:
     """Convert a word to the type of its field."""
     if name == "memory_limit":
-        return bytes_of("train: --sweep memory_limit", word)
+        return bytes_of("--sweep memory_limit", word, SetupError)
     if name == IMPLEMENTATION:
         if word not in IMPLEMENTATIONS:
             known = ", ".join(IMPLEMENTATIONS)
-            raise OptionError(
-                f"train: --sweep implementation must name {known}, got {word!r}.{nearest(word, IMPLEMENTATIONS)}"
-            )
+            raise SetupError(f"--sweep implementation must name {known}, got {word!r}.{nearest(word, IMPLEMENTATIONS)}")
         return word
     kind = SWEPT[name]
     if kind not in (int, float):
@@ -113,5 +110,5 @@ def _value(name: str, word: str) -> Any:
     except ValueError:
         value = -1
     if value < 0 or (value == 0 and name != "seed"):
-        raise OptionError(f"train: --sweep {name} must have positive numbers, got {word!r}")
+        raise SetupError(f"--sweep {name} must have positive numbers, got {word!r}")
     return value

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from liger_core import private_torch
-from liger_core.errors import OptionError
 from liger_core.kernels import KERNELS
 from liger_hf.tiling import INSIDE
+from liger_train.errors import SetupError
 from liger_train.offloading import Offloading
 
 aten = torch.ops.aten
@@ -53,16 +53,13 @@ def enable(model: Any, how: str) -> None:
     if how == "none":
         return
     if not getattr(model, "supports_gradient_checkpointing", True):
-        raise OptionError(
-            f"train: --checkpoint must be none, since {type(model).__name__} does not support it, got {how!r}"
-        )
+        raise SetupError(f"--checkpoint must be none, since {type(model).__name__} does not support it, got {how!r}")
     checkpoint_layers(model)
     every = layers(model)
     if how == "offload":
         if not every:
-            raise OptionError(
-                f"train: --checkpoint offload needs layers that Transformers checkpoints, and {type(model).__name__} "
-                "has none"
+            raise SetupError(
+                f"--checkpoint offload needs layers that Transformers checkpoints, and {type(model).__name__} has none"
             )
         offloading = Offloading()
         for layer in every:
@@ -70,7 +67,7 @@ def enable(model: Any, how: str) -> None:
     if how.isdecimal():
         count = int(how)
         if count > len(every):
-            raise OptionError(f"train: --checkpoint must be at most the number of layers, {len(every)}, got {count}")
+            raise SetupError(f"--checkpoint must be at most the number of layers, {len(every)}, got {count}")
         for layer in every[count:]:
             keep(layer, Keeps.ALL)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check which techniques can be combined.
 
-Each function returns the rest of the error "train: --option value …", or an empty string.
+Each function returns the rest of the error "--option value …", or an empty string.
 """
 
 from __future__ import annotations

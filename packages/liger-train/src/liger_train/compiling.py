@@ -16,9 +16,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from liger_core.errors import OptionError
 from liger_core.private_torch import CompilerError, compiler_counters, compiler_times
 from liger_train.checkpointing import layers
+from liger_train.errors import SetupError
 
 COMPILER = "inductor"
 # The most graphs of a layer's forward: one per kind of layer and shape, in training and in evaluation. More run in
@@ -40,8 +40,8 @@ def compile_layers(model: nn.Module) -> str:
     """
     every = layers(model)
     if not every:
-        raise OptionError(
-            f"train: --compile needs a model with layers that Transformers can checkpoint, got {type(model).__name__}"
+        raise SetupError(
+            f"--compile needs a model with layers that Transformers can checkpoint, got {type(model).__name__}"
         )
     for layer in every:
         vars(layer)[EAGER] = layer.forward

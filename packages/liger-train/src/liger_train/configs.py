@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from liger_core.errors import OptionError
 from liger_hf.hub import UNREACHABLE, is_local
 from liger_hf.presets import NAMES, PRESETS, did_you_mean, preset
+from liger_train.errors import SetupError
 from liger_train.setup import Setup
 
 # The file with which peft saves an adapter.
@@ -56,17 +56,16 @@ def loading_options(setup: Setup) -> dict[str, Any]:
     }
 
 
-def has_code_of_its_own(name: str, problem: Exception) -> OptionError | None:
+def has_code_of_its_own(name: str, problem: Exception) -> SetupError | None:
     """Return the error for a model or tokenizer whose own code may not run; None for any other problem."""
     if "trust_remote_code" not in str(problem):
         return None
-    return OptionError(
-        f"train: --model {name} has Python code of its own, which runs only with --trust-remote-code; read the code "
-        "first"
+    return SetupError(
+        f"--model {name} has Python code of its own, which runs only with --trust-remote-code; read the code first"
     )
 
 
-def not_found(name: str, problem: Exception) -> OptionError:
+def not_found(name: str, problem: Exception) -> SetupError:
     """Return the error for a model that could not be loaded."""
     from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -79,15 +78,15 @@ def not_found(name: str, problem: Exception) -> OptionError:
         reason = UNREACHABLE
     elif (Path(name) / "config.json").is_file():
         reason += "; --random-weights takes only its config"
-    return OptionError(
-        f"train: --model must be {NAMES}, a folder with a config.json and weights, or a name on the hub, "
+    return SetupError(
+        f"--model must be {NAMES}, a folder with a config.json and weights, or a name on the hub, "
         f"got {name!r}: {reason}.{did_you_mean(name)}"
     )
 
 
-def _is_adapter(name: str) -> OptionError:
-    return OptionError(
-        f"train: --model must be a whole model, got {name!r}, an adapter of peft; to train on from it, give the model "
+def _is_adapter(name: str) -> SetupError:
+    return SetupError(
+        f"--model must be a whole model, got {name!r}, an adapter of peft; to train on from it, give the model "
         "that "
         f"peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(FOLDER) writes, "
         "with the tokenizer, "

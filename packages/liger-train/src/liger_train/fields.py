@@ -8,7 +8,8 @@ from argparse import ArgumentError
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
-from liger_core.errors import OptionError, nearest
+from liger_core.errors import nearest
+from liger_train.errors import SetupError
 
 # Field → the option that sets it, as the end of a sentence.
 OPTIONS = {
@@ -71,9 +72,9 @@ def joined(words: Iterable[str]) -> str:
         name, equals, value = (piece.strip() for piece in word.partition("="))
         name = name.removeprefix("--").replace("-", "_")
         if not (name and equals and value):
-            raise OptionError(f"train: --set must be a name and a value, for instance weight_decay=0.1, got {word!r}")
+            raise SetupError(f"--set must be a name and a value, for instance weight_decay=0.1, got {word!r}")
         if name in values_by_name:
-            raise OptionError(f"train: --set must name each field once, got {name} twice")
+            raise SetupError(f"--set must name each field once, got {name} twice")
         values_by_name[name] = value
     return shlex.join(f"{name}={value}" for name, value in sorted(values_by_name.items()))
 
@@ -101,26 +102,26 @@ def values(text: str, taken: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
     class Parser(HfArgumentParser):
         def error(self, message: str) -> NoReturn:
-            raise OptionError(
-                f"train: --set must have values that TrainingArguments accepts, got {shlex.join(arguments)}: {message}"
+            raise SetupError(
+                f"--set must have values that TrainingArguments accepts, got {shlex.join(arguments)}: {message}"
             )
 
     parser = Parser(TrainingArguments, allow_abbrev=False)  # type: ignore[arg-type]
     known = TrainingArguments.__dataclass_fields__
     for name in words:
         if name in OPTIONS:
-            raise OptionError(f"train: --set cannot set {name}; {OPTIONS[name]}")
+            raise SetupError(f"--set cannot set {name}; {OPTIONS[name]}")
         if name not in known and FORMER.get(name) not in known:
-            raise OptionError(
-                "train: --set must name a field of transformers.TrainingArguments, got "
+            raise SetupError(
+                "--set must name a field of transformers.TrainingArguments, got "
                 f"{name!r}.{nearest(name, [*known, *FORMER])}"
             )
         if name in (taken or {}):
-            raise OptionError(f"train: --set cannot set {name}, which another option sets; leave it out")
+            raise SetupError(f"--set cannot set {name}, which another option sets; leave it out")
     renamed = {name if name in known else FORMER[name]: value for name, value in words.items()}
     if len(renamed) < len(words):
-        raise OptionError(
-            "train: --set must name each field once, got warmup_ratio and warmup_steps, which are one; give one of them"
+        raise SetupError(
+            "--set must name each field once, got warmup_ratio and warmup_steps, which are one; give one of them"
         )
     arguments = [f"--{name}={value}" for name, value in renamed.items()]
     try:
@@ -144,12 +145,12 @@ def _places(word: str) -> list[str]:
     try:
         get_reporting_integration_callbacks(names)
     except ValueError as error:
-        raise OptionError(
-            f"train: --set report_to must be places that Transformers knows, separated by commas, got {word!r}: {error}"
+        raise SetupError(
+            f"--set report_to must be places that Transformers knows, separated by commas, got {word!r}: {error}"
         ) from None
     return names
 
 
 def _check(values_by_name: Mapping[str, Any]) -> None:
     if EPOCHS in values_by_name and not 0 < values_by_name[EPOCHS] < float("inf"):
-        raise OptionError(f"train: --set {EPOCHS} must be a positive number, got {values_by_name[EPOCHS]}")
+        raise SetupError(f"--set {EPOCHS} must be a positive number, got {values_by_name[EPOCHS]}")

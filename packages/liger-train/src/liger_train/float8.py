@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_core.errors import OptionError
+from liger_train.errors import SetupError
 from liger_train.setup import FLOAT8_MULTIPLE as MULTIPLE
 from liger_train.setup import Setup
 
@@ -59,8 +59,8 @@ def chosen_layers(model: Any, setup: Setup, notes: list[str]) -> set[str]:
             wanted.add(name)
     others = ", ".join(f"{count} × {reason}" for reason, count in left.items())
     if not wanted:
-        raise OptionError(
-            f"train: --precision {setup.precision} needs linear layers whose dimensions are multiples of {MULTIPLE}, "
+        raise SetupError(
+            f"--precision {setup.precision} needs linear layers whose dimensions are multiples of {MULTIPLE}, "
             f"got {setup.model} with {others or 'none'}; use --precision bf16"
         )
     scales = SCALES[RECIPES[setup.precision]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields
@@ -15,9 +14,9 @@ from typing import Annotated, Any, get_args, get_type_hints
 from typer import Option
 
 from liger_bench.memory import bytes_of
-from liger_core.errors import LigerError
 from liger_hf.presets import preset_name
 from liger_train import fields as training_fields
+from liger_train.errors import SetupError
 from liger_train.setup import DEFAULTS, Setup, Typed, batch_of
 from liger_train.techniques import TECHNIQUES, values_of
 
@@ -103,9 +102,8 @@ def takes_options(optional: str = "") -> Callable[[Callable[..., None]], Callabl
             options = RunOptions(**{field.name: values.pop(field.name) for field in fields(RunOptions)})
             try:
                 command(words, options, **values)
-            except LigerError as error:
-                # A wrong option has the same error in every command.
-                error.args = (re.sub("^train:", f"{command.__name__}:", str(error)),)
+            except SetupError as error:
+                error.command = command.__name__
                 raise
 
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -128,7 +126,7 @@ def setup_of(words: Mapping[str, Any], largest: int, **chosen: Any) -> Setup:
             "model": preset_name(words["model"]),
             "batch": batch_of(words["batch"], largest),
             "device": chosen["device"],
-            "memory_limit": None if limit is None else bytes_of("train: --memory-limit", limit),
+            "memory_limit": None if limit is None else bytes_of("--memory-limit", limit, SetupError),
             "set": training_fields.joined(words["set"] or []),
         }
     )

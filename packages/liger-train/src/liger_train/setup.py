@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from liger_core.errors import OptionError
 from liger_hf.presets import PRESETS
 from liger_train import fields as training_fields
+from liger_train.errors import SetupError
 
 # The text that every machine has: the sources of Python's standard library.
 LIBRARY = "library"
@@ -216,7 +216,7 @@ def batch_of(words: str, largest: int) -> int:
     if words == AUTO:
         return largest
     if not words.isdecimal():
-        raise OptionError(f"train: --batch must be a number or auto, got {words!r}")
+        raise SetupError(f"--batch must be a number or auto, got {words!r}")
     return int(words)
 
 
@@ -225,31 +225,25 @@ def check_values(setup: Setup) -> None:
     for name, (low, high) in LIMITS.items():
         value = getattr(setup, name)
         if not low <= value <= high:
-            raise OptionError(f"train: --{name.replace('_', '-')} must be from {low} to {high}, got {value}")
+            raise SetupError(f"--{name.replace('_', '-')} must be from {low} to {high}, got {value}")
     if setup.ranks % (setup.tp * setup.cp):
         ranks = f"{setup.ranks} rank{'s' if setup.ranks > 1 else ''}"
-        raise OptionError(
-            f"train: the number of ranks must be a multiple of --tp × --cp, got {setup.tp} × {setup.cp} and "
+        raise SetupError(
+            f"the number of ranks must be a multiple of --tp × --cp, got {setup.tp} × {setup.cp} and "
             f"{ranks}; run it under torchrun --nproc-per-node N -m liger_core train, or plan it with --ranks N"
         )
     if setup.batch * setup.sequence > MOST:
-        raise OptionError(
-            f"train: --batch × --sequence must be at most {MOST} tokens, got {setup.batch} × {setup.sequence}"
-        )
+        raise SetupError(f"--batch × --sequence must be at most {MOST} tokens, got {setup.batch} × {setup.sequence}")
     if not 0 < setup.learning_rate < math.inf:
-        raise OptionError(f"train: --learning-rate must be a positive number, got {setup.learning_rate}")
+        raise SetupError(f"--learning-rate must be a positive number, got {setup.learning_rate}")
     if not 0 <= setup.validation < 1:
-        raise OptionError(f"train: --validation must be from 0 to below 1, got {setup.validation}")
+        raise SetupError(f"--validation must be from 0 to below 1, got {setup.validation}")
     if setup.validation and setup.tp * setup.cp > 1:
-        raise OptionError(
-            f"train: --validation needs ranks with sequences of their own, got --tp {setup.tp} --cp {setup.cp}"
-        )
+        raise SetupError(f"--validation needs ranks with sequences of their own, got --tp {setup.tp} --cp {setup.cp}")
     for name in ("adapter_rank", "adapter_alpha", "adapter_targets"):
         if setup.adapter == "none" and getattr(setup, name) != getattr(Setup, name):
-            raise OptionError(f"train: --{name.replace('_', '-')} needs --adapter lora or qlora, got none")
+            raise SetupError(f"--{name.replace('_', '-')} needs --adapter lora or qlora, got none")
     for name in ("model", "data", "nvme_folder", "adapter_targets"):
         if (word := getattr(setup, name)) is not None and not word.strip():
             option = name.replace("_", "-")
-            raise OptionError(
-                f"train: --{option} must not be empty, as it is when it is a shell variable that is not set"
-            )
+            raise SetupError(f"--{option} must not be empty, as it is when it is a shell variable that is not set")

@@ -7,8 +7,9 @@ import importlib.util
 from dataclasses import replace
 from typing import Any
 
-from liger_core.errors import DeviceError, OptionError, nearest
+from liger_core.errors import nearest
 from liger_train import combinations, fields
+from liger_train.errors import SetupDeviceError, SetupError
 from liger_train.implementations import PEER
 from liger_train.optimizers import OPTIMIZERS
 from liger_train.setup import MLP_ROWS, Setup, check_values
@@ -261,13 +262,13 @@ def check(setup: Setup, here: bool = True) -> None:
     """
     check_values(setup)
     if setup.memory_limit is not None and setup.device == "cpu":
-        raise DeviceError("train: --memory-limit needs a GPU, got --device cpu")
+        raise SetupDeviceError("--memory-limit needs a GPU, got --device cpu")
     check_techniques(setup, here)
     fields.values(setup.set, arguments(setup))
     evaluating = [name for name in fields.EVALUATION if name in fields.strings(setup.set)]
     if evaluating and not setup.validation:
-        raise OptionError(
-            f"train: --set {evaluating[0]} needs --validation, the share of the text to hold out, for instance 0.02"
+        raise SetupError(
+            f"--set {evaluating[0]} needs --validation, the share of the text to hold out, for instance 0.02"
         )
 
 
@@ -277,15 +278,15 @@ def check_techniques(setup: Setup, here: bool) -> None:
         option = f"--{technique.option} {getattr(setup, technique.option)}"
         if setup.device not in technique.devices:
             places = " or ".join(technique.devices)
-            raise DeviceError(f"train: {option} needs --device {places}, got {setup.device}: {technique.reason}")
+            raise SetupDeviceError(f"{option} needs --device {places}, got {setup.device}: {technique.reason}")
         problem = technique.problem(setup)
         # The folder on the disk is that of the machine of the run.
         if problem and (here or technique.value != "nvme"):
-            raise OptionError(f"train: {option} {problem}")
+            raise SetupError(f"{option} {problem}")
         missing = [name for name in technique.packages if importlib.util.find_spec(name.replace("-", "_")) is None]
         if missing and here:
-            raise OptionError(
-                f"train: {option} needs {' and '.join(missing)}, not installed here; pip install {' '.join(missing)}"
+            raise SetupError(
+                f"{option} needs {' and '.join(missing)}, not installed here; pip install {' '.join(missing)}"
             )
 
 
@@ -307,6 +308,4 @@ def _chosen(option: str, values: dict[str, Technique], value: str) -> Technique:
     known = [name for name in values if name not in (NUMBER, LIST)]
     also = " or a number of layers" if NUMBER in values else " or ops separated by commas" if LIST in values else ""
     likely = [*known, *combinations.op_names()] if LIST in values else known
-    raise OptionError(
-        f"train: --{option} must be one of {', '.join(known)}{also}, got {value!r}.{nearest(value, likely)}"
-    )
+    raise SetupError(f"--{option} must be one of {', '.join(known)}{also}, got {value!r}.{nearest(value, likely)}")
