@@ -30,7 +30,7 @@ def smooth(model: nn.Module, setup: Setup, notes: list[str]) -> None:
     batch."""
     if not (factor := factor_of(setup)):
         return
-    base = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    base = _with_loss(model)
     code = getattr(inspect.unwrap(type(base).forward), "__code__", None)
     if (
         base.loss_function in (ForCausalLMLoss, causal_lm_loss)
@@ -47,11 +47,12 @@ def smooth(model: nn.Module, setup: Setup, notes: list[str]) -> None:
 
 def is_smoothed(model: nn.Module) -> bool:
     """Whether the model computes the smoothed loss itself."""
-    return any(
-        getattr(module.loss_function, "func", None) is smoothed_loss
-        for module in model.modules()
-        if isinstance(module, PreTrainedModel)
-    )
+    return getattr(_with_loss(model).loss_function, "func", None) is smoothed_loss
+
+
+def _with_loss(model: nn.Module) -> PreTrainedModel:
+    """Return the model within adapters; Transformers warns where a loss function is read of one without an LM head."""
+    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
 def smoothed_loss(
