@@ -75,7 +75,7 @@ def found(rows: list[Row]) -> list[Sweep]:
 
 def said(rows: list[Row]) -> dict[str, str]:
     (sweep,) = found(rows)
-    return {each.words: each.figure for each in statements(sweep)}
+    return dict(statements(sweep))
 
 
 def text_of(rows: list[Row]) -> str:
@@ -306,7 +306,7 @@ def test_runs_that_ran_out_of_memory_failed_or_were_skipped_have_a_reason() -> N
     assert "* Transformers at 16: out of memory: 2 GiB" in text
     assert "* Transformers at 64: ValueError: no such layer" in text
     (sweep,) = found([small, large, left, broken])
-    assert {each.words: each.figure for each in statements(sweep)}["Transformers: first OOM"] == "at 16"
+    assert dict(statements(sweep))["Transformers: first OOM"] == "at 16"
 
 
 def test_an_interrupted_run_says_how_far_it_came() -> None:
@@ -419,7 +419,7 @@ def test_the_page_of_the_ablation_states_what_the_rows_show() -> None:
     page = (ROOT / "docs" / "ablation.md").read_text()
     folders = [ROOT / "benchmarks" / "results" / f"2026-11-21-h200-training-runs{end}" for end in ("-recorded", "")]
     every = [sweep for sweep in sweeps(read(folders)) if sweep.first["memory_limit"] == 24 * GIB]
-    by_axis = {sweep.axis: {each.words: each.figure for each in statements(sweep)} for sweep in every}
+    by_axis = {sweep.axis: dict(statements(sweep)) for sweep in every}
     for axis, words in (("batch", "at batch 16"), ("sequence", "at 4096 tokens")):
         assert by_axis[axis]["Transformers: first OOM"] == re.sub(r"batch | tokens", "", words)
         assert f"| {words} |" in page

@@ -54,6 +54,11 @@ class Row(ResultRow, Setup):
 
 COLUMNS = Row.header()
 SETUP = tuple(field.name for field in fields(Setup))
+DEFAULTS = {field.name: field.default for field in fields(Setup)}
+# These change neither the time nor the memory of a step.
+FREE = ("steps", "learning_rate", "seed", "nvme_folder", "trust_remote_code", "random_weights")
+# The options that have a place of their own beside the name of a run.
+UNNAMED = ("model", "batch", "sequence", "liger", "data", "device", "memory_limit", *FREE)
 # What `--checkpoint auto` notes: the number of layers that recompute everything, everything but their matmuls, and
 # nothing.
 AUTO_NOTE = "layers with full recompute: {}, with selective recompute: {}, without recompute: {}"
@@ -61,6 +66,11 @@ AUTO_NOTE = "layers with full recompute: {}, with selective recompute: {}, witho
 NOT_RUN = "not run"
 # Marks a speedup within the spread of the steps.
 WITHIN_SPREAD = "≈ "
+
+
+def chosen_options(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the other options of a run that are not the defaults."""
+    return {name: run[name] for name in SETUP if name not in UNNAMED and run[name] != DEFAULTS[name]}
 
 
 def overlapping(run: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -36,10 +36,8 @@ def report(
     html: Annotated[
         Path | None,
         typer.Option(
-            help=(
-                "Where to write the report as one HTML file with inline images. Default: report.html in the first "
-                "folder, unless there is --docs."
-            )
+            help="Where to write the report as one HTML file with inline images. Default: report.html in the first "
+            "folder, unless there is --docs."
         ),
     ] = None,
     docs: Annotated[Path | None, typer.Option(help="Where to write the report as Markdown, with its images.")] = None,
@@ -154,12 +152,9 @@ def _pictures_of(sweep: Sweep) -> list[tuple[str, str, Draw]]:
     """Return caption, file name suffix and drawing of each picture: two strategies, and all of them."""
     from liger_train.report.pictures import sweep_picture
 
-    every, two = (
-        sweep.strategies,
-        [strategy for strategy in (sweep.strategy(PLAIN), sweep.strategy(FUSED)) if strategy is not None],
-    )
-    drawn: list[tuple[str, str, Draw]] = []
+    every = sweep.strategies
+    two = [strategy for strategy in (sweep.strategy(PLAIN), sweep.strategy(FUSED)) if strategy is not None]
+    drawn: list[tuple[str, str, Draw]] = [(f"{sweep.title}: every strategy", "", partial(sweep_picture, sweep, every))]
     if len(two) == 2 and len(every) > 2:
-        drawn.append((f"{sweep.title}: Transformers and Liger", "-two", partial(sweep_picture, sweep, two)))
-    drawn.append((f"{sweep.title}: every strategy", "", partial(sweep_picture, sweep, every)))
+        drawn.insert(0, (f"{sweep.title}: Transformers and Liger", "-two", partial(sweep_picture, sweep, two)))
     return drawn

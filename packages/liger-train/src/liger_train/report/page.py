@@ -18,7 +18,7 @@ from liger_bench.records import Record, distinct
 from liger_train.report.statements import statements
 from liger_train.report.sweeps import PLAIN, Sweep, where
 from liger_train.report.timelines import title
-from liger_train.row import AUTO_NOTE, NOT_RUN, SETUP, WITHIN_SPREAD, overlapping
+from liger_train.row import AUTO_NOTE, NOT_RUN, SETUP, WITHIN_SPREAD, chosen_options, overlapping
 from liger_train.setup import Setup
 
 GIB = 1 << 30
@@ -78,7 +78,9 @@ def page(
     """The parts of the page in Markdown; they link to the pictures by their paths."""
     parts = [_where(rows), ABOUT]
     for sweep, drawn in zip(all_sweeps, pictures.sweeps, strict=True):
-        parts += [f"## {sweep.title}", f"{sweep.setting}.", *_images(drawn), _statements(sweep), _figures(sweep)]
+        lines = list(statements(sweep))
+        parts += [f"## {sweep.title}", f"{sweep.setting}.", *_images(drawn)]
+        parts += [markdown.table(("", "figure"), lines) if lines else "", _figures(sweep)]
     parts += _timelines(timelines, pictures)
     parts += _others(rest, heading=bool(all_sweeps))
     parts.append(_repeat(all_sweeps, rest, command))
@@ -90,19 +92,15 @@ def as_html(text: str, folder: Path) -> str:
     text = re.sub(r"<!--.*?-->\n*", "", text, flags=re.DOTALL)
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
-    body = re.sub(
-        r'(<img src=")([^"]+)"', lambda match: f'{match[1]}{_inlined(folder / html.unescape(match[2]))}"', body
-    )
+    for link in set(re.findall(r'<img src="([^"]+)"', body)):
+        picture = base64.b64encode((folder / html.unescape(link)).read_bytes()).decode()
+        body = body.replace(f'<img src="{link}"', f'<img src="data:image/png;base64,{picture}"')
     title = next(iter(re.findall(r"<h1>(.*?)</h1>", body)), "Results")
     head = (
         '<meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width"><title>{title}</title><style>\n{STYLE}\n</style>'
     )
     return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}</body>\n</html>\n'
-
-
-def _inlined(path: Path) -> str:
-    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
 
 
 def _where(rows: Sequence[Record]) -> str:
@@ -112,11 +110,6 @@ def _where(rows: Sequence[Record]) -> str:
 
 def _images(drawn: Sequence[tuple[str, Path]]) -> list[str]:
     return [f"![{caption}](<{path.as_posix()}>)" for caption, path in drawn]
-
-
-def _statements(sweep: Sweep) -> str:
-    lines = [(each.words, each.figure) for each in statements(sweep)]
-    return markdown.table(("", "figure"), lines) if lines else ""
 
 
 def _figures(sweep: Sweep) -> str:
@@ -178,16 +171,8 @@ def _unit(rows: Sequence[Record]) -> tuple[int, str]:
 
 def _cells(row: Record, plain: Record | None, scale: int) -> list[str]:
     if row["tokens_per_second"] is None:
-        word = (
-            "out of memory"
-            if row["out_of_memory"]
-            else NOT_RUN
-            if row["reason"].startswith(NOT_RUN)
-            else "failed"
-            if row.get("failed")
-            else "–"
-        )
-        return [word, *["–"] * (FIGURES - 1)]
+        other = NOT_RUN if row["reason"].startswith(NOT_RUN) else "failed" if row.get("failed") else "–"
+        return ["out of memory" if row["out_of_memory"] else other, *["–"] * (FIGURES - 1)]
     low, high, losses = row.get("low_tokens_per_second"), row.get("high_tokens_per_second"), row.get("losses")
     return [
         f"{row['tokens_per_second']:,.0f}",
@@ -214,19 +199,12 @@ def _timelines(timelines: Sequence[Record], pictures: Pictures) -> list[str]:
     scale, unit = unit_of(max(sum(record["peak"].values()) for record in timelines) or GIB)
     lines = []
     for record in timelines:
-        peak = record["peak"]
-        lines.append(
-            [
-                title(record["setup"]),
-                f"{sum(peak.values()) / scale:.2f}",
-                *(f"{peak[name] / scale:.2f}" for name in names),
-            ]
-        )
+        sizes = [sum(record["peak"].values()), *(record["peak"][name] for name in names)]
+        lines.append([title(record["setup"]), *(f"{size / scale:.2f}" for size in sizes)])
     about = (
         "## Memory over time\n\nFrom the allocator's events: the last recorded step, up to the failed request if it "
-        "ran out of memory. Weights, gradients and optimizer state "
-        "are recognized by their addresses, logits by their size; checkpoints are the inputs of checkpointed layers. "
-        f"At the peak, in {unit}:"
+        "ran out of memory. Weights, gradients and optimizer state are recognized by their addresses, logits by their "
+        f"size; checkpoints are the inputs of checkpointed layers. At the peak, in {unit}:"
     )
     return [
         about,
@@ -262,26 +240,9 @@ def _ending(row: Record) -> str:
 
 def _named(row: Record) -> str:
     """Return the model and size of a run, and every option that is not the default."""
-    default = Setup(row["model"])
-    shown = [
-        n
-        for n in SETUP
-        if n
-        not in (
-            "model",
-            "batch",
-            "sequence",
-            "liger",
-            "steps",
-            "seed",
-            "learning_rate",
-            "device",
-            "memory_limit",
-            "data",
-        )
-    ]
-    words = [str(row[n]) if n == "precision" else f"{n} {row[n]}" for n in shown if row[n] != getattr(default, n)]
-    return f"{row['model']} {row['batch']} × {row['sequence']}{''.join(', ' + word for word in words)}; {where(row)}"
+    words = [str(value) if name == "precision" else f"{name} {value}" for name, value in chosen_options(row).items()]
+    size = f"{row['model']} {row['batch']} × {row['sequence']}"
+    return f"{', '.join([size, *words])}; {where(row)}"
 
 
 def _repeat(all_sweeps: Sequence[Sweep], rest: Sequence[Record], command: str) -> str:

@@ -3,83 +3,66 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from liger_bench.records import Record
 from liger_train.report.sweeps import FUSED, PARTLY, PLAIN, Strategy, Sweep
 from liger_train.row import WITHIN_SPREAD, overlapping
 
 SPEED, PEAK = "tokens_per_second", "peak_bytes"
+# What a line of the table is about, and its figure.
+Statement = tuple[str, str]
 
 
-@dataclass(frozen=True)
-class Statement:
-    """One line of the table: what it is about, and the figure."""
-
-    words: str
-    figure: str
-
-
-def statements(sweep: Sweep) -> list[Statement]:
-    """Return every statement that the rows can support."""
+def statements(sweep: Sweep) -> Iterator[Statement]:
+    """Yield every statement that the rows can support."""
     plain, partly, fused = (sweep.strategy(name) for name in (PLAIN, PARTLY, FUSED))
-    lines = [
-        Statement(f"{strategy.label}: first OOM", _first_failure(sweep, strategy))
-        for strategy in (plain, partly, fused)
-        if strategy is not None
-    ]
-    lines += [
-        Statement(f"{strategy.label}: growth of peak memory", growth)
-        for strategy in (plain, partly, fused)
-        if strategy is not None and (growth := _growth(sweep, strategy))
-    ]
-    lines += [
-        Statement(f"{strategy.label}: scaling of tokens/s", growth)
-        for strategy in (plain, partly, fused)
-        if strategy is not None and (growth := _speed_up(sweep, strategy))
-    ]
-    if plain and fused and (both := _largest(sweep, [plain, fused], PEAK)):
+    present = [strategy for strategy in (plain, partly, fused) if strategy is not None]
+    for strategy in present:
+        yield f"{strategy.label}: first OOM", _first_failure(sweep, strategy)
+    for strategy in present:
+        yield from _growth(sweep, strategy)
+    if plain and fused:
+        yield from _ratios(sweep, plain, fused)
+    yield from _checkpoints(sweep)
+    if plain and partly and fused:
+        yield from _shares(sweep, [plain, partly, fused])
+
+
+def _ratios(sweep: Sweep, plain: Strategy, fused: Strategy) -> Iterator[Statement]:
+    if both := _largest(sweep, [plain, fused], PEAK):
         value, (base, row) = both
-        lines.append(Statement(f"peak memory, Liger ÷ baseline, at {value}", f"{row[PEAK] / base[PEAK]:.2f}"))
-    if plain and fused and (both := _largest(sweep, [plain, fused], SPEED)):
+        yield f"peak memory, Liger ÷ baseline, at {value}", f"{row[PEAK] / base[PEAK]:.2f}"
+    if both := _largest(sweep, [plain, fused], SPEED):
         value, (base, row) = both
-        lines.append(Statement(f"tokens/s, Liger ÷ baseline, at {value}", _speed_ratio(row, base)))
-    if plain and fused and (highest := _highest(sweep, plain)) and (ours := _highest(sweep, fused)):
+        yield f"tokens/s, Liger ÷ baseline, at {value}", _speed_ratio(row, base)
+    if (highest := _highest(sweep, plain)) and (ours := _highest(sweep, fused)):
         words = f"{_speed_ratio(ours, highest)} (at {ours[sweep.axis]} ÷ at {highest[sweep.axis]})"
-        lines.append(Statement("highest tokens/s, Liger ÷ baseline", words))
-    lines += _checkpoints(sweep)
+        yield "highest tokens/s, Liger ÷ baseline", words
+
+
+def _shares(sweep: Sweep, strategies: list[Strategy]) -> Iterator[Statement]:
     for column, words in ((PEAK, "memory saved"), (SPEED, "throughput gained")):
-        if plain and partly and fused and (all_three := _largest(sweep, [plain, partly, fused], column)):
+        if all_three := _largest(sweep, strategies, column):
             value, rows = all_three
             none, some, every = (float(row[column]) for row in rows)
             # A share of almost nothing means nothing, and neither does one of a difference within the spread of the
             # steps.
             if abs(every / none - 1) > 0.02 and (column == PEAK or not overlapping(rows[0], rows[2])):
-                lines.append(
-                    Statement(
-                        f"share of the {words} at {value} due to the fused loss",
-                        f"{(every - some) / (every - none):.1%}",
-                    )
-                )
-    return lines
+                share = (every - some) / (every - none)
+                yield f"share of the {words} at {value} due to the fused loss", f"{share:.1%}"
 
 
-def _checkpoints(sweep: Sweep) -> list[Statement]:
-    """Return the speedup of each other value of --checkpoint over recomputing every layer."""
-    lines: list[Statement] = []
+def _checkpoints(sweep: Sweep) -> Iterator[Statement]:
+    """Yield the speedup of each other value of --checkpoint over recomputing every layer."""
     for full in (strategy for strategy in sweep.strategies if strategy.checkpoint == "full"):
         alike = (s for s in sweep.strategies if (s.liger, s.compile) == (full.liger, full.compile))
         for other in (s for s in alike if s.checkpoint != "full"):
-            pairs = [(sweep.row(other, value), sweep.row(full, value)) for value in sweep.values]
-            ratios = [
-                row[SPEED] / base[SPEED]
-                for row, base in pairs
-                if row and base and _has(row, SPEED) and _has(base, SPEED)
-            ]
-            if ratios:
-                words = f"tokens/s, {other.label} ÷ checkpoint full"
-                lines.append(Statement(words, f"{min(ratios):.2f} to {max(ratios):.2f} at {len(ratios)} sizes"))
-    return lines
+            base = {row[sweep.axis]: row[SPEED] for row in _rows(sweep, full, SPEED)}
+            rows = [row for row in _rows(sweep, other, SPEED) if row[sweep.axis] in base]
+            if ratios := [row[SPEED] / base[row[sweep.axis]] for row in rows]:
+                figure = f"{min(ratios):.2f} to {max(ratios):.2f} at {len(ratios)} sizes"
+                yield f"tokens/s, {other.label} ÷ checkpoint full", figure
 
 
 def _first_failure(sweep: Sweep, strategy: Strategy) -> str:
@@ -91,21 +74,22 @@ def _first_failure(sweep: Sweep, strategy: Strategy) -> str:
     return f"no OOM up to {fits[-1]}" if fits else "–"
 
 
-def _growth(sweep: Sweep, strategy: Strategy) -> str:
-    """Return the growth of peak memory from the smallest to the largest run, per thousand tokens of a step."""
-    rows = _rows(sweep, strategy, PEAK)
-    if len(rows) < 2 or sweep.axis == "ranks":
-        return ""
-    tokens = [row["batch"] * row["sequence"] for row in (rows[0], rows[-1])]
-    return f"{(rows[-1][PEAK] - rows[0][PEAK]) / (tokens[1] - tokens[0]) * 1000 / 2**20:,.1f} MiB per 1000 tokens"
+def _growth(sweep: Sweep, strategy: Strategy) -> Iterator[Statement]:
+    """Yield the growth of peak memory from the smallest to the largest run, per thousand tokens of a step.
 
-
-def _speed_up(sweep: Sweep, strategy: Strategy) -> str:
-    """Return the speedup from the fewest to the most ranks, where each rank has the same batch (weak scaling)."""
-    rows = _rows(sweep, strategy, SPEED)
-    if len(rows) < 2 or sweep.axis != "ranks":
-        return ""
-    return f"{rows[-1][SPEED] / rows[0][SPEED]:.2f} × from {rows[0]['ranks']} to {rows[-1]['ranks']}"
+    For ranks, which each have the same batch, yield that of the speed (weak scaling).
+    """
+    rows = _rows(sweep, strategy, SPEED if sweep.axis == "ranks" else PEAK)
+    if len(rows) < 2:
+        return
+    first, last = rows[0], rows[-1]
+    if sweep.axis == "ranks":
+        figure = f"{last[SPEED] / first[SPEED]:.2f} × from {first['ranks']} to {last['ranks']}"
+        yield f"{strategy.label}: scaling of tokens/s", figure
+    else:
+        tokens = last["batch"] * last["sequence"] - first["batch"] * first["sequence"]
+        figure = f"{(last[PEAK] - first[PEAK]) / tokens * 1000 / 2**20:,.1f} MiB per 1000 tokens"
+        yield f"{strategy.label}: growth of peak memory", figure
 
 
 def _largest(sweep: Sweep, strategies: list[Strategy], column: str) -> tuple[int, list[Record]] | None:

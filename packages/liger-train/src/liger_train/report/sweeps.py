@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,15 @@ from liger_bench.records import Record, distinct
 from liger_bench.results import read_json
 from liger_core.errors import OptionError
 from liger_train.implementations import PEER
-from liger_train.row import SETUP
-from liger_train.setup import Setup
+from liger_train.row import DEFAULTS, FREE, SETUP, chosen_options
 
 ROWS = "train.json"
 SIZES = ("batch", "sequence")
 AXES = (*SIZES, "ranks")
 # The columns that differ between the lines of one picture; all others are the same.
 STRATEGY = ("liger", "compile", "checkpoint")
-# These change neither the time nor the memory of a step.
-FREE = ("steps", "learning_rate", "seed", "nvme_folder", "trust_remote_code", "random_weights")
 # Rows of earlier versions may be without other columns.
 REQUIRED = ("model", "machine", "versions", "commit", "date")
-DEFAULTS = {field.name: field.default for field in fields(Setup)}
 PLAIN, FUSED, PARTLY = "none", "all", "all-but-loss"
 WORDS = {PLAIN: "Transformers", PARTLY: "Liger without fused loss", FUSED: "Liger", PEER: PEER}
 
@@ -96,31 +92,20 @@ class Sweep:
     @property
     def setting(self) -> str:
         """The options that all runs share and that are not the defaults, and the device."""
-        shown = [
-            name for name in SETUP if name not in ("model", "device", "data", "memory_limit", *AXES, *STRATEGY, *FREE)
-        ]
+        chosen = chosen_options(self.first).items()
         words = [self.first["precision"]]
-        words += [
-            f"{name} {self.first[name]}" for name in shown if name != "precision" and self.first[name] != DEFAULTS[name]
-        ]
+        words += [f"{name} {value}" for name, value in chosen if name not in ("precision", "ranks", *STRATEGY)]
         if len({strategy.checkpoint for strategy in self.strategies}) == 1:
             words.append(f"checkpoint {self.first['checkpoint']}")
-        return f"{', '.join(words)}; {_cards(self.first) if self.axis == 'ranks' else where(self.first)}"
+        cards = _limited(self.first, f"{_device(self.first)} per rank")
+        return f"{', '.join(words)}; {cards if self.axis == 'ranks' else where(self.first)}"
 
     @property
     def name(self) -> str:
         """The name of the sweep in file names."""
-        shown = [
-            name
-            for name in SETUP
-            if name not in ("model", "data", "device", "memory_limit", self.axis, *SIZES, *STRATEGY, *FREE)
-        ]
-        words = [
-            self.first["model"],
-            self.axis,
-            self.fixed,
-            *(str(self.first[n]) for n in shown if self.first[n] != DEFAULTS[n]),
-        ]
+        chosen = chosen_options(self.first).items()
+        words = [self.first["model"], self.axis, self.fixed]
+        words += [str(value) for name, value in chosen if name not in (self.axis, *STRATEGY)]
         if self.first["memory_limit"]:
             words.append(f"{self.first['memory_limit'] / 2**30:g}GiB")
         return re.sub(r"[^\w.]+", "-", "-".join(words)).strip("-")
@@ -180,11 +165,6 @@ def others(rows: Sequence[Record], all_sweeps: Sequence[Sweep]) -> list[Record]:
 
 def _line(row: Record) -> tuple[str, str, str]:
     return row["liger"], row["compile"], row["checkpoint"]
-
-
-def _cards(row: Record) -> str:
-    """The devices of a sweep over ranks."""
-    return _limited(row, f"{_device(row)} per rank")
 
 
 def _limited(row: Record, device: str) -> str:

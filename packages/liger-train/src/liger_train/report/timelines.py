@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 from liger_bench.printing import unit_of
 from liger_bench.records import Record
 from liger_core.errors import OptionError
-from liger_train.report.sweeps import WORDS
+from liger_train.report.sweeps import PARTLY, PLAIN, WORDS
 from liger_train.row import SETUP
 from liger_train.timeline import CATEGORIES
 
@@ -42,26 +42,25 @@ def read_timelines(folders: Sequence[Path]) -> list[Record]:
         if not complete:
             raise OptionError(f"report: {path} must be a timeline that liger train --snapshot wrote; move it away")
         records.append(record)
-    return sorted(
-        records,
-        key=lambda r: (r["setup"]["model"], r["setup"]["batch"] * r["setup"]["sequence"], -_order(r["setup"]["liger"])),
-    )
+
+    def order(record: Record) -> tuple[Any, ...]:
+        setup = record["setup"]
+        return setup["model"], setup["batch"] * setup["sequence"], {PLAIN: 0, PARTLY: 1}.get(setup["liger"], 2)
+
+    return sorted(records, key=order)
 
 
 def pairs(records: Sequence[Record]) -> dict[str, list[Record]]:
     """File name → the runs in one picture: all strategies at one size, and the smallest and largest run of one
     strategy."""
     groups: dict[str, list[Record]] = {}
-    for records_, name in (
-        _grouped(records, ("liger", "checkpoint"), "strategies"),
-        _grouped(records, ("batch", "sequence"), "sizes"),
-    ):
-        for group in records_:
-            setup = group[0]["setup"]
-            if name == "sizes" and len(group) > 1:
-                groups[_named(f"{setup['model']}-{setup['liger']}-small-and-large", groups)] = [group[0], group[-1]]
-            elif name == "strategies":
-                groups[_named(f"{setup['model']}-{setup['batch']}x{setup['sequence']}", groups)] = group
+    for group in _grouped(records, "liger", "checkpoint"):
+        setup = group[0]["setup"]
+        groups[_named(f"{setup['model']}-{setup['batch']}x{setup['sequence']}", groups)] = group
+    for group in _grouped(records, "batch", "sequence"):
+        setup = group[0]["setup"]
+        if len(group) > 1:
+            groups[_named(f"{setup['model']}-{setup['liger']}-small-and-large", groups)] = [group[0], group[-1]]
     return groups
 
 
@@ -138,7 +137,7 @@ class Step:
 
 def _last_step(record: Record) -> Step:
     """The last recorded step, without the time after it in which the memory no longer changes much."""
-    times, totals = record["milliseconds"], _totals(record)
+    times, totals = record["milliseconds"], [sum(sizes) for sizes in zip(*record["bytes"].values(), strict=True)]
     if not times:
         return Step([0.0], [[0] for _ in CATEGORIES], 0)
     start = min(record["steps"][-1] if record["steps"] else times[0], times[-1])
@@ -172,17 +171,12 @@ def title(setup: dict[str, Any]) -> str:
     return f"{setup['model']} {setup['batch']} × {setup['sequence']}, {WORDS.get(setup['liger'], setup['liger'])}"
 
 
-def _totals(record: Record) -> list[int]:
-    return [sum(values) for values in zip(*record["bytes"].values(), strict=True)]
-
-
-def _grouped(records: Sequence[Record], free: tuple[str, ...], name: str) -> tuple[list[list[Record]], str]:
+def _grouped(records: Sequence[Record], *free: str) -> list[list[Record]]:
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
-        groups.setdefault(tuple(record["setup"].get(n) for n in SETUP if n not in (*free, "steps", "seed")), []).append(
-            record
-        )
-    return list(groups.values()), name
+        same = tuple(record["setup"].get(name) for name in SETUP if name not in (*free, "steps", "seed"))
+        groups.setdefault(same, []).append(record)
+    return list(groups.values())
 
 
 def _named(name: str, taken: dict[str, Any]) -> str:
@@ -190,7 +184,3 @@ def _named(name: str, taken: dict[str, Any]) -> str:
     name = "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in name)
     count = sum(each == name or each.startswith(f"{name}-no-") for each in taken)
     return name if not count else f"{name}-no-{count + 1}"
-
-
-def _order(liger: str) -> int:
-    return {"none": 2, "all-but-loss": 1}.get(liger, 0)

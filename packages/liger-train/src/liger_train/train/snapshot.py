@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from transformers import TrainerCallback
@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 from liger_bench import machine
 from liger_bench.memory import CpuAllocations, storages
 from liger_hf.private_transformers import GradientCheckpointingLayer
+from liger_train.row import chosen_options
 from liger_train.setup import Setup
 from liger_train.timeline import (
     CHECKPOINTS,
@@ -27,7 +28,6 @@ from liger_train.timeline import (
     Event,
     Guess,
     Tag,
-    Timeline,
     logits_sizes,
     timeline,
 )
@@ -67,9 +67,8 @@ class Snapshot(TrainerCallback):
         if self._recorded is not None:
             self._write(self._recorded)
 
-    def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        model, optimizer = more["model"], more["optimizer"]
         # --batch auto trains several times; the last run counts.
         self._stop()
         self.tags, self.starts, self._updates = [], [], []
@@ -99,13 +98,11 @@ class Snapshot(TrainerCallback):
         if self._recorder is not None and self._updates:
             self._updates[-1][1] = _now()
 
-    def on_step_end(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         if self._recorder is None:
             return
-        self._tag(OPTIMIZER, _state(optimizer))
-        self._tag(WEIGHTS, model.parameters())
+        self._tag(OPTIMIZER, _state(more["optimizer"]))
+        self._tag(WEIGHTS, more["model"].parameters())
         if len(self.starts) == STEPS:
             self._stop()
 
@@ -163,7 +160,8 @@ class Snapshot(TrainerCallback):
 
         start = self.starts[1] if len(self.starts) > 1 else float("-inf")
         line = timeline(recorded.held, recorded.events, self.tags, self._guess, self.starts, start)
-        record = record_of(self.setup, line, recorded.requested, machine.describe(torch.device(self.setup.device)))
+        record = {"setup": asdict(self.setup), **line.columns(), "peak": line.peak, "asked": recorded.requested}
+        record |= machine.describe(torch.device(self.setup.device))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _beside(self.path, ".json").write_text(json.dumps(record, separators=(",", ":")) + "\n", encoding="utf-8")
         if recorded.snapshot is not None:
@@ -172,46 +170,21 @@ class Snapshot(TrainerCallback):
         timeline_picture([record], _beside(self.path, ".png"))
 
 
-def record_of(setup: Setup, line: Timeline, requested: int | None, where: dict[str, str]) -> dict[str, Any]:
-    """The contents of the JSON file; `requested` is the size of the allocation that failed."""
-    return {"setup": asdict(setup), **line.columns(), "peak": line.peak, "asked": requested, **where}
-
-
 def name_of(setup: Setup) -> str:
     """A file name for a run: model, size and Liger, then every option that affects memory and is not the default."""
-    skipped = (
-        "model",
-        "batch",
-        "sequence",
-        "liger",
-        "steps",
-        "seed",
-        "learning_rate",
-        "data",
-        "device",
-        "memory_limit",
-        "nvme_folder",
-        "trust_remote_code",
-        "random_weights",
-    )
-    words = [
-        setup.model.strip("/").replace("/", "--"),
-        f"{setup.batch}x{setup.sequence}",
-        setup.liger.replace(",", "+"),
-    ]
-    for name, value in asdict(setup).items():
-        if name not in skipped and value != getattr(Setup, name):
-            words.append(value if name == "precision" else f"{name}-{value}")
-    return "-".join(words)
+    model, liger = setup.model.strip("/").replace("/", "--"), setup.liger.replace(",", "+")
+    chosen = chosen_options(asdict(setup)).items()
+    words = [value if name == "precision" else f"{name}-{value}" for name, value in chosen]
+    return "-".join([model, f"{setup.batch}x{setup.sequence}", liger, *words])
 
 
-class _Recorded:
+class _Recorded(NamedTuple):
     """A recording: address → bytes from before, events, and the size of the allocation that failed."""
 
-    def __init__(
-        self, held: dict[int, int], events: list[Event], requested: int | None = None, snapshot: Any = None
-    ) -> None:
-        self.held, self.events, self.requested, self.snapshot = held, events, requested, snapshot
+    held: dict[int, int]
+    events: list[Event]
+    requested: int | None = None
+    snapshot: Any = None
 
 
 class _Gpu:
