@@ -15,14 +15,12 @@ from torch import Tensor, nn
 
 from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs, reference_kernel
-from liger_hf.patch import Patch, replacement
+from liger_hf.patch import replacement
 from liger_hf.rules.gated_mlp.rule import look
 from liger_hf.rules.lora.source import sharing
 
 # On a linear layer: its group, and its place there.
 PLACE = "liger_merged_place"
-# On a model: what `undo` takes back.
-PATCHES = "_liger_merged_patches"
 MOST = 3
 
 
@@ -67,7 +65,6 @@ def merge(model: nn.Module) -> str:
 
     Call this before the optimizer is created, because merging moves the weights to other memory.
     """
-    patches: list[Patch] = []
     modules = 0
     reasons: dict[str, int] = {}
     for module in model.modules():
@@ -81,17 +78,10 @@ def merge(model: nn.Module) -> str:
             modules += 1
             for index, linear in enumerate(linears):
                 assert linear is not None
-                patches.append(Patch(linear, PLACE, (merged, index)).install())
-                patches.append(replacement(linear, _forward, nn.Linear.forward).install())
-    vars(model).setdefault(PATCHES, []).extend(patches)
+                vars(linear)[PLACE] = merged, index
+                replacement(linear, _forward, nn.Linear.forward).install()
     left = "".join(f"; left {count}: {reason}" for reason, count in reasons.items())
     return f"One matmul for the linear layers that read the same input, in {modules} modules{left}."
-
-
-def undo(model: nn.Module) -> None:
-    """Restore the forwards; the weights stay where they are, each a separate tensor."""
-    for patch in reversed(vars(model).pop(PATCHES, [])):
-        patch.undo()
 
 
 def _forward(self: nn.Linear, x: Tensor) -> Tensor:

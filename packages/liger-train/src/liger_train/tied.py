@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from liger_core.autograd import check_backward
 from liger_hf.patch import replacement
 
-PATCH = "_liger_tied_patch"
-
 
 def tie(model: Any) -> str:
     """Make the embedding add to the gradient that its weight has from the head; return a sentence, or an empty string.
@@ -41,14 +39,8 @@ def tie(model: Any) -> str:
         or embedding.max_norm is not None
     ):
         return ""
-    vars(model)[PATCH] = replacement(embedding, _forward, nn.Embedding.forward).install()
+    replacement(embedding, _forward, nn.Embedding.forward).install()
     return "The gradient of the tied embedding is added to the rows of its tokens alone."
-
-
-def undo(model: nn.Module) -> None:
-    patch = vars(model).pop(PATCH, None)
-    if patch is not None:
-        patch.undo()
 
 
 def _forward(self: nn.Embedding, input: Tensor) -> Tensor:
