@@ -55,13 +55,9 @@ def test_an_intact_checkpoint_is_used_without_a_message(folder: Path) -> None:
 
 
 def wrong_seals() -> list[Any]:
-    """Each field of a seal missing, and with values of every type that it cannot have."""
-    kinds = saved.FIELDS | {"files": dict}
+    """Each field of a seal missing, and files and whole seals that are something else."""
     sealed = json.loads(SEALED)
     found = [pytest.param({name: sealed[name] for name in sealed if name != lost}, id=f"no {lost}") for lost in sealed]
-    for name, kind in kinds.items():
-        bad = [value for value in WRONG if not isinstance(value, kind)] + ([["words"], [None]] if kind is list else [])
-        found += [pytest.param(sealed | {name: value}, id=f"{name} {value}") for value in bad]
     found += [pytest.param(sealed | {"files": {"model.safetensors": value}}, id=f"a file {value}") for value in WRONG]
     return found + [pytest.param(value, id=f"all {value}") for value in WRONG]
 

@@ -34,12 +34,8 @@ SEAL = "liger.json"
 # Locked while a run writes to a folder, and names that run. Never removed, as in results.py.
 LOCK = ".liger.run.lock"
 UNFINISHED = SEAL + ".part"
-NUMBER = (int, float)
-SIZE = (int, type(None))
-# The fields of a seal besides the files, and their types; Sealer and Recorder.progress provide them.
-FIELDS = {"setup": dict, "known": dict, "text": str, "losses": list, "timed": list} | dict.fromkeys(
-    ("peak_bytes", "peak_reserved_bytes", "static_bytes"), SIZE
-)
+# The fields of a seal besides the files; Sealer and Recorder.progress provide them.
+FIELDS = ("setup", "known", "text", "losses", "timed", "peak_bytes", "peak_reserved_bytes", "static_bytes")
 # The latest one, and the one before it in case the latest is damaged.
 KEPT = 2
 
@@ -69,8 +65,7 @@ def held(folder: Path) -> Iterator[None]:
     except Timeout:
         raise OptionError(
             f"train: --output must be a folder that no other run is writing to, got {folder}, in use by "
-            f"{path.read_text() or 'another process'}; "
-            "give another folder, or end that run"
+            f"{path.read_text() or 'another process'}; give another folder, or end that run"
         ) from None
     try:
         path.write_text(
@@ -106,7 +101,8 @@ def begin(folder: Path) -> None:
 
 def seal(folder: Path, progress: dict[str, Any]) -> None:
     """Mark a checkpoint as complete."""
-    files = {str(path.relative_to(folder)): _print_of(path) for path in _files(folder)}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (SEAL, UNFINISHED))
+    files = {str(path.relative_to(folder)): _print_of(path) for path in paths}
     unfinished = folder / UNFINISHED
     with unfinished.open("w") as file:
         json.dump(progress | {"files": files}, file)
@@ -167,9 +163,8 @@ def _read(path: Path) -> tuple[str | None, dict[str, Any]]:
     """The problem with a checkpoint, or None, and the progress in its seal."""
     try:
         progress: dict[str, Any] = json.loads((path / SEAL).read_text())
-        wrong = next((name for name, kind in FIELDS.items() if not isinstance(progress[name], kind)), None)
-        if wrong or not all(isinstance(number, NUMBER) for number in (*progress["losses"], *progress["timed"])):
-            return f"its seal {SEAL} cannot be read: {wrong or 'losses'}", {}
+        if missing := {*FIELDS} - progress.keys():
+            return f"its seal {SEAL} has no {min(missing)}", {}
         for name, known in progress["files"].items():
             file = path / name
             if not file.is_file():
@@ -184,10 +179,6 @@ def _read(path: Path) -> tuple[str | None, dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its seal {SEAL} cannot be read: {type(error).__name__}", {}
     return None, progress
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in (SEAL, UNFINISHED))
 
 
 def _print_of(path: Path) -> dict[str, Any]:
