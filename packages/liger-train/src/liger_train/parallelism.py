@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from accelerate import Accelerator, ParallelismConfig
+from accelerate import ParallelismConfig
 
-from liger_hf.private_transformers import leave_weights_of_tensor_parallelism
 from liger_train.setup import Setup
 
 
@@ -14,9 +13,3 @@ def parallelism(setup: Setup) -> ParallelismConfig | None:
     if setup.tp * setup.cp == 1:
         return None
     return ParallelismConfig(tp_size=setup.tp, cp_size=setup.cp, dp_shard_size=setup.replicas)
-
-
-def allow_fsdp2_over_tensor_parallelism() -> None:
-    """accelerate 1.15 first makes DTensors of unsharded weights, by a class that Transformers has no more; FSDP2 does
-    not need them."""
-    leave_weights_of_tensor_parallelism(Accelerator)

@@ -8,10 +8,11 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-from liger_hf.private_transformers import shard_on_cpu
+from accelerate import Accelerator
+
+from liger_hf.private_transformers import leave_weights_of_tensor_parallelism, shard_on_cpu
 from liger_train import zero
 from liger_train.combinations import ZERO
-from liger_train.parallelism import allow_fsdp2_over_tensor_parallelism
 from liger_train.setup import Setup
 
 # A rank that waits for a failed one gives up after this time, not after half an hour.
@@ -28,7 +29,9 @@ def join(setup: Setup) -> dict[str, Any]:
     if setup.shard in ZERO:
         zero.prepare(setup)
     if setup.shard == "fsdp2" and setup.tp > 1:
-        allow_fsdp2_over_tensor_parallelism()
+        # accelerate 1.15 first makes DTensors of unsharded weights, by a class that Transformers has no more; FSDP2
+        # does not need them.
+        leave_weights_of_tensor_parallelism(Accelerator)
     if setup.device == "cpu":
         return _joined_on_cpu(setup)
     # The norms of offloaded gradients are summed on the CPU.
@@ -43,13 +46,9 @@ def _alone() -> None:
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for name, value in alone.items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", str(free_port()))
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
 
 
 def _joined_on_cpu(setup: Setup) -> dict[str, Any]:
