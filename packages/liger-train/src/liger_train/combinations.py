@@ -36,25 +36,16 @@ def peer(setup: Setup) -> str:
 
 def pure(setup: Setup) -> str:
     if setup.shard in ZERO:
-        return (
-            f"cannot be combined with --shard {setup.shard}, since DeepSpeed keeps float32 weights in its optimizer; "
-            "use --precision bf16"
-        )
+        return _not_with(setup, "shard", "since DeepSpeed keeps float32 weights in its optimizer; use --precision bf16")
     return ""
 
 
 def compiled(setup: Setup) -> str:
     if setup.shard in ZERO:
-        return (
-            f"cannot be combined with --shard {setup.shard}, whose hooks within layers the compiler cannot follow; use "
-            "--shard fsdp2"
-        )
+        return _not_with(setup, "shard", "whose hooks within layers the compiler cannot follow; use --shard fsdp2")
     for name in ("tp", "cp"):
         if getattr(setup, name) > 1:
-            return (
-                f"cannot be combined with --{name} {getattr(setup, name)}, which exchanges tensors within layers; use "
-                "--compile none"
-            )
+            return _not_with(setup, name, "which exchanges tensors within layers; use --compile none")
     if setup.device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
         return "needs a C++ compiler on the CPU, not installed here; apt-get install g++"
     return ""
@@ -67,24 +58,17 @@ def graphs(setup: Setup) -> str:
             "default"
         )
     if setup.shard != "none":
-        return (
-            f"cannot be combined with --shard {setup.shard}, which moves weights while a step runs; use --compile "
-            "default"
-        )
+        return _not_with(setup, "shard", "which moves weights while a step runs; use --compile default")
     if setup.checkpoint == "offload":
-        return (
-            "cannot be combined with --checkpoint offload, whose copies to the host a graph does not include; use "
-            "--checkpoint auto"
+        return _not_with(
+            setup, "checkpoint", "whose copies to the host a graph does not include; use --checkpoint auto"
         )
     if setup.packing:
         return (
             "cannot be combined with --packing, whose masks depend on the positions of each step; use --compile default"
         )
     if setup.optimizer == "galore-layerwise":
-        return (
-            "cannot be combined with --optimizer galore-layerwise, which updates weights within the backward pass; use "
-            "galore"
-        )
+        return _not_with(setup, "optimizer", "which updates weights within the backward pass; use galore")
     return ""
 
 
@@ -92,7 +76,7 @@ def tiled(setup: Setup) -> str:
     if setup.shard == "zero3":
         return "cannot be combined with --shard zero3, which would gather weights for each tile; use --shard fsdp2"
     if setup.tp > 1:
-        return f"cannot be combined with --tp {setup.tp}, which would sum over the ranks for each tile; use --mlp whole"
+        return _not_with(setup, "tp", "which would sum over the ranks for each tile; use --mlp whole")
     return ""
 
 
@@ -106,19 +90,13 @@ def unsharded(setup: Setup) -> str:
 
 def unsharded_or_zero(setup: Setup) -> str:
     if setup.offload != "none":
-        return (
-            f"cannot be combined with --offload {setup.offload}, where DeepSpeed's AdamW updates on the CPU; use "
-            "--optimizer adamw"
-        )
+        return _not_with(setup, "offload", "where DeepSpeed's AdamW updates on the CPU; use --optimizer adamw")
     return unsharded(setup) if setup.shard == "fsdp2" else ""
 
 
 def unsharded_or_fsdp2(setup: Setup) -> str:
     if setup.offload != "none":
-        return (
-            f"cannot be combined with --offload {setup.offload}, where weights are updated on the CPU; use --optimizer "
-            "adamw"
-        )
+        return _not_with(setup, "offload", "where weights are updated on the CPU; use --optimizer adamw")
     return unsharded(setup) if setup.shard in ZERO else ""
 
 
@@ -225,7 +203,7 @@ def float8(setup: Setup) -> str:
 
 def tensor_parallel(setup: Setup) -> str:
     if setup.shard in ZERO:
-        return f"cannot be combined with --shard {setup.shard}, since DeepSpeed does not know of it; use --shard fsdp2"
+        return _not_with(setup, "shard", "since DeepSpeed does not know of it; use --shard fsdp2")
     if setup.ranks > setup.tp and setup.shard != "fsdp2":
         return (
             f"needs --shard fsdp2 for data or context parallelism over the {setup.ranks // setup.tp} other ranks, got "
@@ -240,10 +218,7 @@ def tensor_parallel(setup: Setup) -> str:
     if setup.optimizer != "adamw":
         return f"needs --optimizer adamw, got {setup.optimizer}, which does not know of sharded weights"
     if setup.adapter != "none":
-        return (
-            f"cannot be combined with --adapter {setup.adapter}, whose weights Transformers does not shard; use "
-            "--adapter none"
-        )
+        return _not_with(setup, "adapter", "whose weights Transformers does not shard; use --adapter none")
     from liger_train.configs import config_of
 
     text = config_of(setup).get_text_config()
@@ -282,5 +257,9 @@ def _transformers_shards_both() -> bool:
     return "dp_replicate_size" in {field.name for field in fields(DistributedConfig)}
 
 
+def _not_with(setup: Setup, option: str, why: str) -> str:
+    return f"cannot be combined with --{option} {getattr(setup, option)}, {why}"
+
+
 def _shards(setup: Setup) -> str:
-    return f"cannot be combined with --shard {setup.shard}, which splits"
+    return _not_with(setup, "shard", "which splits")

@@ -86,9 +86,7 @@ def not_found(name: str, problem: Exception) -> SetupError:
 
 def _is_adapter(name: str) -> SetupError:
     return SetupError(
-        f"--model must be a whole model, got {name!r}, an adapter of peft; to train on from it, give the model "
-        "that "
+        f"--model must be a whole model, got {name!r}, an adapter of peft; to train on from it, give the model that "
         f"peft.AutoPeftModelForCausalLM.from_pretrained({name!r}).merge_and_unload().save_pretrained(FOLDER) writes, "
-        "with the tokenizer, "
-        "or --resume the run that saved it"
+        "with the tokenizer, or --resume the run that saved it"
     )

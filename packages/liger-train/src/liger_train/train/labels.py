@@ -278,9 +278,8 @@ def _ends(answers: list[Tensor], tokenizer: Any, setup: Setup) -> list[str]:
         ]
     raise OptionError(
         f"train: answers must end with a token that ends generation ({wanted}), got "
-        f"{tokenizer.decode(answers[0])[-LONGEST:]!r} from "
-        f"{setup.data}, after which the model would not stop; "
-        "let the chat template end answers with {{ eos_token }}"
+        f"{tokenizer.decode(answers[0])[-LONGEST:]!r} from {setup.data}, after which the model would not stop; let the "
+        "chat template end answers with {{ eos_token }}"
     )
 
 

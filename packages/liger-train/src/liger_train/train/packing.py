@@ -78,6 +78,5 @@ def check_documents_are_apart(
     if recurrent or "position_ids" not in inputs or change(index % half) > ROUNDING * change(index):
         raise OptionError(
             "train: --packing needs a model whose layers keep the documents of a sequence apart by their positions, "
-            f"got {name}, in which "
-            "one document changes the loss of the next; leave out --packing"
+            f"got {name}, in which one document changes the loss of the next; leave out --packing"
         )

@@ -179,6 +179,5 @@ def _check_messages(example: dict[str, Any], location: str) -> None:
     if "completion" in example and len(roles) > 1:
         raise OptionError(
             f"{location}: completion must have messages of the assistant alone, since all of it is trained on, got "
-            f"{', '.join(roles)}; "
-            "give the conversation as messages"
+            f"{', '.join(roles)}; give the conversation as messages"
         )
