@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -20,19 +20,9 @@ def trained_tokenizer(texts: list[str], vocabulary: int, special: Sequence[str] 
 
     The same texts always give the same tokenizer.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        min_frequency=2,
-        show_progress=False,
-        initial_alphabet=alphabet,
-        special_tokens=list(special),
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(texts, vocabulary, min_frequency=2, show_progress=False, special_tokens=list(special))
+    return Tokenizer.from_str(trained.to_str())
 
 
 def library(limit: int) -> list[str]:
