@@ -27,13 +27,8 @@ from liger_train.setup import Setup
 
 def demo(
     steps: Annotated[int, typer.Option(min=WARM_UP + 1, help=f"Training steps, all but {WARM_UP} of them timed.")] = 20,
-    size: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            "--size",
-            help=f"{NAMES}; random weights. All but tiny and small (11 M parameters) are for a GPU.",
-        ),
+    model: Annotated[
+        str, typer.Option(help=f"{NAMES}; random weights. All but tiny and small (11 M parameters) are for a GPU.")
     ] = "small",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     backend: Annotated[
@@ -56,9 +51,9 @@ def demo(
             "demo: --dtype must be float32 or bfloat16, got 'float16', in which weights cannot be trained without loss "
             "scaling"
         )
-    large, on_cpu = checked_preset("demo", size) in LARGE, torch_device.type == "cpu"
+    large, on_cpu = checked_preset("demo", model) in LARGE, torch_device.type == "cpu"
     setup = Setup(
-        checked_preset("demo", size),
+        checked_preset("demo", model),
         # On the CPU few tokens, but enough that their logits outweigh the rest.
         batch=batch or (4 if on_cpu else 8),
         sequence=sequence or (384 if on_cpu else 1024),
@@ -105,31 +100,23 @@ def _without_infinities(value: Any) -> Any:
 
 def _print(result: dict[str, Any], out: Path) -> None:
     console = output()
-    mib, tokens = "{:,.0f} MiB", "{:,.0f}"
     tokens_a_step = f"{result['batch']} × {result['sequence']} tokens per step"
     title = (
         f"{result['steps']} steps of {tokens_a_step}, {result['parameters'] / 1e6:,.1f} M parameters, "
         f"{result['dtype']} on {result['device']}"
     )
-    columns = [
-        Column(""),
-        Column("Transformers", number=True),
-        Column(f"with Liger ({result['backend']})", number=True),
-    ]
+    columns = ["Transformers", f"with Liger ({result['backend']})"]
+    unclear = "" if result["speed_is_clear"] else " (unclear)"
     rows: list[list[Cell]] = []
-    for label, name, suffix, form in (
-        ("final loss", "loss", "", "{:.5f}"),
-        ("tokens per second", "tokens_per_second", "", tokens),
-        ("peak memory of LM head and loss", "peak_loss_memory", "_bytes", mib),
-        ("peak memory of a step", "peak_memory", "_bytes", mib),
+    for label, name, form, scale, end in (
+        ("final loss", "loss_{}", "{:.5f}", 1, None),
+        ("tokens per second", "tokens_per_second_{}", "{:,.0f}", 1, unclear),
+        ("peak memory of LM head and loss", "peak_loss_memory_{}_bytes", "{:,.0f} MiB", 2**20, ""),
+        ("peak memory of a step", "peak_memory_{}_bytes", "{:,.0f} MiB", 2**20, ""),
     ):
-        scale = 2**20 if form == mib else 1
-        plain, liger = (result[f"{name}_{who}{suffix}"] / scale for who in ("hf", "liger"))
-        # Results of an earlier version do not say how clear the speed is.
-        unclear = " (unclear)" if name == "tokens_per_second" and not result.get("speed_is_clear", True) else ""
-        rows.append(
-            [label, form.format(plain), form.format(liger), "" if name == "loss" else f"{liger / plain:.2f}{unclear}"]
-        )
+        plain, liger = (result[name.format(who)] / scale for who in ("hf", "liger"))
+        ratio = "" if end is None else f"{liger / plain:.2f}{end}"
+        rows.append([label, form.format(plain), form.format(liger), ratio])
     bound = f"allowed {result['loss_difference_bound']:.1e}"
     if result["loss_noise"] is not None:
         bound += f", Transformers with reordered sums {result['loss_noise']:.1e}"
@@ -137,8 +124,9 @@ def _print(result: dict[str, Any], out: Path) -> None:
     if not result["passed"]:
         difference.append(" too large", "red")
     rows.append(["largest loss difference", "", difference, bound])
-    print_table(console, [*columns, Column("Liger ÷ Transformers", prose=True)], rows, title=title)
-    if not result.get("speed_is_clear", True):
+    numbers = [Column(name, number=True) for name in columns]
+    print_table(console, [Column(""), *numbers, Column("Liger ÷ Transformers", prose=True)], rows, title=title)
+    if unclear:
         console.print(
             "The steps of a run took unequally long: other processes used the machine, and the ratio of the speeds "
             "says little."

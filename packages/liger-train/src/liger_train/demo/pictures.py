@@ -33,16 +33,14 @@ def _loss(result: dict[str, Any], path: Path) -> None:
     top.plot(steps, liger, color=LIGER, linewidth=1.6, marker="o", markersize=3, label="with Liger")
     top.set_ylabel("loss (nats per token)")
     top.legend()
-    bottom.plot(steps, _differences(plain, liger), color=LIGER, marker="o", markersize=3, label="with Liger")
-    if result["losses_reordered"]:
-        bottom.plot(
-            steps,
-            _differences(plain, result["losses_reordered"]),
-            color=OTHER,
-            marker="s",
-            markersize=3,
-            label="Transformers, sums reordered",
-        )
+    for losses, color, marker, label in (
+        (liger, LIGER, "o", "with Liger"),
+        (result["losses_reordered"], OTHER, "s", "Transformers, sums reordered"),
+    ):
+        if losses:
+            # At least one float32 rounding: a logarithmic axis cannot show 0.
+            differences = [max(abs(a - b), 1e-7) for a, b in zip(plain, losses, strict=True)]
+            bottom.plot(steps, differences, color=color, marker=marker, markersize=3, label=label)
     bottom.axhline(result["loss_difference_bound"], color="black", linestyle="--", linewidth=1, label="allowed")
     bottom.set_yscale("log")
     bottom.set_ylabel("|difference from Transformers|\n(0 is drawn as 1e-7)")
@@ -50,11 +48,6 @@ def _loss(result: dict[str, Any], path: Path) -> None:
     bottom.xaxis.get_major_locator().set_params(integer=True)
     bottom.legend()
     _finish(figure, (top, bottom), path)
-
-
-def _differences(losses: list[float], other_losses: list[float]) -> list[float]:
-    """Return the absolute differences, at least one float32 rounding: a logarithmic axis cannot show 0."""
-    return [max(abs(a - b), 1e-7) for a, b in zip(losses, other_losses, strict=True)]
 
 
 def _memory(result: dict[str, Any], path: Path) -> None:
