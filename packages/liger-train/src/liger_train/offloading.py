@@ -24,7 +24,7 @@ class Offloading:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
-        self._last: Callable[[], _Input | None] = _nothing
+        self._last: Callable[[], _Input | None] = lambda: None
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         copies: list[_Input] = []
@@ -111,7 +111,3 @@ def _unpack(packed: Tensor | _Input) -> Tensor:
 def _place(tensor: Tensor) -> tuple[int, torch.Size]:
     """Identifies an argument among saved tensors: autograd hands hooks a new Python object."""
     return tensor.data_ptr(), tensor.shape
-
-
-def _nothing() -> None:
-    return None

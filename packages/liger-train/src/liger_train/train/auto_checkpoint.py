@@ -6,12 +6,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from liger_train import checkpointing
 from liger_train.checkpointing import Keeps
@@ -72,13 +72,8 @@ class Spending:
     def __init__(
         self, layers: int, limit: int, alike: bool = True, splits: int = 1, ladder: tuple[Keeps, ...] = RECOMPUTES
     ) -> None:
-        self.layers, self.limit, self.alike, self.splits, self.ladder = (
-            layers,
-            int(limit * (1 - MARGIN)),
-            alike,
-            splits,
-            ladder,
-        )
+        self.layers, self.alike, self.splits, self.ladder = layers, alike, splits, ladder
+        self.limit = int(limit * (1 - MARGIN))
         self.moves, self.parts = 0, 1
         self.settled = layers == 0
         self._unknown: int | None = None
@@ -147,19 +142,6 @@ class Spending:
         return True
 
 
-class Memory(Protocol):
-    """Memory of the device of this rank, in bytes: of a GPU, or simulated in a test."""
-
-    def limit(self) -> int: ...
-    def allocated(self) -> int: ...
-    def peak(self) -> int: ...
-    def retries(self) -> int: ...
-    def tidy(self) -> None: ...
-    def mark(self) -> Any: ...
-    def seconds(self, start: Any, end: Any) -> float: ...
-    def copies(self, size: int) -> float: ...
-
-
 class GPU:
     """Counters of PyTorch's allocator, which need no synchronization."""
 
@@ -217,7 +199,7 @@ class SpendMemory(TrainerCallback):
     inputs  bytes of the inputs of all layers, if they may be offloaded; otherwise nothing
     """
 
-    def __init__(self, memory: Memory, note: Callable[[str], object], splits: int = 1, inputs: int = 0) -> None:
+    def __init__(self, memory: GPU, note: Callable[[str], object], splits: int = 1, inputs: int = 0) -> None:
         self.memory, self.note, self.splits, self.inputs = memory, note, splits, inputs
         self._offloading = checkpointing.Offloading()
         self._marks: tuple[Any, Any] | None = None
@@ -235,9 +217,7 @@ class SpendMemory(TrainerCallback):
         """The number of parts into which the Trainer splits each batch."""
         return self.spending.parts if self.spending else 1
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **more: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, model: Any = None, **more: Any) -> None:
         self._layers = checkpointing.layers(model)
         if self._layers:
             last = self._layers[-1]
@@ -248,15 +228,14 @@ class SpendMemory(TrainerCallback):
             else:
                 self.inputs = 0
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
         if self._hooks:
             self._entered = self._last = None
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **more: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, optimizer: Any = None, **more: Any) -> None:
         # The first step allocates the optimizer state, unless the scaled loss overflowed; only later steps include it.
-        if self._last is None or not self._had_state(state, optimizer):
+        had_state, self._has_state = self._has_state, _has_state(optimizer)
+        if self._last is None or not (had_state and self._has_state):
             return
         if self.spending is None:
             alike = len({_weights(layer) for layer in self._layers}) == 1
@@ -279,7 +258,7 @@ class SpendMemory(TrainerCallback):
         if self.spending.settled and (self._hooks or moves != self.spending.moves):
             self._end(state.global_step)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
         if self._hooks:
             self._end(state.global_step)
 
@@ -289,10 +268,6 @@ class SpendMemory(TrainerCallback):
             return RECOMPUTES
         exposed = self.memory.copies(self.inputs // len(self._layers)) > self.memory.seconds(*self._marks)
         return EXPOSED if _most(int(exposed), device) else HIDDEN
-
-    def _had_state(self, state: TrainerState, optimizer: Any) -> bool:
-        had, self._has_state = self._has_state, _has_state(optimizer)
-        return had and self._has_state
 
     def _begins(self, module: nn.Module, inputs: Any) -> None:
         # Later calls in a step are recomputation or another micro-batch.
@@ -323,14 +298,8 @@ def inputs_to_offload(setup: Setup) -> int:
     """The bytes of the inputs of all layers, or nothing if the host has not twice as much memory for every rank."""
     text = config_of(setup).get_text_config()
     # Mixed precision keeps them in float32 where the weights are.
-    size = (
-        setup.batch
-        * setup.sequence
-        // setup.cp
-        * text.hidden_size
-        * text.num_hidden_layers
-        * weights_dtype(setup).itemsize
-    )
+    inputs = setup.batch * setup.sequence // setup.cp * text.num_hidden_layers
+    size = inputs * text.hidden_size * weights_dtype(setup).itemsize
     return size if 2 * size * setup.ranks <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") else 0
 
 

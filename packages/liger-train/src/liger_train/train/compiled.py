@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 
 from liger_train import compiling
 from liger_train.row import WARM_UP
@@ -54,11 +54,11 @@ class Compiled(TrainerCallback):
             self._run = self._runner(step, model)
         return self._run(inputs, tokens)
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._begun += 1
         self._before = compiling.seconds() if self.seconds is not None else 0.0
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         if self.seconds is not None and self._begun > WARM_UP and compiling.seconds() > self._before:
             self.recorder.restart_timing()
 
@@ -83,9 +83,5 @@ class Compiled(TrainerCallback):
 
 
 def _sentence(setup: Setup, seconds: float, hits: int, misses: int) -> str:
-    where = (
-        "none of its graphs came from the cache"
-        if not hits
-        else f"{hits} of {hits + misses} graphs came from the cache"
-    )
-    return f"--compile {setup.compile}: compiling took {seconds:.1f} s; {where}."
+    where = f"{hits} of {hits + misses} graphs" if hits else "none of its graphs"
+    return f"--compile {setup.compile}: compiling took {seconds:.1f} s; {where} came from the cache."

@@ -7,13 +7,13 @@ from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
-from transformers import TrainerState
+from transformers import TrainerCallback, TrainerState
 
 from liger_bench.memory import CpuAllocations, held_bytes, peak_of
 from liger_train.row import WARM_UP
 
 
-class CpuMemory:
+class CpuMemory(TrainerCallback):
     """Peak and static bytes of the last warm-up step, in which the optimizer has its state; None until then.
 
     The peak is the memory at the start of the step plus the most that the step allocates. DeepSpeed's buffers are not
@@ -35,19 +35,19 @@ class CpuMemory:
         """Stop the profiler where the watched step failed: it would keep recording for as long as the process lives."""
         self._recording.close()
 
-    def begin_training(self, state: TrainerState) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
         self._step = min(state.global_step + WARM_UP, state.max_steps)
 
-    def begin_step(self, state: TrainerState, model: nn.Module, optimizer: Any) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
         if state.global_step + 1 == self._step:
-            self._before = _held(model, optimizer)
+            self._before = _held(more["model"], more["optimizer"])
             self._allocations = self._recording.enter_context(CpuAllocations())
 
-    def end_step(self, model: nn.Module, optimizer: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
         if self._allocations is not None:
             self._recording.close()
             self.peak = self._before + peak_of(self._allocations.events())
-            self.static = _held(model, optimizer)
+            self.static = _held(more["model"], more["optimizer"])
             self._allocations = None
 
 

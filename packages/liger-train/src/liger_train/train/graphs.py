@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +28,6 @@ Step = Callable[[Inputs, Tokens], Tensor]
 Key = tuple[Any, bool]
 
 
-class Device(Protocol):
-    """The device that records and replays graphs: a GPU, or a stand-in in a test."""
-
-    def rehearse(self, step: Callable[[], Tensor]) -> tuple[Tensor, bool]:
-        """Run a step; return the loss, and whether random numbers were drawn. Waiting for the device is an error."""
-
-    def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """Record a step without running it; return a function that replays it, and the tensor of its loss."""
-
-
 class GPU:
     """Graphs that share a memory pool, recorded on a stream of their own."""
 
@@ -46,6 +36,7 @@ class GPU:
         self.pool = torch.cuda.graph_pool_handle()
 
     def rehearse(self, step: Callable[[], Tensor]) -> tuple[Tensor, bool]:
+        """Run a step; return the loss, and whether random numbers were drawn. Waiting for the GPU is an error."""
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         drawn = generator.get_offset()
         mode = torch.cuda.get_sync_debug_mode()
@@ -60,6 +51,7 @@ class GPU:
         return loss, generator.get_offset() != drawn
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+        """Record a step without running it; return a function that replays it, and the tensor of its loss."""
         # Tensors in reference cycles would keep memory that the graph needs.
         gc.collect()
         graph = torch.cuda.CUDAGraph()
@@ -101,7 +93,7 @@ class Graphs:
         ready: Callable[[], bool],
         note: Callable[[str], object],
         recording: Callable[[], AbstractContextManager[object]] = nullcontext,
-        device: Device | None = None,
+        device: GPU | None = None,
     ) -> None:
         self.step, self.model, self.ready, self.note, self.recording = step, model, ready, note, recording
         self.weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -138,7 +130,8 @@ class Graphs:
         except RuntimeError as error:
             self._give_up(f"a step must not wait for the GPU, but one does: {problem(error)}")
             # There were none before.
-            self._drop_gradients()
+            for weight in self.weights:
+                weight.grad = None
             return self.step(inputs, tokens)
         checkpointed = [layer for layer in layers(self.model) if layer.gradient_checkpointing]
         if any(getattr(getattr(layer, CHECKPOINT, None), "func", None) is not checkpoint for layer in checkpointed):
@@ -205,10 +198,6 @@ class Graphs:
             elif weight.grad is None:
                 continue
             weight.grad = grad
-
-    def _drop_gradients(self) -> None:
-        for weight in self.weights:
-            weight.grad = None
 
     def _give_up(self, reason: str) -> None:
         self.given_up = True

@@ -9,14 +9,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from liger_bench.printing import size
 from liger_train import ranks
@@ -48,9 +48,7 @@ class Interruption:
             self._before = {number: signal.signal(number, self._note) for number in heeded}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -88,38 +86,13 @@ class Recorder(TrainerCallback):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self.memory is not None:
-            self.memory.begin_training(state)
-
-    def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        **more: Any,
-    ) -> None:
-        if self.memory is not None:
-            self.memory.begin_step(state, model, optimizer)
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         if self._last is None:
             self._last = self._now()
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        **more: Any,
-    ) -> None:
-        if self.memory is not None:
-            self.memory.end_step(model, optimizer)
-            self.static_bytes = self.memory.static if self.memory.static is not None else self.static_bytes
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        if self.memory is not None and self.memory.static is not None:
+            self.static_bytes = self.memory.static
         # Micro-batch losses are already normalized by the tokens of the whole batch.
         loss = torch.stack(self.micro).float().sum()
         self.micro.clear()
@@ -146,25 +119,16 @@ class Recorder(TrainerCallback):
             control.should_training_stop = True
             control.should_save = True
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         # The time to save does not count as part of the next step.
         self._last = None
 
-    def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, float] | None = None,
-        **more: Any,
-    ) -> None:
-        self.validation.append((state.global_step, float((metrics or {})["eval_loss"])))
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        self.validation.append((state.global_step, float(more["metrics"]["eval_loss"])))
         # Its time does not count as part of the next step.
         self._last = None
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         self.settle()
         self._ended = True
         self._show_figures()
@@ -199,13 +163,9 @@ class Recorder(TrainerCallback):
     def progress(self) -> dict[str, Any]:
         """The state that a later run needs to continue."""
         self.settle()
-        peaks = dict(zip(("peak_bytes", "peak_reserved_bytes"), self._peaks(), strict=True))
-        return {
-            "losses": self.losses,
-            "validation": self.validation,
-            "timed": self.timed,
-            "static_bytes": self.static_bytes,
-        } | peaks
+        names = ("losses", "validation", "timed", "static_bytes")
+        peaks = zip(("peak_bytes", "peak_reserved_bytes"), self._peaks(), strict=True)
+        return {name: getattr(self, name) for name in names} | dict(peaks)
 
     def results(self) -> dict[str, Any]:
         """The columns of a Row that are known so far."""

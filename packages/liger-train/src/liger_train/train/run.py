@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import find_executable_batch_size
 from rich.progress import Progress
 from torch import nn
 from transformers import TrainerCallback, TrainingArguments
@@ -117,25 +116,12 @@ def _memory(setup: Setup, notes: list[str], observers: Sequence[TrainerCallback]
 
 def largest_batch(setup: Setup, attempt: Callable[[Setup], Row]) -> Row:
     """The row of the first batch size that fits, from setup.batch down by a quarter each time."""
-    tried: list[int] = []
-
-    def fewer() -> int:
-        return tried[-1] * 3 // 4
-
-    @find_executable_batch_size(starting_batch_size=setup.batch, reduce_batch_size_fn=fewer)
-    def search(batch: int) -> Row:
-        tried.append(batch)
-        row = attempt(replace(setup, batch=batch))
-        if row.out_of_memory and batch > 1:
-            raise torch.OutOfMemoryError(f"CUDA out of memory. {row.reason}")
-        return row
-
-    row: Row = search()
-    failed = ", ".join(map(str, tried[:-1]))
-    note = f"--batch auto: {tried[-1]}" + (
-        f"; ran out of memory with {failed}." if failed else ", the first one tried."
-    )
-    return replace(row, notes=[*(row.notes or []), note])
+    failed: list[int] = []
+    while (row := attempt(setup)).out_of_memory and setup.batch > 1:
+        failed.append(setup.batch)
+        setup = replace(setup, batch=setup.batch * 3 // 4)
+    end = f"; ran out of memory with {', '.join(map(str, failed))}." if failed else ", the first one tried."
+    return replace(row, notes=[*(row.notes or []), f"--batch auto: {setup.batch}{end}"])
 
 
 def release(device: torch.device) -> None:
@@ -192,7 +178,8 @@ class _Run:
         observers: Sequence[TrainerCallback],
         export: Path | None = None,
     ) -> None:
-        with _written_to(folder) as written_to, _quiet(), _with_private_disk_folder(self.setup) as private:
+        with contextlib.ExitStack() as stack, _quiet():
+            written_to, private = _folders(stack, self.setup, folder)
             self._show(None, "reading the text")
             vocabulary = config_of(self.setup).get_text_config().vocab_size
             data = read(self.setup, vocabulary, own_tokenizer=self.setup.model not in PRESETS)
@@ -223,7 +210,8 @@ class _Run:
             self.compiled.settled = lambda: all(
                 each.spending is not None and each.spending.settled for each in spenders
             )
-            callbacks = [self.recorder, sealer, *spenders, self.compiled, *observers]
+            memory = [self.recorder.memory] if self.recorder.memory else []
+            callbacks = [*memory, self.recorder, sealer, *spenders, self.compiled, *observers]
             trainer = RunTrainer(
                 built.model, arguments, data, self.compiled, callbacks, lambda: spenders[0].parts if spenders else 1
             )
@@ -360,25 +348,20 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-@contextlib.contextmanager
-def _written_to(folder: Path | None) -> Iterator[Path]:
-    """The folder that the Trainer writes to."""
-    if folder is not None:
-        with saved.held(folder) if ranks.first() else contextlib.nullcontext():
-            yield folder
-        return
-    with tempfile.TemporaryDirectory(prefix="liger-train-") as temporary:
-        yield Path(temporary)
+def _folders(stack: contextlib.ExitStack, setup: Setup, folder: Path | None) -> tuple[Path, str | None]:
+    """Return the folder that the Trainer writes to, and that of DeepSpeed, until the stack is closed.
 
-
-@contextlib.contextmanager
-def _with_private_disk_folder(setup: Setup) -> Iterator[str | None]:
-    """Yield a private folder in nvme_folder: DeepSpeed names its files only by rank, and does not remove them."""
-    if setup.offload != "nvme":
-        yield setup.nvme_folder
-        return
-    with tempfile.TemporaryDirectory(prefix="liger-train-", dir=setup.nvme_folder, ignore_cleanup_errors=True) as path:
-        yield path
+    DeepSpeed's is private, within nvme_folder: it names its files only by rank, and does not remove them.
+    """
+    private = setup.nvme_folder
+    if setup.offload == "nvme":
+        temporary = tempfile.TemporaryDirectory(prefix="liger-train-", dir=private, ignore_cleanup_errors=True)
+        private = stack.enter_context(temporary)
+    if folder is None:
+        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="liger-train-"))), private
+    if ranks.first():
+        stack.enter_context(saved.held(folder))
+    return folder, private
 
 
 def _counts(model: Any) -> dict[str, int]:

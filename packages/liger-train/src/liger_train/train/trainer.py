@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from liger_train import ranks
@@ -37,15 +37,12 @@ class RunTrainer(Trainer):
         callbacks: list[TrainerCallback],
         parts: Callable[[], int],
     ) -> None:
-        whole = (
-            None if data.held is None else _whole_batches(data.held, arguments.eval_batch_size * arguments.world_size)
-        )
-        held = None if whole is None else Sequences(whole)
-        if whole is not None:
+        held = None
+        if data.held is not None:
+            whole = _whole_batches(data.held, arguments.eval_batch_size * arguments.world_size)
             self.predicted = int((whole[:, 1, 1:] != MASKED).sum()) / (len(whole) // arguments.eval_batch_size)
-        super().__init__(
-            model=model, args=arguments, train_dataset=Sequences(data.sequences), eval_dataset=held, callbacks=callbacks
-        )
+            held = Sequences(whole)
+        super().__init__(model, arguments, None, Sequences(data.sequences), held, callbacks=callbacks)
         if is_smoothed(model):
             self.label_smoother = None
         if self.accelerator.ddp_handler is not None:
@@ -80,11 +77,7 @@ class RunTrainer(Trainer):
         return loss
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Tensor | Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: nn.Module, inputs: dict[str, Tensor | Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor, None, None]:
         count = (inputs["labels"][:, 1:] != MASKED).sum()
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -107,12 +100,12 @@ class Sealer(TrainerCallback):
     def __init__(self, progress: Callable[[], dict[str, Any]], tokenizer: Any) -> None:
         self.progress, self.tokenizer = progress, tokenizer
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **more: Any) -> None:
         # The Trainer's own callback and the recorder, which run before this one, decide whether to save.
         if control.should_save and ranks.first():
             saved.begin(_checkpoint(args, state))
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **more: Any) -> None:
         progress = self.progress()
         if dist.is_initialized():
             dist.barrier()
