@@ -46,7 +46,7 @@ class Killer(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 progress.NEXT_LINE = 0.01
-command.observers = lambda setup, extras, stack: [Killer()]
+command.observers = lambda setup, options, stack: [Killer()]
 main()
 """
 
@@ -404,7 +404,7 @@ def test_a_background_job_ignores_ctrl_c(small: Setup, whole: list[float]) -> No
 def test_every_end_has_its_row_and_exit_code(
     liger: InProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outcome: dict[str, bool], code: int
 ) -> None:
-    monkeypatch.setattr(command, "_trained", lambda setup, search, options, extras: row_of(setup, WHERE, outcome))
+    monkeypatch.setattr(command, "_trained", lambda setup, search, options, notes: row_of(setup, WHERE, outcome))
     assert liger("train", "--model", "tiny", "--device", "cpu", "--out", str(tmp_path))[0] == code
     (row,) = json.loads((tmp_path / "train.json").read_text())
     assert {name: value for name, value in row.items() if value is True} == outcome
@@ -423,7 +423,7 @@ def test_a_row_that_cannot_be_printed_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, as_json: bool
 ) -> None:
     monkeypatch.setattr(
-        command, "_trained", lambda setup, search, options, extras: row_of(setup, WHERE, {"losses": [1.5]})
+        command, "_trained", lambda setup, search, options, notes: row_of(setup, WHERE, {"losses": [1.5]})
     )
     monkeypatch.setattr("sys.stdout", Full())
     with pytest.raises(OSError, match="No space left on device"):
@@ -482,7 +482,7 @@ def test_a_full_disk_for_the_results_loses_neither_earlier_rows_nor_this_one(
     printed: list[str] = []
     monkeypatch.setattr("builtins.print", lambda *words, **more: printed.append(str(words[0])))
     monkeypatch.setattr(
-        command, "_trained", lambda setup, search, options, extras: row_of(setup, WHERE, {"losses": [1.0]})
+        command, "_trained", lambda setup, search, options, notes: row_of(setup, WHERE, {"losses": [1.0]})
     )
     code, said = liger("train", "--model", "tiny", "--device", "cpu", "--out", str(tmp_path), "--json")
     assert (code, "File too large; the rows that it had are unchanged; make room" in said) == (2, True), said

@@ -13,6 +13,7 @@ import pytest
 from matplotlib import image
 
 from liger_core.errors import OptionError
+from liger_train.options import RunOptions
 from liger_train.report.timelines import COLORS, _last_step, pairs, read_timelines
 from liger_train.setup import Setup
 from liger_train.timeline import (
@@ -28,7 +29,7 @@ from liger_train.timeline import (
     logits_sizes,
     timeline,
 )
-from liger_train.train.places import Extras, observers
+from liger_train.train.places import observers
 
 # A text that is always here and quickly read.
 TEXT = __file__
@@ -42,7 +43,7 @@ def trained(setup: Setup, folder: Path, **recorded: bool) -> None:
     from liger_train.train.run import run
 
     with ExitStack() as stack:
-        row = run(setup, observers=observers(setup, Extras(folder, **recorded), stack))
+        row = run(setup, observers=observers(setup, RunOptions(out=folder, **recorded), stack))
     assert not row.failed, row.reason
     if setup.device == "cpu":
         assert row.peak_bytes is None

@@ -25,11 +25,12 @@ from liger_train import techniques
 from liger_train.cells import cells, hopeless, strategies_of, swept
 from liger_train.implementations import IMPLEMENTATIONS
 from liger_train.model import build
+from liger_train.options import RunOptions
 from liger_train.plan.step import predict
 from liger_train.row import NOT_RUN, SETUP, Row, row_of
 from liger_train.setup import Setup
 from liger_train.train import places, sweep
-from liger_train.train.places import Extras, variables
+from liger_train.train.places import variables
 from train import answers
 from train.answers import BROKEN, KILLED, LATE, OUT_OF_MEMORY, WHERE
 
@@ -125,7 +126,10 @@ def test_a_gpu_is_one_of_those_that_are_visible(monkeypatch: pytest.MonkeyPatch)
 
 def test_runs_larger_than_one_that_ran_out_of_memory_can_be_skipped() -> None:
     before = [row_of(TINY, WHERE, {"out_of_memory": True})]
-    found = [result.row for result in sweep.measured(setups(2, 3), WHERE, skip=True, before=before)]
+    found = [
+        result.row
+        for result in sweep.measured(setups(2, 3), WHERE, options=RunOptions(skip_larger=True), before=before)
+    ]
     assert [row.reason for row in found] == [f"{NOT_RUN}, since 1 × 1024 ran out of memory"] * 2
     assert not any(row.out_of_memory or row.failed for row in found)
 
@@ -252,9 +256,9 @@ def test_a_resumed_sweep_runs_what_is_missing(
 
     monkeypatch.setattr(sweep, "measured", measured)
     with pytest.raises(KeyboardInterrupt):
-        sweep.sweep(TINY, ["batch=1,2"], "all", extras=Extras(tmp_path))
+        sweep.sweep(TINY, RunOptions(sweeps=["batch=1,2"], strategies="all", out=tmp_path))
     assert "1/2 · tiny 2 × 1024 all · " in capsys.readouterr().err
-    rows = sweep.sweep(TINY, ["batch=1,2,3"], "all", extras=Extras(tmp_path), resume=True)
+    rows = sweep.sweep(TINY, RunOptions(sweeps=["batch=1,2,3"], strategies="all", out=tmp_path, resume=True))
     assert asked == [1, 2, 2, 3]
     assert [row.batch for row in rows] == [1, 2, 3]
     assert [row["batch"] for row in json.loads((tmp_path / "train.json").read_text())] == [1, 2, 3]
@@ -272,9 +276,9 @@ def test_runs_that_have_to_settle_take_more_steps(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sweep, "measured", measured)
     # It wants a GPU.
     monkeypatch.setattr(sweep.techniques, "check", lambda setup: None)
-    sweep.sweep(replace(TINY, steps=6), ["checkpoint=full,auto"], "all", settle=True)
+    sweep.sweep(replace(TINY, steps=6), RunOptions(sweeps=["checkpoint=full,auto"], strategies="all"), settle=True)
     assert steps == {"full": 6, "auto": 6 + sweep.SETTLING}
-    sweep.sweep(replace(TINY, steps=6), ["checkpoint=auto"], "all")
+    sweep.sweep(replace(TINY, steps=6), RunOptions(sweeps=["checkpoint=auto"], strategies="all"))
     assert steps["auto"] == 6
 
 
@@ -292,9 +296,10 @@ def test_a_run_without_results_is_tried_again(
             yield Measurement(row_of(setup, where, results if len(asked) == 1 else {"tokens_per_second": 1.0}))
 
     monkeypatch.setattr(sweep, "measured", measured)
+    options = RunOptions(sweeps=["batch=1"], strategies="all", out=tmp_path)
     with contextlib.suppress(typer.Exit):
-        sweep.sweep(TINY, ["batch=1"], "all", extras=Extras(tmp_path))
-    sweep.sweep(TINY, ["batch=1"], "all", extras=Extras(tmp_path), resume=True)
+        sweep.sweep(TINY, options)
+    sweep.sweep(TINY, replace(options, resume=True))
     assert asked == [1, 1]
 
 
@@ -351,7 +356,7 @@ def test_options_that_cannot_be_combined_are_refused(
 def test_a_sweep_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(OptionError, match="must not run under torchrun; give --sweep ranks=1,2,4"):
-        sweep.sweep(TINY, ["batch=1"])
+        sweep.sweep(TINY, RunOptions(sweeps=["batch=1"]))
 
 
 def test_a_run_is_started_as_a_user_starts_it() -> None:
@@ -369,8 +374,8 @@ def test_ranks_are_started_by_torchrun() -> None:
 
 
 def test_recordings_of_a_run_are_in_the_folder_of_the_sweep(quick: None, tmp_path: Path) -> None:
-    extras = Extras(tmp_path / "results", snapshot=True)
-    run = places.Started(TINY, extras, tmp_path, [], 1, 60.0)
+    options = RunOptions(out=tmp_path / "results", snapshot=True)
+    run = places.Started(TINY, options, tmp_path, [], 1, 60.0)
     run.process.wait()
     (run.out / "snapshots").mkdir()
     (run.out / "snapshots" / "tiny.json").touch()

@@ -128,13 +128,13 @@ def test_once_fewer_layers_are_recomputed_the_timing_restarts(
     assert len(json.loads((tmp_path / "checkpoint-6" / "liger.json").read_text())["timed"]) == 2
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, liger: InProcess, *arguments: str) -> tuple[Setup, dict[str, Any], str]:
-    """The setup and options that the command trains with, and what it says."""
+def asked(monkeypatch: pytest.MonkeyPatch, liger: InProcess, *arguments: str) -> tuple[Setup, list[str], str]:
+    """The setup and the notes that the command trains with, and what it says."""
     seen: list[Any] = []
 
-    def trained(setup: Setup, search: bool, options: dict[str, Any], extras: Any) -> Row:
-        seen.extend((setup, options))
-        return row_of(setup, WHERE, {"notes": options["notes"]})
+    def trained(setup: Setup, search: bool, options: Any, notes: list[str]) -> Row:
+        seen.extend((setup, notes))
+        return row_of(setup, WHERE, {"notes": notes})
 
     monkeypatch.setattr(command, "_trained", trained)
     # The text need not be here.
@@ -213,12 +213,10 @@ def test_the_documented_commands_are_understood(
 def test_the_defaults_on_a_gpu_are_bf16_checkpointing_and_liger_and_are_printed(
     monkeypatch: pytest.MonkeyPatch, liger: InProcess
 ) -> None:
-    setup, options, said = asked(monkeypatch, liger, "--model", "llama-3.2-1b", "--data", "text.txt")
+    setup, notes, said = asked(monkeypatch, liger, "--model", "llama-3.2-1b", "--data", "text.txt")
     assert (setup.device, setup.precision, setup.checkpoint, setup.liger) == ("cuda", "bf16", "full", "all")
-    assert options["notes"] == [
-        "Defaults for NVIDIA Test: --device cuda, --liger all, --precision bf16, --checkpoint full."
-    ]
-    assert options["notes"][0] in said
+    assert notes == ["Defaults for NVIDIA Test: --device cuda, --liger all, --precision bf16, --checkpoint full."]
+    assert notes[0] in said
 
 
 def test_the_cpu_gets_float32_and_no_checkpointing(monkeypatch: pytest.MonkeyPatch, liger: InProcess) -> None:
@@ -236,7 +234,7 @@ def test_a_gpu_without_bfloat16_gets_float16(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_given_options_are_not_printed_as_defaults(monkeypatch: pytest.MonkeyPatch, liger: InProcess) -> None:
     given = ("--device", "cpu", "--liger", "none", "--precision", "bf16", "--checkpoint", "full")
-    assert asked(monkeypatch, liger, "--model", "tiny", *given)[1]["notes"] == []
+    assert asked(monkeypatch, liger, "--model", "tiny", *given)[1] == []
 
 
 @pytest.mark.parametrize(
@@ -261,11 +259,7 @@ def test_a_wrong_option_raises_a_clear_error(liger: InProcess, arguments: tuple[
 
 
 @pytest.mark.parametrize(("fits", "found", "tried"), [(8, 8, [8]), (4, 4, [8, 6, 4]), (0, 1, [8, 6, 4, 3, 2, 1])])
-def test_the_search_ends_at_the_first_batch_that_fits(
-    small: Setup, monkeypatch: pytest.MonkeyPatch, fits: int, found: int, tried: list[int]
-) -> None:
-    # It looks for garbage after each, for half a second.
-    monkeypatch.setattr("accelerate.utils.memory.clear_device_cache", lambda **how: None)
+def test_the_search_ends_at_the_first_batch_that_fits(small: Setup, fits: int, found: int, tried: list[int]) -> None:
     seen: list[int] = []
 
     def attempt(setup: Setup) -> Row:

@@ -25,7 +25,7 @@ from liger_train.row import COLUMNS, Row, where_of
 from liger_train.setup import AUTO, DEFAULTS, Setup
 from liger_train.train import saved
 from liger_train.train.data import check_source
-from liger_train.train.places import Extras, check, observers
+from liger_train.train.places import check, observers
 from liger_train.train.sweep import STEPS as SWEEP_STEPS
 from liger_train.train.sweep import sweep
 
@@ -48,21 +48,11 @@ def train(words: dict[str, Any], options: RunOptions) -> None:
     _check(words, options, device)
     chosen, notes = _defaults(words, options, device)
     setup = setup_of(words, LARGEST_BATCH, **chosen)
-    extras = Extras(options.out, options.snapshot, options.profile)
     if options.sweeping:
         _print_sentences(notes)
-        sweep(
-            *(setup, options.sweeps or [], options.strategies),
-            gpus=options.gpus,
-            skip=options.skip_larger,
-            extras=extras,
-            csv=options.csv,
-            resume=options.resume,
-            settle=words["steps"] is None,
-            as_json=options.as_json,
-        )
+        sweep(setup, options, settle=words["steps"] is None)
         return
-    check(setup, extras)
+    check(setup, options)
     techniques.check(setup)
     files = Files("train", COLUMNS, options.out, options.csv)
     files.check()
@@ -73,16 +63,8 @@ def train(words: dict[str, Any], options: RunOptions) -> None:
         if not search:
             notes.extend(_cost(setup, device))
         _print_sentences(notes)
-    run_options = {
-        "folder": options.output,
-        "resume": options.resume,
-        "save_every": options.save_every,
-        "deterministic": options.deterministic,
-        "notes": notes,
-        "export": options.export,
-    }
     try:
-        row = _trained(setup, search, run_options, extras)
+        row = _trained(setup, search, options, notes)
     except LigerError:
         if ranks.speaks(failed=True):
             raise
@@ -192,7 +174,7 @@ def _check_sweep(liger: str | None, options: RunOptions) -> None:
         raise OptionError("train: --export cannot be combined with --sweep; train once with the values to export")
 
 
-def _trained(setup: Setup, search: bool, options: dict[str, Any], extras: Extras) -> Row:
+def _trained(setup: Setup, search: bool, options: RunOptions, notes: list[str]) -> Row:
     with contextlib.redirect_stdout(sys.stderr), progress_bar() as bar, contextlib.ExitStack() as stack:
         loading = bar.add_task("loading Transformers", total=None)
         # Here, since other commands need neither it nor DeepSpeed, which prints its device to standard output.
@@ -200,9 +182,11 @@ def _trained(setup: Setup, search: bool, options: dict[str, Any], extras: Extras
 
         bar.remove_task(loading)
 
-        options["bar"] = bar if ranks.first() else None
-        options["observers"] = observers(setup, extras, stack) if ranks.first() else []
-        return largest_batch(setup, lambda trial: run(trial, **options)) if search else run(setup, **options)
+        names = ("resume", "save_every", "deterministic", "export")
+        run_options: dict[str, Any] = {name: getattr(options, name) for name in names}
+        run_options |= {"folder": options.output, "notes": notes, "bar": bar if ranks.first() else None}
+        run_options["observers"] = observers(setup, options, stack) if ranks.first() else []
+        return largest_batch(setup, lambda trial: run(trial, **run_options)) if search else run(setup, **run_options)
 
 
 def _print_sentences(sentences: list[str]) -> None:
@@ -236,22 +220,20 @@ def _figures(row: Row) -> dict[str, str]:
     if row.validation_loss is not None:
         figures["validation loss"] = f"{row.validation_loss:.5f}"
     if row.tokens_per_second:
-        figures["tokens per second"] = (
-            f"{row.tokens_per_second:,.0f} ({row.low_tokens_per_second:,.0f} to {row.high_tokens_per_second:,.0f})"
-        )
+        spread = f"{row.low_tokens_per_second:,.0f} to {row.high_tokens_per_second:,.0f}"
+        figures["tokens per second"] = f"{row.tokens_per_second:,.0f} ({spread})"
     if row.compile_seconds is not None:
         figures["compile time"] = f"{row.compile_seconds:.1f} s"
     if row.peak_bytes is not None:
-        held = "" if row.static_bytes is None else f", {size(row.static_bytes)} of it between steps"
-        reserved = (
-            "" if row.peak_reserved_bytes is None else f"; {size(row.peak_reserved_bytes)} reserved by the allocator"
-        )
-        figures["peak memory"] = size(row.peak_bytes) + held + reserved
+        figures["peak memory"] = size(row.peak_bytes)
+        if row.static_bytes is not None:
+            figures["peak memory"] += f", {size(row.static_bytes)} of it between steps"
+        if row.peak_reserved_bytes is not None:
+            figures["peak memory"] += f"; {size(row.peak_reserved_bytes)} reserved by the allocator"
     if row.parameters and row.trainable_parameters:
-        trained = (
-            f", {amount(row.trainable_parameters)} of them trained" if row.trainable_parameters < row.parameters else ""
-        )
-        figures["parameters"] = amount(row.parameters) + trained
+        figures["parameters"] = amount(row.parameters)
+        if row.trainable_parameters < row.parameters:
+            figures["parameters"] += f", {amount(row.trainable_parameters)} of them trained"
     if row.checkpointed_layers:
         figures["layers recomputed"] = str(row.checkpointed_layers)
     if row.replaced:

@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,9 @@ from liger_bench.process import ending, last_words
 from liger_bench.results import read_json
 from liger_bench.row import Measurement
 from liger_core.errors import OptionError
+from liger_train.options import RunOptions
 from liger_train.row import Row, row_of
 from liger_train.setup import Setup
-
-
-@dataclass(frozen=True)
-class Extras:
-    """The recordings of a run besides its row, and the folder for them."""
-
-    folder: Path | None = None
-    snapshot: bool = False
-    profile: bool = False
 
 
 class Started:
@@ -43,14 +34,14 @@ class Started:
     """
 
     def __init__(
-        self, setup: Setup, extras: Extras, folder: Path, gpus: list[int], share: int, patience: float
+        self, setup: Setup, options: RunOptions, folder: Path, gpus: list[int], share: int, patience: float
     ) -> None:
-        self.setup, self.extras, self.gpus, self.patience = setup, extras, gpus, patience
+        self.setup, self.options, self.gpus, self.patience = setup, options, gpus, patience
         self.deadline = time.monotonic() + patience
         self.out = folder / uuid.uuid4().hex
         self.log = self.out.with_suffix(".log")
         words = [*command(setup), "--out", str(self.out)]
-        words += [f"--{name}" for name in ("snapshot", "profile") if getattr(extras, name)]
+        words += [f"--{name}" for name in ("snapshot", "profile") if getattr(options, name)]
         environment = os.environ | variables(gpus, share)
         with self.log.open("wb") as file:
             self.process = subprocess.Popen(
@@ -73,9 +64,9 @@ class Started:
         self.kill()
         written = self.log.read_text(errors="replace")
         if rows := rows_as(Row, read_json(self.out / "train.json")):
-            if self.extras.folder is not None:
+            if self.options.out is not None:
                 for subfolder in self.out.glob("*/"):
-                    shutil.copytree(subfolder, self.extras.folder / subfolder.name, dirs_exist_ok=True)
+                    shutil.copytree(subfolder, self.options.out / subfolder.name, dirs_exist_ok=True)
             return Measured(rows[-1], written)
         reason = f"timed out after {self.patience:.0f} s"
         if code is not None:
@@ -92,27 +83,27 @@ def command(setup: Setup) -> list[str]:
     return [sys.executable, "-m", *words]
 
 
-def check(setup: Setup, extras: Extras) -> None:
-    """Raise OptionError if the extras cannot be recorded."""
-    if (extras.snapshot or extras.profile) and extras.folder is None:
+def check(setup: Setup, options: RunOptions) -> None:
+    """Raise OptionError if --snapshot or --profile cannot be recorded."""
+    if (options.snapshot or options.profile) and options.out is None:
         raise OptionError("train: --snapshot and --profile need --out, the folder that they write to")
-    if extras.snapshot and extras.profile and setup.device == "cpu":
+    if options.snapshot and options.profile and setup.device == "cpu":
         raise OptionError(
             "train: --snapshot and --profile need the same profiler on the CPU, got both; give one at a time"
         )
 
 
-def observers(setup: Setup, extras: Extras, stack: ExitStack) -> list[Any]:
+def observers(setup: Setup, options: RunOptions, stack: ExitStack) -> list[Any]:
     """The callbacks that record a run until the stack is closed."""
     callbacks: list[Any] = []
-    if extras.folder is not None and extras.snapshot:
+    if options.out is not None and options.snapshot:
         from liger_train.train.snapshot import Snapshot
 
-        callbacks.append(stack.enter_context(Snapshot(setup, extras.folder)))
-    if extras.folder is not None and extras.profile:
+        callbacks.append(stack.enter_context(Snapshot(setup, options.out)))
+    if options.out is not None and options.profile:
         from liger_train.train.profile import Profile
 
-        callbacks.append(stack.enter_context(Profile(setup, extras.folder)))
+        callbacks.append(stack.enter_context(Profile(setup, options.out)))
     return callbacks
 
 

@@ -24,10 +24,11 @@ from liger_core.errors import DeviceError, OptionError
 from liger_core.tables import Column, output, print_table
 from liger_train import techniques
 from liger_train.cells import IMPLEMENTATION, cells, hopeless, strategies_of, swept
+from liger_train.options import RunOptions
 from liger_train.row import COLUMNS, WITHIN_SPREAD, Row, overlapping, row_of, where_of
 from liger_train.setup import Setup
 from liger_train.train.data import check_source
-from liger_train.train.places import Extras, Started, check, threads
+from liger_train.train.places import Started, check, threads
 
 # Two warm-up steps and four timed ones.
 STEPS = 6
@@ -46,18 +47,17 @@ def measured(
     where: dict[str, str],
     *,
     gpus: Sequence[int] = (),
-    skip: bool = False,
     before: Sequence[Row] = (),
-    extras: Extras | None = None,
+    options: RunOptions | None = None,
     patience: float = PATIENCE,
     phase: Phase = lambda setup: None,
 ) -> Generator[Measured[Row], None, None]:
     """Yield the row of each run as soon as it ends.
 
     gpus    one run at a time on each of these; runs of several ranks use all of them, after the others
-    skip    skip runs larger than one that ran out of memory; `before` are the rows of earlier runs
+    before  the rows of earlier runs, by which --skip-larger skips runs, too
     """
-    known = list(before)
+    known, options = list(before), options or RunOptions()
     waiting = deque(sorted(setups, key=lambda setup: setup.ranks > 1))
     free: list[list[int]] = [[gpu] for gpu in gpus] or [[]]
     running: list[Started] = []
@@ -66,13 +66,13 @@ def measured(
             while waiting or running:
                 while waiting and (free if waiting[0].ranks == 1 else not running):
                     setup = waiting.popleft()
-                    if skip and (reason := hopeless(setup, known)):
+                    if options.skip_larger and (reason := hopeless(setup, known)):
                         yield Measured(row_of(setup, where, {"reason": reason}))
                         continue
                     phase(setup)
                     alone = setup.ranks == 1
                     used, share = (free.pop(0), len(gpus)) if alone else (list(gpus), 1)
-                    running.append(Started(setup, extras or Extras(), Path(folder), used, share, patience))
+                    running.append(Started(setup, options, Path(folder), used, share, patience))
                 for run in [run for run in running if run.over]:
                     running.remove(run)
                     free += [run.gpus] if run.setup.ranks == 1 else []
@@ -85,43 +85,30 @@ def measured(
                 run.kill()
 
 
-def sweep(
-    base: Setup,
-    options: Sequence[str],
-    strategies: str | None = None,
-    *,
-    gpus: str | None = None,
-    skip: bool = False,
-    extras: Extras | None = None,
-    csv: Path | None = None,
-    resume: bool = False,
-    settle: bool = False,
-    as_json: bool = False,
-) -> list[Row]:
+def sweep(base: Setup, options: RunOptions, settle: bool = False) -> list[Row]:
     """Run every cell, write each row at once, and print them all.
 
     The exit code is 1 if any run failed other than by running out of memory.
 
-    Rows go to the folder of `extras`. With resume, cells whose rows of this machine, commit and versions are there are
-    skipped. With settle, runs with `--checkpoint auto` take more steps, in which it settles.
+    With --resume, cells whose rows of this machine, commit and versions are in --out are skipped. With settle, runs
+    with `--checkpoint auto` take more steps, in which it settles.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise OptionError(
             "train: --sweep starts its own ranks, so it must not run under torchrun; give --sweep ranks=1,2,4 to vary "
             "them"
         )
-    extras = extras or Extras()
-    if resume and extras.folder is None:
+    if options.resume and options.out is None:
         raise OptionError("train: --sweep with --resume needs --out, the folder of the sweep to resume")
-    check(base, extras)
-    varied = swept(options)
-    setups = cells(base, varied, strategies_of(strategies, varied))
+    check(base, options)
+    varied = swept(options.sweeps or [])
+    setups = cells(base, varied, strategies_of(options.strategies, varied))
     if settle:
         setups = [replace(each, steps=each.steps + SETTLING) if each.checkpoint == "auto" else each for each in setups]
     for setup in setups:
         techniques.check(setup)
         check_source(setup.data)
-    chosen = _gpus(gpus, base)
+    chosen = _gpus(options.gpus, base)
     there, most = len(chosen) or torch.cuda.device_count(), max(setup.ranks for setup in setups)
     if base.device == "cuda" and most > there:
         raise OptionError(f"train: every rank needs a GPU of its own, got {most} ranks and {there} GPUs")
@@ -129,22 +116,22 @@ def sweep(
         # Each run gets this number of threads; it is part of the machine's description.
         torch.set_num_threads(threads(len(chosen)))
     where = machine.describe(machine.measurable_device("train", base.device))
-    files = Files("train", COLUMNS, extras.folder, csv)
+    files = Files("train", COLUMNS, options.out, options.csv)
     files.check()
-    before = rows_as(Row, files.read()) if resume else []
-    good = [row for row in before if not row.failed and not row.interrupted and (skip or _tried(row))]
+    before = rows_as(Row, files.read()) if options.resume else []
+    tried = [row for row in before if options.skip_larger or row.tokens_per_second is not None or row.out_of_memory]
+    good = [row for row in tried if not row.failed and not row.interrupted]
     rows, measurements = completed(
         *(Setup, setups, where, good, files),
         lambda todo, rows_before, show: measured(
             *(todo, where),
             gpus=chosen,
-            skip=skip,
             before=rows_before,
-            extras=extras,
+            options=options,
             phase=lambda setup: show(f"{setup.model} {setup.batch} × {setup.sequence} {_compared(setup, varied)}"),
         ),
     )
-    if as_json:
+    if options.as_json:
         print(json.dumps({"rows": [row.columns() for row in rows]}))
     else:
         show(rows, list(varied))
@@ -171,19 +158,12 @@ def show(rows: Sequence[Row], varied: Sequence[str]) -> None:
             base = None if row.tokens_per_second is None else row
         values = [str(getattr(row, option)) for option in varied]
         lines.append([*(values if name == first else [""] * len(varied)), name, *_figures(row, base, scale)])
-    about = any(WITHIN_SPREAD in cell for line in lines for cell in line)
-    spread = (
-        f"{WITHIN_SPREAD.strip()} within the spread of the steps: their 20th to 80th percentiles overlap"
-        if about
-        else ""
-    )
+    spread = ""
+    if any(WITHIN_SPREAD in cell for line in lines for cell in line):
+        spread = f"{WITHIN_SPREAD.strip()} within the spread of the steps: their 20th to 80th percentiles overlap"
     columns = [Column(name) for name in (*varied, column)]
     columns += [Column("tokens/s", number=True), Column(f"÷ {first}", spread, number=True)]
-    columns += [
-        Column(f"peak {unit}", number=True),
-        Column(f"÷ {first}", number=True),
-        Column("last loss", number=True),
-    ]
+    columns += [Column(name, number=True) for name in (f"peak {unit}", f"÷ {first}", "last loss")]
     print_table(console, columns, lines)
     for row in rows:
         if row.reason:
@@ -223,7 +203,3 @@ def _gpus(words: str | None, base: Setup) -> list[int]:
     if not all(0 <= number < there for number in numbers) or len(set(numbers)) < len(numbers):
         raise OptionError(f"train: --gpus must be distinct GPUs from 0 to {there - 1}, for instance 0,1, got {words!r}")
     return numbers
-
-
-def _tried(row: Row) -> bool:
-    return row.tokens_per_second is not None or row.out_of_memory
