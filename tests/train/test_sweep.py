@@ -19,7 +19,7 @@ import torch
 import typer
 
 from bench.commands import InProcess
-from liger_bench.row import Measured
+from liger_bench.row import Measurement
 from liger_core.errors import DeviceError, OptionError
 from liger_train import techniques
 from liger_train.cells import cells, hopeless, strategies_of, swept
@@ -80,7 +80,7 @@ def test_a_killed_run_is_a_failure_and_the_others_continue(one_place: dict[int, 
     assert len(one_place) == 4
 
 
-def test_a_failure_is_reported_with_the_output_of_its_process(one_place: dict[int, Measured[Row]]) -> None:
+def test_a_failure_is_reported_with_the_output_of_its_process(one_place: dict[int, Measurement[Row]]) -> None:
     assert one_place[BROKEN].row.reason == "the process died: exit code 1; it wrote: ValueError: no such layer"
     assert "Traceback" in one_place[BROKEN].written
 

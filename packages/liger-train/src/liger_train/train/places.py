@@ -58,7 +58,7 @@ class Started:
         (self.process.terminate if self.setup.ranks > 1 else self.process.kill)()
         self.process.wait()
 
-    def row(self, where: dict[str, str]) -> Measured[Row]:
+    def row(self, where: dict[str, str]) -> Measurement[Row]:
         """Return the row of the run, once it is over."""
         code = self.process.poll()
         self.kill()
@@ -67,11 +67,11 @@ class Started:
             if self.options.out is not None:
                 for subfolder in self.out.glob("*/"):
                     shutil.copytree(subfolder, self.options.out / subfolder.name, dirs_exist_ok=True)
-            return Measured(rows[-1], written)
+            return Measurement(rows[-1], written)
         reason = f"timed out after {self.patience:.0f} s"
         if code is not None:
             reason = f"the process died: {ending(code)}{last_words(written)}"
-        return Measured(row_of(self.setup, where, {"reason": reason, "failed": True}), written)
+        return Measurement(row_of(self.setup, where, {"reason": reason, "failed": True}), written)
 
 
 def command(setup: Setup) -> list[str]:

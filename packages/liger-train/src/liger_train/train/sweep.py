@@ -19,7 +19,7 @@ import typer
 from liger_bench import machine
 from liger_bench.measurements import Files, completed, print_failures, rows_as
 from liger_bench.printing import ratio, unit_of
-from liger_bench.row import Measured
+from liger_bench.row import Measurement
 from liger_core.errors import DeviceError, OptionError
 from liger_core.tables import Column, output, print_table
 from liger_train import techniques
@@ -51,7 +51,7 @@ def measured(
     options: RunOptions | None = None,
     patience: float = PATIENCE,
     phase: Phase = lambda setup: None,
-) -> Generator[Measured[Row], None, None]:
+) -> Generator[Measurement[Row], None, None]:
     """Yield the row of each run as soon as it ends.
 
     gpus    one run at a time on each of these; runs of several ranks use all of them, after the others
@@ -67,7 +67,7 @@ def measured(
                 while waiting and (free if waiting[0].ranks == 1 else not running):
                     setup = waiting.popleft()
                     if options.skip_larger and (reason := hopeless(setup, known)):
-                        yield Measured(row_of(setup, where, {"reason": reason}))
+                        yield Measurement(row_of(setup, where, {"reason": reason}))
                         continue
                     phase(setup)
                     alone = setup.ranks == 1
