@@ -103,7 +103,7 @@ HEADS = (
     ),
     Mutant(
         "upstream gradient forgotten",
-        f"{HEAD}.gradients:SumsBackward.launch",
+        f"{HEAD}.gradients:sums_backward.launch",
         "grad_loss if _1 is None else grad_loss * _1",
         "torch.ones_like(grad_loss) if _1 is None else _1",
         "tests/ops/test_linear_cross_entropy.py::test_linear_cross_entropy_equals_the_two_functions_of_pytorch",
@@ -117,7 +117,7 @@ HEADS = (
     ),
     Mutant(
         "the derivative of a frozen head does not follow the largest logit",
-        "liger_core.ops._token_passes:TorchTokenPasses.exponentials",
+        "liger_core.ops._token_passes:TokenPasses.exponentials",
         "(before - top).exp()",
         "torch.ones_like(top)",
         "tests/ops/test_linear_log_prob_frozen.py::test_the_derivative_of_a_frozen_head_is_that_of_the_log_softmax",

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.ops._softmax_loss import RowOptions, RowResults
+from liger_core.ops._softmax_loss import RowResults
+from liger_core.ops._token_passes import RowOptions
 from liger_triton._constants import LN2, LOG2E, LOWEST
 from liger_triton._logits import GRADIENT, STATISTICS, Shape, capped, grown, met, through_cap
 from liger_triton._token_passes import TritonTokenPasses

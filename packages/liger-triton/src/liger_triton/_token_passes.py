@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.ops._token_passes import LEAST, LogitOptions, Slopes, Sums
+from liger_core.ops._token_passes import LEAST, RowOptions, Slopes, Sums
 from liger_triton._constants import LN2, LOG2E, LOWEST
 from liger_triton._logits import EXPONENTIALS, GRADIENT, STATISTICS, bend, capped, grown, met, through_cap
 from liger_triton.launch import VECTOR, Launcher, cdiv, contiguous, fuses, power_of_two, rows_of
@@ -22,7 +22,7 @@ CHOSEN_BLOCK = 256
 class TritonTokenPasses:
     """One program a row, or a block of one."""
 
-    def statistics(self, logits: Tensor, counted: Tensor, options: LogitOptions, sums: Sums, first: int) -> None:
+    def statistics(self, logits: Tensor, counted: Tensor, options: RowOptions, sums: Sums, first: int) -> None:
         rows, width = logits.shape
         if rows == 0:
             return
@@ -37,7 +37,7 @@ class TritonTokenPasses:
             BLOCK=block, VECTOR=min(VECTOR, block), num_warps=STATISTICS.warps, enable_fp_fusion=fuses(block),
         )  # fmt: skip
 
-    def selected(self, logits: Tensor, index: Tensor, options: LogitOptions, out: Tensor, first: int) -> None:
+    def selected(self, logits: Tensor, index: Tensor, options: RowOptions, out: Tensor, first: int) -> None:
         if logits.shape[0] == 0:
             return
         logits, index = rows_of(logits), index.contiguous()
@@ -49,7 +49,7 @@ class TritonTokenPasses:
             HAS_SOFTCAP=options.softcap is not None, BLOCK=block,
         )  # fmt: skip
 
-    def derivative(self, logits: Tensor, slopes: Slopes, options: LogitOptions, out: Tensor, first: int) -> None:
+    def derivative(self, logits: Tensor, slopes: Slopes, options: RowOptions, out: Tensor, first: int) -> None:
         rows, width = logits.shape
         if rows == 0:
             return
@@ -85,7 +85,7 @@ class TritonTokenPasses:
         )
 
     def exponentials(
-        self, logits: Tensor, counted: Tensor, options: LogitOptions, moments: Tensor, total: Tensor, first: int
+        self, logits: Tensor, counted: Tensor, options: RowOptions, moments: Tensor, total: Tensor, first: int
     ) -> None:
         rows, width = logits.shape
         if rows:

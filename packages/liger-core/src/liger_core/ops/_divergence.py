@@ -25,7 +25,7 @@ Each is Σ f(p, q), and its gradient over the student's x is q · (h - Σ q h) w
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ from liger_core import checks
 from liger_core.errors import OptionError
 from liger_core.op import accumulator
 from liger_core.ops._inputs import row_blocks
-from liger_core.ops._softmax_loss import RowPasses, TorchPasses
+from liger_core.ops._softmax_loss import RowPasses
+from liger_core.ops._token_passes import capped
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "skewed_kl", "skewed_reverse_kl"]
 KINDS: tuple[Kind, ...] = ("forward_kl", "reverse_kl", "jsd", "total_variation", "skewed_kl", "skewed_reverse_kl")
@@ -101,8 +102,9 @@ class DivergenceResults(NamedTuple):
         return DivergenceResults(self.loss[rows], self.moments[rows])
 
 
-class DivergencePasses(RowPasses, Protocol):
-    """The passes that a backend provides in addition to those of the losses; logits are (rows, classes)."""
+class DivergencePasses(RowPasses):
+    """The passes over two sides in pure PyTorch, a block of rows at a time, in addition to those of the losses; logits
+    are (rows, classes)."""
 
     def divergences(
         self, student: Tensor, teacher: Tensor, target: Tensor | None, results: DivergenceResults,
@@ -111,37 +113,6 @@ class DivergencePasses(RowPasses, Protocol):
     ) -> None:  # fmt: skip
         """Fill results; with gradient also overwrite student by row_factor · d loss / d student (row_factor is 1 if
         None)."""
-
-    def divergence_gradients(
-        self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, row_factor: Tensor,
-        options: DivergenceOptions,
-        out: Tensor,
-    ) -> None:  # fmt: skip
-        """Write row_factor · d loss / d student into out, given the moments of each row; out may be student."""
-
-    def divergence_sums(
-        self,
-        student: Tensor,
-        teacher: Tensor,
-        target: Tensor | None,
-        moments: Tensor,
-        options: DivergenceOptions,
-        out: Tensor,
-    ) -> None:
-        """Write sums over these classes into out (rows, 3), given the moments of all classes.
-
-        The columns are the divergence, q · (h - h₀), and x of the target.
-        """
-
-
-class TorchDivergencePasses(TorchPasses):
-    """The row passes in pure PyTorch, a block of rows at a time."""
-
-    def divergences(
-        self, student: Tensor, teacher: Tensor, target: Tensor | None, results: DivergenceResults,
-        options: DivergenceOptions,
-        row_factor: Tensor | None, gradient: bool,
-    ) -> None:  # fmt: skip
         for rows in row_blocks(student, REFERENCE_BLOCK):
             x, theirs, labels = *_both(student[rows], teacher[rows], options), None if target is None else target[rows]
             moments, counted = _moments(x, theirs, options), _counted(x, labels, options)
@@ -165,6 +136,7 @@ class TorchDivergencePasses(TorchPasses):
         options: DivergenceOptions,
         out: Tensor,
     ) -> None:  # fmt: skip
+        """Write row_factor · d loss / d student into out, given the moments of each row; out may be student."""
         for rows in row_blocks(student, REFERENCE_BLOCK):
             x, theirs, labels = *_both(student[rows], teacher[rows], options), None if target is None else target[rows]
             out[rows] = _gradient(x, theirs, labels, moments[rows], row_factor[rows], options).to(out.dtype)
@@ -178,6 +150,10 @@ class TorchDivergencePasses(TorchPasses):
         options: DivergenceOptions,
         out: Tensor,
     ) -> None:
+        """Write sums over these classes into out (rows, 3), given the moments of all classes.
+
+        The columns are the divergence, q · (h - h₀), and x of the target.
+        """
         for rows in row_blocks(student, REFERENCE_BLOCK):
             x, theirs = _both(student[rows], teacher[rows], options)
             value, slope, q = _compared(x, theirs, moments[rows], options)
@@ -190,7 +166,7 @@ class TorchDivergencePasses(TorchPasses):
                 out[rows, 2] = torch.where((labels >= 0) & (labels < x.shape[1]), of_label, 0.0)
 
 
-TORCH_DIVERGENCES = TorchDivergencePasses()
+TORCH_DIVERGENCES = DivergencePasses()
 
 
 def check_mixture(name: str, label: str, value: Any) -> None:
@@ -211,12 +187,8 @@ def divergence_results(like: Tensor) -> DivergenceResults:
 def _both(student: Tensor, teacher: Tensor, options: DivergenceOptions) -> tuple[Tensor, Tensor]:
     """Return x of both sides, in the student's accumulator dtype."""
     dtype = accumulator(student.dtype)
-    x, theirs = student.to(dtype) * options.logit_scale, teacher.to(dtype) * options.teacher_logit_scale
-    if options.softcap is not None:
-        x = torch.tanh(x / options.softcap) * options.softcap
-    if options.teacher_softcap is not None:
-        theirs = torch.tanh(theirs / options.teacher_softcap) * options.teacher_softcap
-    return x, theirs
+    theirs = capped(teacher.to(dtype), options.teacher_logit_scale, options.teacher_softcap)
+    return capped(student, options.logit_scale, options.softcap), theirs
 
 
 def _counted(x: Tensor, target: Tensor | None, options: DivergenceOptions) -> Tensor:

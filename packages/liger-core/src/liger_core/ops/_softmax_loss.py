@@ -21,8 +21,8 @@ NaN, since no implementation may wait for the device to find out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.op import accumulator
 from liger_core.ops._inputs import integers
-from liger_core.ops._token_passes import ResultOptions, TokenPasses, TorchTokenPasses, blocks
+from liger_core.ops._token_passes import ResultOptions, RowOptions, TokenPasses, blocks, capped
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -49,22 +49,6 @@ class LossMetrics(NamedTuple):
     accuracy: Tensor
     prediction: Tensor
     entropy: Tensor
-
-
-class RowOptions(NamedTuple):
-    """The scalars and class weights of the formula above; the defaults change nothing."""
-
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    class_weight: Tensor | None = None
-
-    @classmethod
-    def among(cls, options: Mapping[str, Any], **more: Any) -> Self:
-        """Return the subset of options that an op has."""
-        return cls(**{name: options[name] for name in cls._fields if name in options}, **more)
 
 
 class RowResults(NamedTuple):
@@ -87,10 +71,8 @@ def row_results(like: Tensor, extras: ResultOptions) -> RowResults:
     )
 
 
-class RowPasses(TokenPasses, Protocol):
-    """The part of the losses that a backend provides; everything else is written once in core."""
-
-    def __hash__(self) -> int: ...
+class RowPasses(TokenPasses):
+    """The row passes of the losses in pure PyTorch, a block of rows at a time; a backend brings the same ones."""
 
     def losses(
         self,
@@ -102,41 +84,8 @@ class RowPasses(TokenPasses, Protocol):
         gradient: bool,
     ) -> None:
         """Fill results; with gradient also overwrite logits by row_factor · d loss / d a (row_factor is 1 if None)."""
-
-    def gradients(
-        self, logits: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor
-    ) -> None:
-        """Write row_factor · d loss / d a into out, given the statistics of each row."""
-
-    def mean(
-        self, losses: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, mean: Tensor, inverse: Tensor
-    ) -> None:
-        """Write mean = inverse · Σ losses and inverse = 1/divide.
-
-        By default, divide is Σ w_t over the counted targets, or 1 if there are none.
-        """
-
-    def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor, add: bool = False) -> None:
-        """Write out = tensor · scale, or with `add` out += tensor · scale, rounded once.
-
-        scale is a float32 scalar on the device; out may be tensor.
-        """
-
-
-class TorchPasses(TorchTokenPasses):
-    """The row passes in pure PyTorch, a block of rows at a time."""
-
-    def losses(
-        self,
-        logits: Tensor,
-        target: Tensor,
-        results: RowResults,
-        options: RowOptions,
-        row_factor: Tensor | None,
-        gradient: bool,
-    ) -> None:
         for rows in blocks(logits):
-            x = _capped(logits[rows], options)
+            x = capped(logits[rows], *options.scale_and_cap(rows))
             top = x.amax(-1, keepdim=True)
             below = x - top
             exp_sum = below.exp().sum(-1)
@@ -160,19 +109,28 @@ class TorchPasses(TorchTokenPasses):
     def gradients(
         self, logits: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor
     ) -> None:
+        """Write row_factor · d loss / d a into out, given the statistics of each row."""
         for rows in blocks(logits):
-            x = _capped(logits[rows], options)
+            x = capped(logits[rows], *options.scale_and_cap(rows))
             out[rows] = _gradients(x, target[rows], statistics[rows], row_factor[rows], options).to(out.dtype)
 
     def mean(
         self, losses: Tensor, target: Tensor, options: RowOptions, divide: Tensor | None, mean: Tensor, inverse: Tensor
     ) -> None:
+        """Write mean = inverse · Σ losses and inverse = 1/divide.
+
+        By default, divide is Σ w_t over the counted targets, or 1 if there are none.
+        """
         if divide is None:
             divide = denominator(target, options.class_weight, options.ignore_index, None, losses.dtype)
         torch.reciprocal(divide, out=inverse)
         torch.mul(losses.sum(), inverse, out=mean)
 
     def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor, add: bool = False) -> None:
+        """Write out = tensor · scale, or with `add` out += tensor · scale, rounded once.
+
+        scale is a float32 scalar on the device; out may be tensor.
+        """
         if tensor is out and scale.device.type == "cpu" and scale == 1.0:
             return
         for rows in [...] if tensor.dim() < 2 else blocks(tensor):
@@ -181,16 +139,7 @@ class TorchPasses(TorchTokenPasses):
             out[rows] = value.add_(out[rows]) if add else value
 
 
-TORCH_PASSES = TorchPasses()
-
-
-def _capped(logits: Tensor, options: RowOptions) -> Tensor:
-    x = logits.to(accumulator(logits.dtype))
-    if options.logit_scale != 1.0:
-        x = x * options.logit_scale
-    if options.softcap is not None:
-        x = torch.tanh(x / options.softcap) * options.softcap
-    return x
+TORCH_PASSES = RowPasses()
 
 
 def _losses(below: Tensor, statistics: Tensor, target: Tensor, options: RowOptions) -> Tensor:
@@ -273,23 +222,24 @@ def denominator(
     return torch.where(count == 0, 1.0, count)
 
 
-def check_row_options(name: str, options: RowOptions, classes: int, weight_name: str = "class_weight") -> None:
-    """Check the scalars and class weights of a row's loss."""
-    checks.fraction(name, "label_smoothing", options.label_smoothing)
-    checks.not_negative(name, "z_loss", options.z_loss)
-    if options.softcap is not None:
-        checks.positive(name, "softcap", options.softcap)
-    checks.finite(name, "logit_scale", options.logit_scale)
-    weight = options.class_weight
-    if weight is not None:
-        checks.floating(name, **{weight_name: weight})
-        if tuple(weight.shape) != (classes,):
-            checks.fail(
-                ShapeError,
-                name,
-                f"{weight_name} must have shape ({classes},), one per class, got {checks.shape(weight)}",
-            )
-        checks.constant(name, **{weight_name: weight})
+def check_row_options(
+    name: str, target: Tensor, classes: int, *, ignore_index: int = -100, label_smoothing: float = 0.0,
+    z_loss: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0, class_weight: Tensor | None = None,
+    weight_name: str = "class_weight", **rest: Any,
+) -> None:  # fmt: skip
+    """Check the options of a row's loss, of which there may be others, and its targets."""
+    checks.fraction(name, "label_smoothing", label_smoothing)
+    checks.not_negative(name, "z_loss", z_loss)
+    if softcap is not None:
+        checks.positive(name, "softcap", softcap)
+    checks.finite(name, "logit_scale", logit_scale)
+    if class_weight is not None:
+        checks.floating(name, **{weight_name: class_weight})
+        if class_weight.shape != (classes,):
+            sentence = f"{weight_name} must have shape ({classes},), one per class, got {checks.shape(class_weight)}"
+            checks.fail(ShapeError, name, sentence)
+        checks.constant(name, **{weight_name: class_weight})
+    check_target(name, target, classes, ignore_index)
 
 
 def check_reduction(name: str, target: Tensor, reduction: str, normalizer: Tensor | float | None) -> None:

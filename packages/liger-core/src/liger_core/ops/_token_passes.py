@@ -23,7 +23,7 @@ with four coefficients (a, b, q, c) a row.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -39,36 +39,41 @@ MOMENTS = 6
 LEAST = -700.0
 
 
-class LogitOptions(NamedTuple):
-    """The options that turn logits into x, and the weights of the mean of x."""
+class RowOptions(NamedTuple):
+    """The options that turn the logits of a row into x, and those of its loss; the defaults change nothing."""
 
-    logit_scale: float = 1.0
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
     softcap: float | None = None
-    inverse_temperature: Tensor | None = None
+    logit_scale: float = 1.0
     class_weight: Tensor | None = None
+    inverse_temperature: Tensor | None = None
 
-    def of(self, rows: slice, classes: slice) -> LogitOptions:
+    def of(self, rows: slice, classes: slice) -> Self:
         """Return the options for these rows and classes."""
-        temperature = None if self.inverse_temperature is None else self.inverse_temperature[rows]
-        weight = None if self.class_weight is None else self.class_weight[classes]
-        return LogitOptions(self.logit_scale, self.softcap, temperature, weight)
+        weight, temperature = self.class_weight, self.inverse_temperature
+        return self._replace(
+            class_weight=None if weight is None else weight[classes],
+            inverse_temperature=None if temperature is None else temperature[rows],
+        )
 
-    def of_shard(self, start: int, classes: int) -> LogitOptions:
-        """Return the options for a shard of the classes."""
-        weight = self.class_weight
-        return self if weight is None else self._replace(class_weight=weight[start : start + classes])
+    def scale_and_cap(self, rows: slice) -> tuple[Tensor | float, Tensor | float | None]:
+        """Return scale and cap divided by the temperature: c · tanh(s·a / c) / T = (c/T) · tanh((s/T)·a / (c/T))."""
+        if self.inverse_temperature is None:
+            return self.logit_scale, self.softcap
+        inverse = self.inverse_temperature[rows, None]
+        return self.logit_scale * inverse, None if self.softcap is None else self.softcap * inverse
 
     def unit(self, like: Tensor) -> Tensor:
         """Return the derivative of x by the logit where nothing is capped, for each row."""
-        return (
-            like.new_full((like.shape[0],), self.logit_scale)
-            if self.inverse_temperature is None
-            else self.logit_scale * self.inverse_temperature
-        )
+        if self.inverse_temperature is None:
+            return like.new_full((like.shape[0],), self.logit_scale)
+        return self.logit_scale * self.inverse_temperature
 
     def bend(self, x: Tensor) -> Tensor:
         """Return the derivative of x (rows, K) by the logits in that unit."""
-        _, softcap = _scale_and_cap(self, slice(None))
+        _, softcap = self.scale_and_cap(slice(None))
         return torch.ones_like(x) if softcap is None else 1.0 - (x / softcap).square()
 
     def weights(self, classes: int, dtype: torch.dtype) -> Tensor | float:
@@ -105,42 +110,6 @@ class Sums(NamedTuple):
     extras: ResultOptions
 
 
-class TokenPasses(Protocol):
-    """The passes that a backend provides, over one block of classes.
-
-    The block begins at class `first`; logits are (rows, classes in the block).
-    """
-
-    def statistics(self, logits: Tensor, counted: Tensor, options: LogitOptions, sums: Sums, first: int) -> None:
-        """Add a block of classes to the sums of each counted row; with first = 0 they begin there."""
-
-    def selected(self, logits: Tensor, index: Tensor, options: LogitOptions, out: Tensor, first: int) -> None:
-        """Write out[n, k] = x[n, index[n, k]] where that class is in the block."""
-
-    def derivative(self, logits: Tensor, slopes: Slopes, options: LogitOptions, out: Tensor, first: int) -> None:
-        """Write out = (scatter(g) + (a + b · (x - m) + q · p) · p + c · w) · d x / d logits.
-
-        Rows that are not counted get 0; out may be logits.
-        """
-
-    def exponentials(
-        self, logits: Tensor, counted: Tensor, options: LogitOptions, moments: Tensor, total: Tensor, first: int
-    ) -> None:
-        """Add a block to the sums m and d, overwrite it by e^(x - m) · 1/s · d x / d logits, where s is the scale of x,
-        and multiply those rows of `total` (rows, width) whose m has risen by e^(m before - m).
-
-        Rows that are not counted get 0; with first = 0 the sums begin, and `total` is not read.
-        """
-
-    def combined(
-        self, out: Tensor, total: Tensor, factor: Tensor, weight: Tensor, index: Tensor, slope: Tensor
-    ) -> None:
-        """Write out = factor · total + Σ_k slope_k · weight[index_k] for each row, rounded once; out may be total.
-
-        Classes that are not in weight add nothing; index and slope are (rows, K).
-        """
-
-
 class Slopes(NamedTuple):
     """The tensors from which the gradient with respect to the logits is computed.
 
@@ -163,12 +132,16 @@ class Slopes(NamedTuple):
         return Slopes(*(t[rows] for t in self))
 
 
-class TorchTokenPasses:
-    """The passes in pure PyTorch, a block of rows at a time."""
+class TokenPasses:
+    """The passes over one block of classes in pure PyTorch, a block of rows at a time; a backend brings the same ones.
 
-    def statistics(self, logits: Tensor, counted: Tensor, options: LogitOptions, sums: Sums, first: int) -> None:
+    The block begins at class `first`; logits are (rows, classes in the block).
+    """
+
+    def statistics(self, logits: Tensor, counted: Tensor, options: RowOptions, sums: Sums, first: int) -> None:
+        """Add a block of classes to the sums of each counted row; with first = 0 they begin there."""
         for rows in blocks(logits):
-            x = _transformed(logits[rows], options, rows)
+            x = capped(logits[rows], *options.scale_and_cap(rows))
             moments = sums.moments[rows]
             # A block without any class that is possible adds nothing.
             top = x.amax(-1).clamp(min=torch.finfo(x.dtype).min)
@@ -201,15 +174,20 @@ class TorchTokenPasses:
             if sums.extras.with_collision:
                 moments[:, 4] = moments[:, 4] * shrink.square() + e.square().sum(-1)
 
-    def selected(self, logits: Tensor, index: Tensor, options: LogitOptions, out: Tensor, first: int) -> None:
+    def selected(self, logits: Tensor, index: Tensor, options: RowOptions, out: Tensor, first: int) -> None:
+        """Write out[n, k] = x[n, index[n, k]] where that class is in the block."""
         inside, local = _local(index, first, logits.shape[1])
-        x = _transformed(logits.gather(-1, local), options, slice(None))
+        x = capped(logits.gather(-1, local), *options.scale_and_cap(slice(None)))
         out.copy_(torch.where(inside, x, out))
 
-    def derivative(self, logits: Tensor, slopes: Slopes, options: LogitOptions, out: Tensor, first: int) -> None:
+    def derivative(self, logits: Tensor, slopes: Slopes, options: RowOptions, out: Tensor, first: int) -> None:
+        """Write out = (scatter(g) + (a + b · (x - m) + q · p) · p + c · w) · d x / d logits.
+
+        Rows that are not counted get 0; out may be logits.
+        """
         for rows in blocks(logits):
             block = slopes.of(rows)
-            x = _transformed(logits[rows], options, rows)
+            x = capped(logits[rows], *options.scale_and_cap(rows))
             below, total = x - block.moments[:, :1], block.moments[:, 1:2]
             a, b, q, c = block.terms.split(1, -1)
             p = below.exp() / total
@@ -217,28 +195,37 @@ class TorchTokenPasses:
             slope += c if options.class_weight is None else c * options.class_weight.to(slope.dtype)
             inside, local = _local(block.classes, first, logits.shape[1])
             slope.scatter_add_(-1, local, torch.where(inside, block.gradient, 0.0))
-            scale, softcap = _scale_and_cap(options, rows)
+            scale, softcap = options.scale_and_cap(rows)
             slope = slope * scale
             if softcap is not None:
                 slope = slope * (1.0 - (x / softcap).square())
             out[rows] = torch.where(block.counted[:, None], slope, 0.0).to(out.dtype)
 
     def exponentials(
-        self, logits: Tensor, counted: Tensor, options: LogitOptions, moments: Tensor, total: Tensor, first: int
+        self, logits: Tensor, counted: Tensor, options: RowOptions, moments: Tensor, total: Tensor, first: int
     ) -> None:
+        """Add a block to the sums m and d, overwrite it by e^(x - m) · 1/s · d x / d logits, where s is the scale of x,
+        and multiply those rows of `total` (rows, width) whose m has risen by e^(m before - m).
+
+        Rows that are not counted get 0; with first = 0 the sums begin, and `total` is not read.
+        """
         before = moments[:, 0].clone()
         self.statistics(logits, counted, options, Sums(moments, None, ResultOptions()), first)
         top = moments[:, 0]
         if first:
             total.mul_(torch.where(counted, (before - top).exp(), 1.0)[:, None])
         for rows in blocks(logits):
-            x = _transformed(logits[rows], options, rows)
+            x = capped(logits[rows], *options.scale_and_cap(rows))
             slope = (x - top[rows, None]).exp() * options.of(rows, slice(None)).bend(x)
             logits[rows] = torch.where(counted[rows, None], slope, 0.0).to(logits.dtype)
 
     def combined(
         self, out: Tensor, total: Tensor, factor: Tensor, weight: Tensor, index: Tensor, slope: Tensor
     ) -> None:
+        """Write out = factor · total + Σ_k slope_k · weight[index_k] for each row, rounded once; out may be total.
+
+        Classes that are not in weight add nothing; index and slope are (rows, K).
+        """
         inside, local = _local(index, 0, weight.shape[0])
         slope = torch.where(inside, slope, 0.0)
         for rows in blocks(total):
@@ -259,16 +246,8 @@ def _local(index: Tensor, first: int, classes: int) -> tuple[Tensor, Tensor]:
     return inside, torch.where(inside, local, 0)
 
 
-def _transformed(logits: Tensor, options: LogitOptions, rows: slice) -> Tensor:
-    """Return x in float32 or float64."""
-    scale, softcap = _scale_and_cap(options, rows)
-    x = logits.to(accumulator(logits.dtype)) * scale
+def capped(logits: Tensor, scale: Tensor | float, softcap: Tensor | float | None) -> Tensor:
+    """Return softcap · tanh(scale · logits / softcap), or scale · logits without a cap, in float32 or float64."""
+    x = logits.to(accumulator(logits.dtype))
+    x = x if not isinstance(scale, Tensor) and scale == 1.0 else x * scale
     return x if softcap is None else torch.tanh(x / softcap) * softcap
-
-
-def _scale_and_cap(options: LogitOptions, rows: slice) -> tuple[Tensor | float, Tensor | float | None]:
-    """Return scale and cap divided by the temperature: c · tanh(s·a / c) / T = (c/T) · tanh((s/T)·a / (c/T))."""
-    if options.inverse_temperature is None:
-        return options.logit_scale, options.softcap
-    inverse = options.inverse_temperature[rows, None]
-    return options.logit_scale * inverse, None if options.softcap is None else options.softcap * inverse

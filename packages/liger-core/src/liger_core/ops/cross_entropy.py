@@ -20,19 +20,17 @@ from liger_core.ops._inputs import CLASSES, ROWS, integers, misuses_of, normal, 
 from liger_core.ops._softmax_loss import (
     TORCH_PASSES,
     Reduction,
-    RowOptions,
     RowPasses,
     RowResults,
     check_reduction,
     check_row_options,
-    check_target,
     denominator,
     loss_option_samples,
     metrics_of,
     row_results,
     targets_with_ignored,
 )
-from liger_core.ops._token_passes import ResultOptions
+from liger_core.ops._token_passes import ResultOptions, RowOptions
 
 
 def check(
@@ -60,10 +58,8 @@ def check(
     if classes == 0:
         checks.fail(ShapeError, name, f"logits must have at least one class, got {checks.shape(logits)}")
     checks.same_device(name, "logits", logits, target=target, weight=weight)
-    row = RowOptions.among(options, class_weight=weight)
-    check_row_options(name, row, classes, "weight")
     check_reduction(name, target, reduction, normalizer)
-    check_target(name, target, classes, row.ignore_index)
+    check_row_options(name, target, classes, class_weight=weight, weight_name="weight", **options)
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -195,14 +191,14 @@ class CrossEntropyKernels:
         self.rows = differentiable(
             make_kernel("cross_entropy", self._allocate, self._launch),
             make_kernel("cross_entropy_backward", self._allocate_backward, self._launch_backward),
-            saves=("logits", "target", "moments", "class_weight"),
+            saves=("logits", "target", "moments", "class_weight", "inverse_temperature"),
             public=4,
         )
         reduced = make_kernel("cross_entropy_reduced", self._allocate_reduced, self._launch_reduced)
         derivative = make_kernel(
             "cross_entropy_reduced_backward", self._allocate_backward, self._launch_reduced_backward
         )
-        saves = ("logits", "target", "moments", "inverse", "class_weight")
+        saves = ("logits", "target", "moments", "inverse", "class_weight", "inverse_temperature")
         self.reduced, self.reduced_with_results = (
             differentiable(reduced, derivative, saves, public) for public in (1, 5)
         )

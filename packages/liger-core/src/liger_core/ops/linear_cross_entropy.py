@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,20 +21,18 @@ from liger_core.ops._inputs import integers, misuses_of, normal, sample_table
 from liger_core.ops._softmax_loss import (
     TORCH_PASSES,
     Reduction,
-    RowOptions,
     RowPasses,
     RowResults,
     check_reduction,
     check_row_options,
-    check_target,
     denominator,
     loss_option_samples,
     metrics_of,
     row_results,
     targets_with_ignored,
 )
-from liger_core.ops._token_passes import LogitOptions, ResultOptions
-from liger_core.ops.head.gradients import HeadGradients, Sums, SumsBackward, divides_late, new_sums
+from liger_core.ops._token_passes import ResultOptions, RowOptions
+from liger_core.ops.head.gradients import HeadGradients, Sums, divides_late, new_sums, sums_backward
 from liger_core.ops.head.head import (
     Chunk,
     CountedRows,
@@ -52,7 +50,7 @@ from liger_core.ops.head.head import (
 )
 from liger_core.ops.head.loop import ChunkOptions, Tiles
 from liger_core.ops.head.shards import ALONE, VocabShard, vocabulary
-from liger_core.ops.head.tokens import TokenResults, token_loop
+from liger_core.ops.head.tokens import TokenLoop, TokenResults, token_loop
 
 # What the benchmark's workloads of these names may hold.
 BUDGETS = {"lean": 256 << 20, "4GiB": 4 << 30}
@@ -77,13 +75,12 @@ def check(
         checks.floating(name, token_weight=token_weight)
         check_rows(name, "token_weight", token_weight, hidden)
         checks.constant(name, token_weight=token_weight)
-    row = RowOptions.among(options)
-    checks.same_device(name, "hidden", hidden, class_weight=row.class_weight, token_weight=token_weight)
+    weights = {"class_weight": options.get("class_weight"), "token_weight": token_weight}
+    checks.same_device(name, "hidden", hidden, **weights)
     classes = check_vocab(name, weight, vocab)
     check_chunks(name, head, vocab, **options)
-    check_row_options(name, row, classes)
     check_reduction(name, target, reduction, normalizer)
-    check_target(name, target, classes, row.ignore_index)
+    check_row_options(name, target, classes, **options)
 
 
 CONSTANTS = ("class_weight", "normalizer", "token_weight")
@@ -237,12 +234,12 @@ def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[
             factors = inverse.expand(head.hidden.shape[0]) if token_weight is None else token_weight * inverse
         loss, results = results.loss, results._replace(loss=results.moments.new_empty(head.hidden.shape[0]))
         head, factors, inner = head.taken(rows), rows.take(factors), rows.like(results)
-        gradients = HeadGradients(rows, head, sums, ALONE, cut.rows, cut.dtype)
+        gradients = HeadGradients(rows, head, sums, ALONE, cut)
         for tile in Tiles(head, cut):
-            tile_rows, of_tile = tile.rows, RowResults._make(None if r is None else r[tile.rows] for r in inner)
-            factor = None if factors is None else factors[tile_rows]
-            passes.losses(tile.logits, head.target[tile_rows], of_tile, options, factor, any(needs))
-            gradients.add(tile_rows, tile.classes, tile.slope)
+            of_tile = RowResults._make(None if r is None else r[tile.rows] for r in inner)
+            factor = None if factors is None else factors[tile.rows]
+            passes.losses(tile.logits, head.target[tile.rows], of_tile, options, factor, any(needs))
+            gradients.add(tile)
         gradients.finish()
         rows.scatter(inner, results)
         torch.sum(results.loss if token_weight is None else results.loss * token_weight, dim=0, out=loss)
@@ -251,21 +248,15 @@ def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[
 
     return differentiable(
         make_kernel("linear_cross_entropy", allocate, launch, scratch=scratch),
-        SumsBackward(passes).kernel("linear_cross_entropy_backward", make_kernel),
+        sums_backward(passes, "linear_cross_entropy_backward", make_kernel),
         saves=("weight", "scale", *Sums._fields, "main_grad"),
         public=4,
     )
 
 
-class LossKernels(NamedTuple):
-    """The kernels of a summed loss and of results of tokens."""
-
-    reduced: Callable[..., Any]
-    tokens: Callable[..., TokenResults]
-
-    @classmethod
-    def of(cls, passes: RowPasses, make_kernel: Callable[..., Kernel]) -> LossKernels:
-        return cls(_reduced(passes, make_kernel), token_loop(passes, make_kernel).tokens)
+def _kernels(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> tuple[Callable[..., Any], TokenLoop]:
+    """Return the functions of a summed loss and of results of tokens."""
+    return _reduced(passes, make_kernel), token_loop(passes, make_kernel)
 
 
 def _loss_of_rows(results: TokenResults, target: Tensor, options: RowOptions) -> Tensor:
@@ -282,11 +273,11 @@ def _loss_of_rows(results: TokenResults, target: Tensor, options: RowOptions) ->
 
 
 @composed_op(
-    TORCH_PASSES, LossKernels.of, takes_dtensors,
+    TORCH_PASSES, _kernels, takes_dtensors,
     check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
 )  # fmt: skip
 def linear_cross_entropy(
-    kernels: LossKernels,
+    kernels: tuple[Callable[..., Any], TokenLoop],
     supported: Supported,
     hidden: Tensor,
     weight: Tensor,
@@ -351,6 +342,7 @@ def linear_cross_entropy(
     fit. Hsu et al. 2024, arXiv:2410.10989, with float32 accumulation and chunks by memory budget.
     """
     supported(hidden, weight)
+    reduced, loop = kernels
     hidden, weight, bias = autocast_inputs(hidden, weight, bias)
     head = Head(hidden.reshape(-1, hidden.shape[-1]), weight, target.reshape(-1), bias)
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, logit_scale, class_weight)
@@ -363,10 +355,10 @@ def linear_cross_entropy(
         divide = denominator(head.target, class_weight, ignore_index, normalizer, wide)
     # The gradients of a sharded head need the statistics of all shards, so that they are those of the tokens.
     if reduction == "none" or vocab is not None:
-        logits = LogitOptions(logit_scale, softcap, None, class_weight if label_smoothing else None)
+        of_logits = options if label_smoothing else options._replace(class_weight=None)
         extras = ResultOptions(return_metrics, z_loss > 0, label_smoothing > 0, with_prediction=return_metrics)
         each = head._replace(target=head.target[:, None])
-        results = kernels.tokens(each, logits, ignore_index, False, chunks, vocabulary(weight, vocab), extras)
+        results = loop.tokens(each, of_logits, chunks, vocabulary(weight, vocab), extras)
         rows = [results.moments, results.prediction, results.entropy]
         loss = _loss_of_rows(results, head.target, options)
         loss = loss if factor is None else loss * factor
@@ -376,7 +368,7 @@ def linear_cross_entropy(
             loss = loss.sum() if divide is None else loss.sum() / divide
     else:
         extras = ResultOptions(with_entropy=return_metrics, with_prediction=return_metrics)
-        loss, *rows = kernels.reduced(head, factor, divide, options, chunks, extras)
+        loss, *rows = reduced(head, factor, divide, options, chunks, extras)
     if not return_metrics:
         return loss
     inverse = None if divide is None else divide.reciprocal()

@@ -15,8 +15,8 @@ from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.op import Misuse, Sample, Workload, accumulator
 from liger_core.ops._composed import Supported, composed_op
 from liger_core.ops._inputs import integers, misuses_of, normal, sample_table
-from liger_core.ops._softmax_loss import TORCH_PASSES, RowOptions, check_row_options, check_target, targets_with_ignored
-from liger_core.ops._token_passes import LogitOptions, ResultOptions
+from liger_core.ops._softmax_loss import TORCH_PASSES, check_row_options, targets_with_ignored
+from liger_core.ops._token_passes import ResultOptions, RowOptions
 from liger_core.ops.head.head import (
     Chunk,
     Head,
@@ -62,11 +62,8 @@ def check(
     head = Head(hidden, weight, target, bias)
     check_head(name, head, several=True, classes=vocab is None)
     _check_temperature(name, temperature, hidden)
-    row = RowOptions.among(options)
-    classes = check_vocab(name, weight, vocab)
+    check_row_options(name, target, check_vocab(name, weight, vocab), **options)
     check_chunks(name, head, vocab, **options)
-    check_row_options(name, row, classes)
-    check_target(name, target, classes, row.ignore_index)
     if return_entropy and return_statistics:
         sentence = "return_statistics includes the entropy; give one of return_entropy and return_statistics, got both"
         checks.fail(OptionError, name, sentence)
@@ -385,12 +382,12 @@ def linear_log_prob(
         # softcap · tanh(s·a / softcap) / T = (softcap/T) · tanh((s/T)·a / (softcap/T)): passes need no temperature.
         logit_scale, softcap = logit_scale / temperature, None if softcap is None else softcap / temperature
     wide = logits_dtype is not None and logits_dtype != hidden.dtype
-    options = LogitOptions(logit_scale, softcap, inverse)
-    chunks = ChunkOptions.from_arguments(accumulate_dtype, chunk, budget, pack, main_grad)
+    options = RowOptions(ignore_index, softcap=softcap, logit_scale=logit_scale, inverse_temperature=inverse)
+    chunks = ChunkOptions.from_arguments(accumulate_dtype, chunk, budget, pack, main_grad, wide)
     every = return_statistics
     requested = ResultOptions(every or return_entropy, every, False, every, every, every)
     head = Head(rows, weight, index, bias)
-    results = loop.tokens(head, options, ignore_index, wide, chunks, vocabulary(weight, vocab), requested)
+    results = loop.tokens(head, options, chunks, vocabulary(weight, vocab), requested)
     log_prob, entropy = results.log_prob, results.entropy
     if allowed is not None:
         log_prob, entropy = _among(log_prob, entropy, index, ignore_index)

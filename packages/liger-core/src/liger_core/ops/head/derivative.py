@@ -22,7 +22,7 @@ from torch import Tensor
 
 from liger_core.kernels import multiply
 from liger_core.op import accumulator
-from liger_core.ops._token_passes import LogitOptions, TokenPasses
+from liger_core.ops._token_passes import RowOptions, TokenPasses
 from liger_core.ops.head.head import Head
 from liger_core.ops.head.loop import Cut, Tile
 from liger_core.ops.head.shards import RowSum
@@ -36,15 +36,9 @@ class HeadDerivative:
     """
 
     def __init__(
-        self,
-        passes: TokenPasses,
-        head: Head,
-        options: LogitOptions,
-        cut: Cut,
-        memory: Tensor,
-        local: Tensor,
+        self, passes: TokenPasses, head: Head, options: RowOptions, cut: Cut, memory: Tensor, local: Tensor,
         ranks: RowSum,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.passes, self.head, self.options, self.local, self.ranks = passes, head, options, local, ranks
         self.memory = memory[: head.hidden.shape[0]]
         wide = accumulator(memory.dtype)
@@ -55,7 +49,7 @@ class HeadDerivative:
         """Return the memory of E for these rows."""
         return self.memory[rows] if self.total is self.memory else self.total[: rows.stop - rows.start]
 
-    def add(self, tile: Tile, options: LogitOptions, moments: Tensor) -> None:
+    def add(self, tile: Tile, options: RowOptions, moments: Tensor) -> None:
         """Add the classes of a tile to the sums of its rows and to E; the tile's logits are overwritten."""
         total, first = self.sum_of(tile.rows), tile.classes.start
         self.passes.exponentials(tile.logits, self.head.target[tile.rows], options, moments, total, first)
@@ -82,15 +76,6 @@ class HeadDerivative:
                 derivative.copy_(total)
 
 
-def chosen_slopes(options: LogitOptions, x: Tensor, dtype: torch.dtype) -> Tensor:
+def chosen_slopes(options: RowOptions, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return s′ of the chosen classes (rows, K), rounded as in a tile of this dtype."""
     return options.unit(x[:, 0])[:, None] * options.bend(x).to(dtype).to(x.dtype)
-
-
-def derived(
-    passes: TokenPasses, out: Tensor, derivative: Tensor, gradient: Tensor, weight: Tensor, chosen: Tensor,
-    slope: Tensor,
-) -> None:  # fmt: skip
-    """Write the gradient of hidden into out, from the derivative and the gradients (N, K) of the log-probabilities."""
-    several = slice(None if gradient.shape[1] > 1 else 0)
-    passes.combined(out, derivative, gradient.sum(-1), weight, chosen[:, several], (gradient * slope)[:, several])

@@ -10,7 +10,7 @@ vocabulary, and G is rounded once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,13 +25,13 @@ from liger_core.ops.head.gradients import (
     Gradients,
     HeadGradients,
     Sums,
-    SumsBackward,
     divides_late,
     new_gradients,
     new_sums,
+    sums_backward,
 )
 from liger_core.ops.head.head import CountedRows, Head
-from liger_core.ops.head.loop import ChunkOptions, Cut, Tile, Tiles, held_bytes
+from liger_core.ops.head.loop import ChunkOptions, Cut, Tiles, held_bytes
 from liger_core.ops.head.shards import Vocabulary, end_sum, merge_divergence, start_sum
 
 # Rows of the teacher's logits that are held at a time, and how much of a budget they take at most. 512 rows fill an
@@ -76,43 +76,36 @@ class Pair:
             self.local = torch.where(self.counted, torch.where(here, target - vocab.start, -2), -1)
             self.options = options._replace(ignore_index=-1, partial=True)
 
-    def tiles(
-        self, cut: Cut, theirs: int, memory: Tensor | None = None
-    ) -> Iterator[tuple[Tile, Iterator[tuple[slice, Tensor, Tensor]]]]:
-        """Yield some rows of the student over all classes, part by part: (rows, logits, logits of the teacher)."""
+    def walk(
+        self, cut: Cut, theirs: int, sums: HeadGradients, visit: Callable[[slice, Tensor, Tensor], None],
+        memory: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Visit some rows after the others, over all classes, with the logits of both sides, and add what a visit has
+        left of those of the student to the sums."""
         every = slice(0, self.head.weight.shape[0])
         cut = cut._replace(classes=max(1, every.stop), kept_classes=every.stop)
         teacher = Tiles(self.teacher, cut._replace(rows=theirs))
-
-        def parts(tile: Tile) -> Iterator[tuple[slice, Tensor, Tensor]]:
-            for rows in slices(tile.rows, theirs):
-                yield (
-                    rows,
-                    tile.logits[rows.start - tile.rows.start : rows.stop - tile.rows.start],
-                    teacher.logits(rows, every),
-                )
-
         for tile in Tiles(self.head, cut, memory):
-            yield tile, parts(tile)
+            for rows in slices(tile.rows, theirs):
+                ours = tile.logits[rows.start - tile.rows.start : rows.stop - tile.rows.start]
+                visit(rows, ours, teacher.logits(rows, every))
+            sums.add(tile)
+        sums.finish()
 
     def compare(
-        self,
-        rows: slice,
-        ours: Tensor,
+        self, results: DivergenceResults, factor: Tensor | None, gradient: bool, rows: slice, ours: Tensor,
         theirs: Tensor,
-        results: DivergenceResults,
-        factor: Tensor | None,
-        gradient: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Compute the results of these rows, and with gradient that of their logits, which overwrites those of the
         student."""
-        results = results.of(rows)
+        of_rows, options, target = results.of(rows), self.options, self.local[rows]
         if self.vocab.group is None:
-            self.passes.divergences(ours, theirs, self.head.target[rows], results, self.options, factor, gradient)
+            of_row = None if factor is None else factor[rows]
+            self.passes.divergences(ours, theirs, target, of_rows, options, of_row, gradient)
             return
-        options, target, moments = self.options, self.local[rows], results.moments
+        moments = of_rows.moments
         if ours.shape[1]:
-            self.passes.divergences(ours, theirs, target, results, options, None, False)
+            self.passes.divergences(ours, theirs, target, of_rows, options, None, False)
         else:
             moments.zero_()
             moments[:, [0, 2, 4]] = torch.finfo(moments.dtype).min
@@ -127,20 +120,21 @@ class Pair:
         loss = sums[:, 0]
         if options.hard_weight:
             hard = moments[:, 6].log() - (sums[:, 2] - moments[:, 0]) * options.temperature
-            loss = (1.0 - options.hard_weight) * loss + options.hard_weight * torch.where(
-                self.invalid[rows], float("nan"), hard
-            )
-        results.loss.copy_(torch.where(self.counted[rows], loss, 0.0))
+            hard = torch.where(self.invalid[rows], float("nan"), hard)
+            loss = (1.0 - options.hard_weight) * loss + options.hard_weight * hard
+        of_rows.loss.copy_(torch.where(self.counted[rows], loss, 0.0))
         if gradient:
-            self.differentiate(rows, ours, theirs, moments, torch.ones_like(loss) if factor is None else factor)
+            factor = torch.ones_like(results.loss) if factor is None else factor
+            self.differentiate(results.moments, factor, rows, ours, theirs)
 
-    def differentiate(self, rows: slice, ours: Tensor, theirs: Tensor, moments: Tensor, factor: Tensor) -> None:
-        """Overwrite the student's logits of these rows by their gradient."""
+    def differentiate(self, moments: Tensor, factor: Tensor, rows: slice, ours: Tensor, theirs: Tensor) -> None:
+        """Overwrite the student's logits of these rows by their gradient, given moments and factors of the rows."""
         if not ours.shape[1]:
             return
-        if self.vocab.group is not None and self.options.hard_weight:
+        factor, options, target = factor[rows], self.options, self.local[rows]
+        if self.vocab.group is not None and options.hard_weight:
             factor = torch.where(self.invalid[rows], float("nan"), factor)
-        self.passes.divergence_gradients(ours, theirs, self.local[rows], moments, factor, self.options, ours)
+        self.passes.divergence_gradients(ours, theirs, target, moments[rows], factor, options, ours)
 
 
 class DivergenceLoop:
@@ -155,7 +149,7 @@ class DivergenceLoop:
         self.passes = passes
         self.reduced = differentiable(
             make_kernel("linear_divergence", self._allocate_reduced, self._launch_reduced),
-            SumsBackward(passes).kernel("linear_divergence_backward", make_kernel),
+            sums_backward(passes, "linear_divergence_backward", make_kernel),
             saves=("weight", "scale", *Sums._fields, "main_grad"),
         )
         self.rows = differentiable(
@@ -183,12 +177,9 @@ class DivergenceLoop:
         pair = Pair(self.passes, head, teacher, options, chunks, vocab)
         results = divergence_results(pair.head.hidden)
         factor = inverse.expand(pair.head.hidden.shape[0]) if inverse is not None and scale is None else None
-        gradients = HeadGradients(pair.rows, pair.head, sums, vocab, cut.rows, cut.dtype)
-        for tile, parts in pair.tiles(cut if gradient else cut._replace(rows=theirs), theirs):
-            for rows, ours, other in parts:
-                pair.compare(rows, ours, other, results, None if factor is None else factor[rows], gradient)
-            gradients.add(tile.rows, tile.classes, tile.slope)
-        gradients.finish()
+        gradients = HeadGradients(pair.rows, pair.head, sums, vocab, cut)
+        visit = functools.partial(pair.compare, results, factor, gradient)
+        pair.walk(cut if gradient else cut._replace(rows=theirs), theirs, gradients, visit)
         torch.sum(results.loss, dim=0, out=loss)
         if inverse is not None:
             loss.mul_(inverse)
@@ -225,9 +216,8 @@ class DivergenceLoop:
         results = pair.rows.like(whole)
         if slopes is not None:
             slopes[pair.head.hidden.shape[0] :].zero_()
-        for _, parts in pair.tiles(cut, theirs, slopes):
-            for rows, ours, other in parts:
-                pair.compare(rows, ours, other, results, None, slopes is not None)
+        sums = HeadGradients(pair.rows, pair.head, Gradients(None, None, None), vocab, cut)
+        pair.walk(cut, theirs, sums, functools.partial(pair.compare, results, None, slopes is not None), slopes)
         pair.rows.scatter(results, whole)
 
     def _allocate_rows_backward(
@@ -243,18 +233,15 @@ class DivergenceLoop:
         cut, theirs = _cut(head, teacher, chunks, vocab)
         pair = Pair(self.passes, head, teacher, options, chunks, vocab, int(number))
         factor, largest = _factors(pair.rows.take(grad_loss), pair.counted, head.hidden.dtype)
-        most = cut.rows if slopes is None else _keeps(pair.head, teacher, chunks, vocab)
+        if slopes is not None:
+            cut = cut._replace(rows=_keeps(pair.head, teacher, chunks, vocab))
         main_grad = chunks.main_grad if needs[1] else None
-        sums = HeadGradients(pair.rows, pair.head, gradients, vocab, most, cut.dtype, main_grad, largest)
+        sums = HeadGradients(pair.rows, pair.head, gradients, vocab, cut, main_grad, largest)
         if slopes is None:
-            moments = pair.rows.take(moments)
-            for tile, parts in pair.tiles(cut, theirs):
-                for rows, ours, other in parts:
-                    pair.differentiate(rows, ours, other, moments[rows], factor[rows])
-                sums.add(tile.rows, tile.classes, tile.slope)
+            pair.walk(cut, theirs, sums, functools.partial(pair.differentiate, pair.rows.take(moments), factor))
         else:
             sums.add_unweighted(slopes[: pair.head.hidden.shape[0]], factor)
-        sums.finish()
+            sums.finish()
 
 
 @functools.cache

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from liger_core.kernels import Kernel, Outputs, multiply, slices
 from liger_core.op import accumulator
+from liger_core.ops._softmax_loss import RowPasses
 from liger_core.ops._token_passes import blocks
 from liger_core.ops.head.head import CountedRows, Head
+from liger_core.ops.head.loop import Cut, Tile
 from liger_core.ops.head.shards import RowSum, Vocabulary
 
 # Elements of main_grad whose sum is held at a time where it has to be scaled, in float16.
@@ -66,16 +69,15 @@ class HeadGradients:
     """The running sums of a head's gradients over tiles: all classes of some rows, then those of the next rows.
 
     Several tiles are summed before rounding: those of a row for hidden, in float32 or wider, and those of a class for
-    weight, in `dtype`. In float16, the slopes are divided by a factor, and `finish` multiplies the sums by it.
+    weight, in the dtype of the cut. In float16, the slopes are divided by a factor, by which `finish` multiplies them.
     """
 
     def __init__(
-        self, rows: CountedRows, head: Head, results: Gradients | Sums, vocab: Vocabulary, most: int,
-        dtype: torch.dtype,
+        self, rows: CountedRows, head: Head, results: Gradients | Sums, vocab: Vocabulary, cut: Cut,
         main_grad: Tensor | None = None, factor: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Prepare the sums for a head of counted rows, without padding classes; at most `most` rows come at a time."""
-        self.counted, self.hidden, self.weight, self.dtype, self.factor = rows, head.hidden, head.weight, dtype, factor
+        """Prepare the sums for a head of counted rows, without padding classes."""
+        self.counted, self.hidden, self.weight, self.cut, self.factor = rows, head.hidden, head.weight, cut, factor
         self.whole, of_weight, of_bias = results
         self.classes = head.weight.shape[0]
         self.of_hidden: Tensor | None = rows.like(self.whole)
@@ -85,16 +87,12 @@ class HeadGradients:
         # None where this rank has all classes.
         self.ranks: RowSum | None = None
         if vocab.group is not None:
-            self.ranks = RowSum(vocab, 0 if self.whole is None else self.whole.shape[0], rows.index, most)
-        self.most = most
+            self.ranks = RowSum(vocab, 0 if self.whole is None else self.whole.shape[0], rows.index, cut.rows)
         self.hidden_sum: Tensor | None = None
         self.weight_sum: Tensor | None = None
         self.bias_sum: Tensor | None = None
         if self.of_bias is not None:
-            wide = accumulator(head.hidden.dtype)
-            self.bias_sum = (
-                self.of_bias.zero_() if self.of_bias.dtype == wide else torch.zeros_like(self.of_bias, dtype=wide)
-            )
+            self.bias_sum = self.of_bias.zero_().to(accumulator(head.hidden.dtype))
 
     def _without_padding(self, gradient: Tensor | None) -> Tensor | None:
         """Return the rows that are classes, without padding, whose gradient is zero."""
@@ -103,15 +101,20 @@ class HeadGradients:
         gradient[self.classes :].zero_()
         return gradient[: self.classes]
 
-    def add(self, rows: slice, classes: slice, slope: Tensor) -> None:
+    def add(self, tile: Tile) -> None:
         """Add the gradient of the logits of a tile."""
         if self.of_hidden is not None:
-            self._add_to_hidden(rows, classes, slope)
-        self._add_to_weight(rows, classes, slope, self.hidden[rows])
+            self._add_to_hidden(self.of_hidden, tile)
+        self._add_to_weight(tile.rows, tile.classes, tile.slope, self.hidden[tile.rows])
         if self.bias_sum is not None:
-            self.bias_sum[classes] += slope.sum(0, dtype=self.bias_sum.dtype)
-        if self.of_hidden is not None and classes.stop == self.classes:
-            self._round(rows)
+            self.bias_sum[tile.classes] += tile.slope.sum(0, dtype=self.bias_sum.dtype)
+        if self.of_hidden is not None and tile.classes.stop == self.classes:
+            # Once the ranks have added theirs.
+            total = self._total(self.of_hidden, tile.rows)
+            if self.ranks is not None:
+                self.ranks.end(total)
+            if self.hidden_sum is not None:
+                self.of_hidden[tile.rows] = total
 
     def add_unweighted(self, slope: Tensor, row_factor: Tensor) -> None:
         """Add the gradient of all logits, given without a factor for each row.
@@ -120,10 +123,9 @@ class HeadGradients:
         """
         count = self.hidden.shape[0]
         if self.of_hidden is not None and count:
-            buffer = self.hidden.new_empty(
-                min(self.most, count), self.hidden.shape[1], dtype=accumulator(self.hidden.dtype)
-            )
-            for rows in slices(slice(0, count), self.most):
+            size, wide = (min(self.cut.rows, count), self.hidden.shape[1]), accumulator(self.hidden.dtype)
+            buffer = self.hidden.new_empty(size, dtype=wide)
+            for rows in slices(slice(0, count), self.cut.rows):
                 out = buffer[: rows.stop - rows.start]
                 multiply(out, slope[rows], self.weight)
                 if self.ranks is not None:
@@ -153,43 +155,26 @@ class HeadGradients:
             self.of_hidden.mul_(factor)
         self.counted.scatter(self.of_hidden, self.whole)
 
-    def _add_to_hidden(self, rows: slice, classes: slice, slope: Tensor) -> None:
-        first, last = classes.start == 0, classes.stop == self.classes
-        out = self._sum_of(rows, several=not (first and last) or self.ranks is not None)
-        multiply(out, slope, self.weight[classes], None if first else out)
+    def _add_to_hidden(self, of_hidden: Tensor, tile: Tile) -> None:
+        first, last = tile.classes.start == 0, tile.classes.stop == self.classes
+        several, wide = not (first and last) or self.ranks is not None, accumulator(of_hidden.dtype)
+        if several and of_hidden.dtype != wide and self.hidden_sum is None:
+            self.hidden_sum = torch.empty_like(of_hidden[: self.cut.rows], dtype=wide)
+        out = self._total(of_hidden, tile.rows)
+        multiply(out, tile.slope, self.weight[tile.classes], None if first else out)
         if last and self.ranks is not None:
             # While the gradient of weight is computed.
             self.ranks.start(out)
 
-    def _sum_of(self, rows: slice, several: bool) -> Tensor:
+    def _total(self, of_hidden: Tensor, rows: slice) -> Tensor:
         """Return the tensor in which the gradient of these rows is summed."""
-        assert self.of_hidden is not None
-        wide = accumulator(self.of_hidden.dtype)
-        if not several or self.of_hidden.dtype == wide:
-            return self.of_hidden[rows]
-        if self.hidden_sum is None:
-            self.hidden_sum = torch.empty_like(self.of_hidden[: self.most], dtype=wide)
-        return self.hidden_sum[: rows.stop - rows.start]
-
-    def _round(self, rows: slice) -> None:
-        """Store the gradient of these rows, once the ranks have added theirs."""
-        assert self.of_hidden is not None
-        total = self.of_hidden[rows] if self.hidden_sum is None else self.hidden_sum[: rows.stop - rows.start]
-        if self.ranks is not None:
-            self.ranks.end(total)
-        if self.hidden_sum is not None:
-            self.of_hidden[rows] = total
+        return of_hidden[rows] if self.hidden_sum is None else self.hidden_sum[: rows.stop - rows.start]
 
     def _add_to_weight(self, rows: slice, classes: slice, slope: Tensor, hidden: Tensor) -> None:
         if self.of_weight is not None:
-            first = rows.start == 0
-            if (
-                first
-                and self.weight_sum is None
-                and rows.stop < self.hidden.shape[0]
-                and self.dtype != self.of_weight.dtype
-            ):
-                self.weight_sum = torch.empty_like(self.of_weight, dtype=self.dtype)
+            first, several = rows.start == 0, rows.stop < self.hidden.shape[0]
+            if first and several and self.weight_sum is None and self.cut.dtype != self.of_weight.dtype:
+                self.weight_sum = torch.empty_like(self.of_weight, dtype=self.cut.dtype)
             out = (self.of_weight if self.weight_sum is None else self.weight_sum)[classes]
             multiply(out, slope.t(), hidden, None if first else out)
         if self.main_grad is None:
@@ -205,47 +190,31 @@ class HeadGradients:
             out.addcmul_(total, self.factor)
 
 
-class ScalingPass(Protocol):
-    """The pass that the backward of a summed loss needs from a backend."""
-
-    def scaled(self, tensor: Tensor, scale: Tensor, out: Tensor, add: bool = False) -> None: ...
-
-
-class SumsBackward:
-    """The backward pass of a loss whose gradients are complete except for the upstream gradient, a scalar."""
-
-    def __init__(self, passes: ScalingPass) -> None:
-        self.passes = passes
-
-    def kernel(self, name: str, make_kernel: Callable[..., Kernel]) -> Kernel:
-        return make_kernel(name, self.allocate, self.launch, self.recycle)
+def sums_backward(passes: RowPasses, name: str, make_kernel: Callable[..., Kernel]) -> Kernel:
+    """Return the backward kernel of a loss whose gradients are complete except for the upstream gradient, a scalar."""
 
     def allocate(
-        self, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums, main_grad: Tensor | None,
-        needs: list[bool],
+        grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums, main_grad: Tensor | None,
+        needs: list[bool], recycles: bool = False,
     ) -> Outputs:  # fmt: skip
-        wanted = zip(needs, sums if main_grad is None else sums._replace(sum_weight=None), strict=True)
-        return tuple(torch.empty_like(t, dtype=weight.dtype) if need and t is not None else None for need, t in wanted)
-
-    def recycle(
-        self, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums, main_grad: Tensor | None,
-        needs: list[bool],
-    ) -> Outputs:  # fmt: skip
-        """Reuse sums that have the dtype of the gradient: scaling them in place saves a copy."""
-        fresh = [need and t is not None and t.dtype != weight.dtype for need, t in zip(needs, sums, strict=True)]
-        grads = self.allocate(grad_loss, weight, scale, sums, main_grad, fresh)
-        reused = sums if main_grad is None else sums._replace(sum_weight=None)
-        return tuple(t if need and new is None else new for need, t, new in zip(needs, reused, grads, strict=True))
+        """Allocate the gradients; scaling sums that have their dtype in place saves a copy."""
+        sums = sums if main_grad is None else sums._replace(sum_weight=None)
+        wanted = [t if need else None for need, t in zip(needs, sums, strict=True)]
+        return tuple(
+            t if t is None or (recycles and t.dtype == weight.dtype) else torch.empty_like(t, dtype=weight.dtype)
+            for t in wanted
+        )
 
     def launch(
-        self, gradients: Gradients, /, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums,
-        main_grad: Tensor | None,
-        needs: list[bool],
+        gradients: Gradients, /, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums,
+        main_grad: Tensor | None, needs: list[bool],
     ) -> None:  # fmt: skip
         factor = grad_loss if scale is None else grad_loss * scale
         for summed, grad in zip(sums, gradients, strict=True):
             if grad is not None and summed is not None and grad.numel():
-                self.passes.scaled(summed, factor, grad)
+                passes.scaled(summed, factor, grad)
         if main_grad is not None and sums.sum_weight is not None and needs[1]:
             # .data has a version counter of its own: a kept graph may add once more.
-            self.passes.scaled(sums.sum_weight, factor, main_grad.data, add=True)
+            passes.scaled(sums.sum_weight, factor, main_grad.data, add=True)
+
+    return make_kernel(name, allocate, launch, functools.partial(allocate, recycles=True))

@@ -1,27 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The walk over the logits of a head: how they are cut for a budget, and their tiles one after the other.
 
-Tiles have some rows and some classes; all classes of some rows come before the next rows. There are three schedules:
+Tiles have some rows and some classes; all classes of some rows come before the next rows. The schedules:
 
 * At once: the upstream gradient is known but for a factor of all rows. A tile has all classes of its rows, and its loss
-and its gradient are
-  computed in the forward pass: three matmuls.
+  and its gradient are computed in the forward pass: three matmuls.
 * Kept: the upstream gradients of rows arrive later. Logits that fit the budget are kept until then, and their gradient
-overwrites them: three
-  matmuls.
+  overwrites them: three matmuls.
 * Again: logits that do not fit are recomputed in the backward pass: four matmuls. Tiles take all rows and a block of
-classes: the gradient
-  of weight is then one matmul a block, rounded once, and what is summed over the blocks in float32 is the gradient of
-  hidden, which is small. Only if that sum does not fit are rows cut, too.
+  classes: the gradient of weight is then one matmul a block, rounded once, and what is summed over the blocks in
+  float32 is the gradient of hidden, which is small. Only if that sum does not fit are rows cut, too.
 
-A cut may keep the first classes and compute the others again.
+A cut may keep the first classes and compute the others again. A frozen head has a fourth (derivative.py).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -57,12 +54,16 @@ class Cut(NamedTuple):
     classes       of a tile
     kept_classes  classes before the first tile, whose logits are kept for the backward pass
     dtype         in which gradients of weight are summed over groups of rows
+    wide          whether the matmul writes logits in float32
+    derives       whether the forward pass sums the derivative by hidden
     """
 
     rows: int
     classes: int
     kept_classes: int
     dtype: torch.dtype
+    wide: bool = False
+    derives: bool = False
 
     def blocks(self, classes: int, stays: int = 0) -> list[slice]:
         """Return the classes that are kept and those of each tile, of so many; none reaches over the class `stays`.
@@ -81,7 +82,7 @@ class Cut(NamedTuple):
         """Return the number of logits that fit the memory of a tile, of a head with so many rows."""
         return min(self.rows, rows) * self.classes
 
-    def scratch(self, head: Head, needs: list[bool], blocks: int, *, slopes: bool, wide: bool = False) -> int:
+    def scratch(self, head: Head, needs: list[bool], blocks: int, *, slopes: bool) -> int:
         """Return the bytes of a walk: its tile, unless all logits are kept, and the gradient of hidden that several
         tiles add to; on the CPU also what the passes and matmuls of the reference allocate.
 
@@ -90,7 +91,7 @@ class Cut(NamedTuple):
         """
         (rows, width), classes, dtype = head.hidden.shape, head.weight.shape[0], head.hidden.dtype
         total, length, copied = accumulator(dtype), min(self.rows, rows), 0
-        logit = total if wide else dtype
+        logit = total if self.wide else dtype
         held = 0 if self.kept_classes == classes else self.tile(rows) * logit.itemsize
         if slopes and logit != dtype:
             held += self.tile(rows) * dtype.itemsize
@@ -106,16 +107,9 @@ class Cut(NamedTuple):
 
 
 def chunking(
-    rows: int,
-    width: int,
-    classes: int,
-    dtype: torch.dtype,
-    device: str,
-    *,
-    chunk: int = 0,
-    budget: int = 0,
-    accumulate_dtype: torch.dtype | None = None,
-) -> Cut:
+    rows: int, width: int, classes: int, dtype: torch.dtype, device: str, *,
+    chunk: int = 0, budget: int = 0, accumulate_dtype: torch.dtype | None = None,
+) -> Cut:  # fmt: skip
     """Chunks of `chunk` rows, by the report's formula for -1, or for 0 those that fit a budget in bytes beyond inputs
     and gradients.
 
@@ -134,12 +128,8 @@ def chunking(
     elif count * row <= held_bytes(budget, device):
         length = count
         half = -(-count // 2)
-        if (
-            not budget
-            and device != "cpu"
-            and half >= HALF_CHUNK
-            and (count - half) * row > classes * width * (wide.itemsize - once.itemsize)
-        ):
+        saves = (count - half) * row > classes * width * (wide.itemsize - once.itemsize)
+        if not budget and device != "cpu" and half >= HALF_CHUNK and saves:
             # Two halves that share a buffer and the float32 sum take less memory than one chunk, and hardly more time.
             length = half
     elif not budget:
@@ -147,11 +137,8 @@ def chunking(
     else:
         # The sum exists beside the chunks, and at the end beside the gradient that it becomes.
         beside = classes * width * (wide.itemsize - dtype.itemsize)
-        if (
-            accumulate_dtype is None
-            and dtype != torch.float16
-            and budget < max(beside + LONG_CHUNK * row, classes * width * wide.itemsize)
-        ):
+        holds = budget >= max(beside + LONG_CHUNK * row, classes * width * wide.itemsize)
+        if accumulate_dtype is None and dtype != torch.float16 and not holds:
             wide, beside = once, 0
         length = _power_below((budget - beside) // row)
     return Cut(length, classes, 0, once if count <= length else wide)
@@ -184,39 +171,26 @@ def tiling(
     spare = (held - count * beside) // (count * item)
     if spare >= min(wanted, NARROW):
         room = (spare - wanted) * item // logit
-        return Cut(
-            count, min(wanted, _rounded(spare, classes)), _rounded(room, classes - wanted) if room > 0 else 0, once
-        )
+        kept_classes = _rounded(room, classes - wanted) if room > 0 else 0
+        return Cut(count, min(wanted, _rounded(spare, classes)), kept_classes, once)
     length = _rounded(held // (beside + wanted * item), count)
     block = _rounded((held - length * beside) // (length * item), classes)
-    summed = accumulate_dtype or (
-        total if dtype == torch.float16 or held >= 4 * classes * width * total.itemsize else dtype
-    )
+    wide_sum = dtype == torch.float16 or held >= 4 * classes * width * total.itemsize
+    summed = accumulate_dtype or (total if wide_sum else dtype)
     return Cut(length, block, 0, summed if length < count else once)
 
 
 def summing(
-    rows: int,
-    width: int,
-    classes: int,
-    dtype: torch.dtype,
-    device: str,
-    several: bool,
-    shared: bool,
-    *,
-    chunk: int = 0,
-    budget: int = 0,
-) -> Cut | None:
+    rows: int, width: int, classes: int, dtype: torch.dtype, device: str, several: bool, shared: bool, *,
+    chunk: int = 0, budget: int = 0,
+) -> Cut | None:  # fmt: skip
     """The tiles for a derivative by hidden that the forward pass sums (head/derivative.py), for one class a row or
     several, on one rank or shared. None where all logits can be kept instead, which takes as few matmuls, or where the
     sum does not fit. What is kept for one class a row counts as the gradient that it becomes.
     """
     wide, held = accumulator(dtype), held_bytes(budget, device)
-    if (
-        chunk
-        or (shared and several)
-        or tiling(rows, width, classes, dtype, device, False, budget=budget).kept_classes == classes
-    ):
+    fits = tiling(rows, width, classes, dtype, device, False, budget=budget).kept_classes == classes
+    if chunk or (shared and several) or fits:
         return None
     held -= min(64 * rows, held // 64) + (rows * width * wide.itemsize if several else 0)
     beside, block = 0 if several or wide == dtype else width * wide.itemsize, min(BLOCK, -(-classes // BLOCKS))
@@ -225,7 +199,9 @@ def summing(
     length = rows if several or shared else _rounded(max(0, most), rows)
     room = (held - length * beside) // max(1, length * dtype.itemsize)
     block = classes if beside else block
-    return None if room < min(NARROW, -(-classes // BLOCKS)) else Cut(length, _rounded(room, block), 0, dtype)
+    if room < min(NARROW, -(-classes // BLOCKS)):
+        return None
+    return Cut(length, _rounded(room, block), 0, dtype, derives=True)
 
 
 def held_bytes(budget: int, device: str) -> int:
@@ -243,6 +219,7 @@ class ChunkOptions(NamedTuple):
     of the report, budget 0 for the default.
 
     main_grad  a sum over batches to which the gradient of weight is added, in its place
+    wide       the matmul writes logits in float32
     """
 
     accumulate_dtype: torch.dtype | None
@@ -250,28 +227,21 @@ class ChunkOptions(NamedTuple):
     budget: int
     pack: bool
     main_grad: Tensor | None
+    wide: bool
 
     @classmethod
     def from_arguments(
-        cls,
-        accumulate_dtype: torch.dtype | None,
-        chunk: Chunk,
-        budget: int | None,
-        pack: bool,
-        main_grad: Tensor | None,
-    ) -> Self:
+        cls, accumulate_dtype: torch.dtype | None, chunk: Chunk, budget: int | None, pack: bool,
+        main_grad: Tensor | None, wide: bool = False,
+    ) -> Self:  # fmt: skip
         """Make them from the options of an op."""
-        return cls(
-            accumulate_dtype, 0 if chunk is None else -1 if chunk == "report" else chunk, budget or 0, pack, main_grad
-        )
+        rows = 0 if chunk is None else -1 if chunk == "report" else chunk
+        return cls(accumulate_dtype, rows, budget or 0, pack, main_grad, wide)
 
     def chunks(self, hidden: Tensor, classes: int) -> Cut:
         """Cut for gradients that are computed at once."""
         rows, width = hidden.shape
-        return chunking(
-            rows, width, classes, hidden.dtype, hidden.device.type,
-            chunk=self.chunk, budget=self.budget, accumulate_dtype=self.accumulate_dtype,
-        )  # fmt: skip
+        return chunking(rows, width, classes, hidden.dtype, hidden.device.type, **self._limits())
 
     def derivative(self, head: Head, vocab: Vocabulary) -> Cut | None:
         """Cut for a derivative by hidden that the forward pass sums, or None."""
@@ -280,23 +250,23 @@ class ChunkOptions(NamedTuple):
         shared, several = vocab.group is not None, head.target.shape[1] > 1
         return summing(rows, width, vocab.usual(), dtype, device, several, shared, chunk=self.chunk, budget=self.budget)
 
-    def tiles(self, head: Head, wide: bool, vocab: Vocabulary) -> Cut:
+    def tiles(self, head: Head, vocab: Vocabulary) -> Cut:
         """Cut for gradients that arrive later."""
-        hidden, classes = head.hidden, vocab.mine(head.weight.shape[0])
-        rows, width = hidden.shape
+        (rows, width), hidden, mine = head.hidden.shape, head.hidden, vocab.mine(head.weight.shape[0])
 
         def cut(classes: int) -> Cut:
-            return tiling(
-                rows, width, max(1, classes), hidden.dtype, hidden.device.type, wide,
-                chunk=self.chunk, budget=self.budget, accumulate_dtype=self.accumulate_dtype,
-            )  # fmt: skip
+            sizes = rows, width, max(1, classes), hidden.dtype, hidden.device.type
+            return tiling(*sizes, self.wide, **self._limits())._replace(wide=self.wide)
 
         if vocab.group is None:
-            return cut(classes)
+            return cut(mine)
         # Ranks meet once for each group of rows, so that these must be the same on all, however uneven their shards
         # are.
-        tiles = cut(classes)._replace(rows=cut(vocab.usual()).rows)
-        return tiles if classes else tiles._replace(kept_classes=0)
+        tiles = cut(mine)._replace(rows=cut(vocab.usual()).rows)
+        return tiles if mine else tiles._replace(kept_classes=0)
+
+    def _limits(self) -> dict[str, Any]:
+        return {"chunk": self.chunk, "budget": self.budget, "accumulate_dtype": self.accumulate_dtype}
 
 
 class Tile(NamedTuple):
@@ -312,22 +282,20 @@ class Tiles:
     """The logits of a head, a tile at a time, in memory that the tiles share.
 
     kept_logits  the logits of the first `cut.kept_classes` classes, or memory for them; None if no logits are kept
-    wide         the matmul writes logits in float32
     """
 
-    def __init__(self, head: Head, cut: Cut, kept_logits: Tensor | None = None, wide: bool = False) -> None:
+    def __init__(self, head: Head, cut: Cut, kept_logits: Tensor | None = None) -> None:
         self.head, self.kept_logits = head, kept_logits
         self.rows, self.classes = head.hidden.shape[0], head.weight.shape[0]
         self.cut = cut._replace(kept_classes=0) if kept_logits is None else cut
-        self.dtype = accumulator(head.hidden.dtype) if wide else head.hidden.dtype
+        self.dtype = head.hidden.dtype
         self.memory: dict[torch.dtype, Tensor] = {}
 
     def __iter__(self) -> Iterator[Tile]:
         """Compute each tile; logits that are kept in their place."""
         for rows, classes in self._places():
-            logits = self.logits(
-                rows, classes, self.kept_logits[rows] if self.kept_logits is not None and classes.start == 0 else None
-            )
+            memory = None if self.kept_logits is None or classes.start else self.kept_logits[rows]
+            logits = self.logits(rows, classes, memory)
             yield Tile(rows, classes, logits, logits)
 
     def again(self, overwrite: bool) -> Iterator[Tile]:
@@ -339,28 +307,21 @@ class Tiles:
         if self.kept_logits is not None and not overwrite:
             # Logits that must stay are taken block by block.
             stays, self.cut = self.cut.kept_classes, self.cut._replace(kept_classes=0)
-            if self.cut.classes == self.classes and self.kept_logits.dtype == self.head.hidden.dtype:
+            if self.cut.classes == self.classes and self.kept_logits.dtype == self.dtype:
                 self.cut = self.cut._replace(classes=_rounded(-(-self.classes // KEPT_BLOCKS), self.classes))
         for rows, classes in self._places(stays):
-            if self.kept_logits is not None and classes.stop <= self.cut.kept_classes:
-                logits = slope = self.kept_logits[rows]
-            elif self.kept_logits is not None and classes.stop <= stays:
-                logits, slope = self.kept_logits[rows, classes], self._view(rows, classes, self.head.hidden.dtype)
-            else:
-                logits = self.logits(rows, classes)
-                slope = (
-                    logits
-                    if logits.dtype == self.head.hidden.dtype
-                    else self._view(rows, classes, self.head.hidden.dtype)
-                )
-            yield Tile(rows, classes, logits, slope)
+            memory = self.kept_logits if classes.stop <= max(stays, self.cut.kept_classes) else None
+            logits = self.logits(rows, classes) if memory is None else memory[rows, classes]
+            in_place = logits.dtype == self.dtype and (memory is None or not stays)
+            yield Tile(rows, classes, logits, logits if in_place else self._view(rows, classes, self.dtype))
 
     def _places(self, stays: int = 0) -> Iterator[tuple[slice, slice]]:
         return itertools.product(slices(slice(0, self.rows), self.cut.rows), self.cut.blocks(self.classes, stays))
 
     def logits(self, rows: slice, classes: slice, out: Tensor | None = None) -> Tensor:
         """Compute the logits of a tile, in the shared memory if none is given."""
-        out = self._view(rows, classes, self.dtype) if out is None else out
+        if out is None:
+            out = self._view(rows, classes, accumulator(self.dtype) if self.cut.wide else self.dtype)
         weight, bias = self.head.weight, self.head.bias
         if classes.stop - classes.start < self.classes:
             weight, bias = weight[classes], None if bias is None else bias[classes]
