@@ -108,8 +108,7 @@ class DivergencePasses(RowPasses):
 
     def divergences(
         self, student: Tensor, teacher: Tensor, target: Tensor | None, results: DivergenceResults,
-        options: DivergenceOptions,
-        row_factor: Tensor | None, gradient: bool,
+        options: DivergenceOptions, row_factor: Tensor | None, gradient: bool,
     ) -> None:  # fmt: skip
         """Fill results; with gradient also overwrite student by row_factor · d loss / d student (row_factor is 1 if
         None)."""
@@ -133,8 +132,7 @@ class DivergencePasses(RowPasses):
 
     def divergence_gradients(
         self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, row_factor: Tensor,
-        options: DivergenceOptions,
-        out: Tensor,
+        options: DivergenceOptions, out: Tensor,
     ) -> None:  # fmt: skip
         """Write row_factor · d loss / d student into out, given the moments of each row; out may be student."""
         for rows in row_blocks(student, REFERENCE_BLOCK):
@@ -142,14 +140,9 @@ class DivergencePasses(RowPasses):
             out[rows] = _gradient(x, theirs, labels, moments[rows], row_factor[rows], options).to(out.dtype)
 
     def divergence_sums(
-        self,
-        student: Tensor,
-        teacher: Tensor,
-        target: Tensor | None,
-        moments: Tensor,
-        options: DivergenceOptions,
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, options: DivergenceOptions,
         out: Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Write sums over these classes into out (rows, 3), given the moments of all classes.
 
         The columns are the divergence, q · (h - h₀), and x of the target.
@@ -313,13 +306,9 @@ def _log_series(t: Tensor) -> Tensor:
 
 
 def _gradient(
-    x: Tensor,
-    theirs: Tensor,
-    target: Tensor | None,
-    moments: Tensor,
-    row_factor: Tensor | None,
+    x: Tensor, theirs: Tensor, target: Tensor | None, moments: Tensor, row_factor: Tensor | None,
     options: DivergenceOptions,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return row_factor · d loss / d student."""
     _, slope, q = _compared(x, theirs, moments, options)
     if options.formula != FORWARD:

@@ -30,10 +30,9 @@ P = ParamSpec("P")
 
 
 def logit_divergence(
-    check: Callable[..., Any] = lambda: None,
-    samples: Callable[..., Iterable[Sample]] = lambda device, dtype: (),
+    check: Callable[..., Any] = lambda: None, samples: Callable[..., Iterable[Sample]] = lambda device, dtype: (),
     misuses: Callable[..., Iterable[Misuse]] = lambda device: (),
-) -> Callable[[Callable[Concatenate[LogitDivergences, Supported, P], Tensor]], ComposedOp[P, Tensor]]:
+) -> Callable[[Callable[Concatenate[LogitDivergences, Supported, P], Tensor]], ComposedOp[P, Tensor]]:  # fmt: skip
     """Turn the function of a divergence into an op.
 
     check, samples, misuses  those of its own options, in addition to what all divergences of logits have
@@ -43,14 +42,9 @@ def logit_divergence(
         name = function.__name__
 
         def check_all(
-            student: Tensor,
-            teacher: Tensor,
-            *,
-            temperature: float = 1.0,
-            reduction: Reduction = "mean",
-            normalizer: Tensor | float | None = None,
-            **options: Any,
-        ) -> None:
+            student: Tensor, teacher: Tensor, *, temperature: float = 1.0, reduction: Reduction = "mean",
+            normalizer: Tensor | float | None = None, **options: Any,
+        ) -> None:  # fmt: skip
             _check_logits(name, student, teacher, temperature, reduction, normalizer)
             check(**options)
 
@@ -204,13 +198,9 @@ class LogitDivergences:
             self.passes.divergence_gradients(student, teacher, None, moments, grad_loss, options, grad_student)
 
     def __call__(
-        self,
-        student: Tensor,
-        teacher: Tensor,
-        options: DivergenceOptions,
-        reduction: Reduction,
+        self, student: Tensor, teacher: Tensor, options: DivergenceOptions, reduction: Reduction,
         normalizer: Tensor | float | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return the reduced divergence over the last dimension."""
         rows, theirs = (t.reshape(-1, t.shape[-1]) for t in (student, teacher))
         loss: Tensor = self.rows(rows, theirs, options)

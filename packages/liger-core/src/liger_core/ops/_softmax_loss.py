@@ -75,14 +75,9 @@ class RowPasses(TokenPasses):
     """The row passes of the losses in pure PyTorch, a block of rows at a time; a backend brings the same ones."""
 
     def losses(
-        self,
-        logits: Tensor,
-        target: Tensor,
-        results: RowResults,
-        options: RowOptions,
-        row_factor: Tensor | None,
+        self, logits: Tensor, target: Tensor, results: RowResults, options: RowOptions, row_factor: Tensor | None,
         gradient: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Fill results; with gradient also overwrite logits by row_factor · d loss / d a (row_factor is 1 if None)."""
         for rows in blocks(logits):
             x = capped(logits[rows], *options.scale_and_cap(rows))
@@ -198,12 +193,9 @@ def _gradients(x: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor
 
 
 def denominator(
-    target: Tensor,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    normalizer: Tensor | float | None,
+    target: Tensor, class_weight: Tensor | None, ignore_index: int, normalizer: Tensor | float | None,
     dtype: torch.dtype,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the divisor of "mean" as a scalar on the device.
 
     It is the normalizer, else the summed class weight of the counted targets, or 1 if that sum is 0.

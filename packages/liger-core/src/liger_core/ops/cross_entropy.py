@@ -34,15 +34,9 @@ from liger_core.ops._token_passes import ResultOptions, RowOptions
 
 
 def check(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    weight: Tensor | None = None,
-    reduction: Reduction = "mean",
-    normalizer: Tensor | float | None = None,
-    return_metrics: bool = False,
-    **options: Any,
-) -> None:
+    logits: Tensor, target: Tensor, *, weight: Tensor | None = None, reduction: Reduction = "mean",
+    normalizer: Tensor | float | None = None, return_metrics: bool = False, **options: Any,
+) -> None:  # fmt: skip
     name = "cross_entropy"
     checks.floating(name, logits=logits)
     checks.tensor(name, "target", target)
@@ -257,21 +251,11 @@ class CrossEntropyKernels:
     check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
 )  # fmt: skip
 def cross_entropy(
-    kernels: CrossEntropyKernels,
-    supported: Supported,
-    logits: Tensor,
-    target: Tensor,
-    *,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    reduction: Reduction = "mean",
-    normalizer: Tensor | float | None = None,
-    return_metrics: bool = False,
-) -> Any:
-    """Compute the cross entropy between logits and target classes.
+    kernels: CrossEntropyKernels, supported: Supported, logits: Tensor, target: Tensor, *, weight: Tensor | None = None,
+    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+    reduction: Reduction = "mean", normalizer: Tensor | float | None = None, return_metrics: bool = False,
+) -> Any:  # fmt: skip
+    """Cross entropy between logits and target classes.
 
         x    = softcap · tanh(logits / softcap)      (logits themselves without a softcap)
         lse  = log Σ exp(x)

@@ -42,17 +42,11 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 @logit_divergence(check, samples, misuses)
 def jsd(
-    divergence: LogitDivergences,
-    supported: Supported,
-    student: Tensor,
-    teacher: Tensor,
-    *,
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    reduction: Reduction = "mean",
-    normalizer: Tensor | float | None = None,
-) -> Tensor:
-    """Compute the generalized Jensen-Shannon divergence of two softmaxes, p of the teacher and q of the student.
+    divergence: LogitDivergences, supported: Supported, student: Tensor, teacher: Tensor, *, beta: float = 0.5,
+    temperature: float = 1.0, reduction: Reduction = "mean", normalizer: Tensor | float | None = None,
+) -> Tensor:  # fmt: skip
+    """Generalized Jensen-Shannon divergence between the softmax of two rows of logits, p of the teacher and q of
+    the student.
 
         M   = beta · p + (1 - beta) · q
         jsd = beta · KL(p ‖ M) + (1 - beta) · KL(q ‖ M)

@@ -44,18 +44,11 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 @logit_divergence(check, samples, misuses)
 def kl_div(
-    divergence: LogitDivergences,
-    supported: Supported,
-    student: Tensor,
-    teacher: Tensor,
-    *,
-    reverse: bool = False,
-    skew: float = 0.0,
-    temperature: float = 1.0,
-    reduction: Reduction = "mean",
+    divergence: LogitDivergences, supported: Supported, student: Tensor, teacher: Tensor, *, reverse: bool = False,
+    skew: float = 0.0, temperature: float = 1.0, reduction: Reduction = "mean",
     normalizer: Tensor | float | None = None,
-) -> Tensor:
-    """Compute the Kullback-Leibler divergence of two softmaxes, p of the teacher and q of the student.
+) -> Tensor:  # fmt: skip
+    """Kullback-Leibler divergence between the softmax of two rows of logits, p of the teacher and q of the student.
 
         KL(p ‖ q) = Σ p · (log p - log q)          with reverse=True KL(q ‖ p)
 

@@ -57,17 +57,10 @@ BUDGETS = {"lean": 256 << 20, "4GiB": 4 << 30}
 
 
 def check(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    reduction: Reduction = "mean",
-    normalizer: Tensor | float | None = None,
-    token_weight: Tensor | None = None,
-    vocab: VocabShard | None = None,
+    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, reduction: Reduction = "mean",
+    normalizer: Tensor | float | None = None, token_weight: Tensor | None = None, vocab: VocabShard | None = None,
     **options: Any,
-) -> None:
+) -> None:  # fmt: skip
     name = "linear_cross_entropy"
     head = Head(hidden, weight, target, bias)
     check_head(name, head, classes=vocab is None)
@@ -202,8 +195,7 @@ def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[
 
     def allocate(
         head: Head, token_weight: Tensor | None, divide: Tensor | None, options: RowOptions, chunks: ChunkOptions,
-        extras: ResultOptions,
-        needs: list[bool],
+        extras: ResultOptions, needs: list[bool],
     ) -> Outputs:  # fmt: skip
         results, cut = row_results(head.hidden, extras), chunks.chunks(head.hidden, head.weight.shape[0])
         scalar = results.loss.new_empty
@@ -224,8 +216,7 @@ def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[
 
     def launch(
         results: RowResults, scale: Tensor | None, sums: Sums, /, head: Head, token_weight: Tensor | None,
-        divide: Tensor | None,
-        options: RowOptions, chunks: ChunkOptions, extras: ResultOptions, needs: list[bool],
+        divide: Tensor | None, options: RowOptions, chunks: ChunkOptions, extras: ResultOptions, needs: list[bool],
     ) -> None:  # fmt: skip
         rows = CountedRows(head.hidden, head.target, options.ignore_index, head.weight.shape[0], chunks.pack)
         cut, factors = chunks.chunks(head.hidden, head.weight.shape[0]), token_weight
@@ -277,30 +268,13 @@ def _loss_of_rows(results: TokenResults, target: Tensor, options: RowOptions) ->
     check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
 )  # fmt: skip
 def linear_cross_entropy(
-    kernels: tuple[Callable[..., Any], TokenLoop],
-    supported: Supported,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    reduction: Reduction = "mean",
-    normalizer: Tensor | float | None = None,
-    token_weight: Tensor | None = None,
-    accumulate_dtype: torch.dtype | None = None,
-    chunk: Chunk = None,
-    budget: int | None = None,
-    pack: bool = True,
-    main_grad: Tensor | None = None,
-    return_metrics: bool = False,
-    vocab: VocabShard | None = None,
-) -> Any:
+    kernels: tuple[Callable[..., Any], TokenLoop], supported: Supported, hidden: Tensor, weight: Tensor, target: Tensor,
+    *, bias: Tensor | None = None, class_weight: Tensor | None = None, ignore_index: int = -100,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
+    reduction: Reduction = "mean", normalizer: Tensor | float | None = None, token_weight: Tensor | None = None,
+    accumulate_dtype: torch.dtype | None = None, chunk: Chunk = None, budget: int | None = None, pack: bool = True,
+    main_grad: Tensor | None = None, return_metrics: bool = False, vocab: VocabShard | None = None,
+) -> Any:  # fmt: skip
     """Cross entropy of `logit_scale · (hidden @ weightᵀ + bias)` and target, a chunk of rows at a time.
 
         x    = logit_scale · (hidden @ weightᵀ + bias), then softcap · tanh(x / softcap)

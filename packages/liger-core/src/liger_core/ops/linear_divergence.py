@@ -26,28 +26,13 @@ from liger_core.ops.head.shards import VocabShard, held_classes, vocabulary
 
 
 def check(
-    hidden: Tensor,
-    weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    kind: str = "forward_kl",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    target: Tensor | None = None,
-    hard_weight: float = 0.0,
-    ignore_index: int = -100,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    teacher_logit_scale: float = 1.0,
-    teacher_softcap: float | None = None,
-    reduction: Reduction = "mean",
-    normalizer: Tensor | float | None = None,
-    vocab: VocabShard | None = None,
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, *, bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None, kind: str = "forward_kl", beta: float = 0.5, temperature: float = 1.0,
+    target: Tensor | None = None, hard_weight: float = 0.0, ignore_index: int = -100, logit_scale: float = 1.0,
+    softcap: float | None = None, teacher_logit_scale: float = 1.0, teacher_softcap: float | None = None,
+    reduction: Reduction = "mean", normalizer: Tensor | float | None = None, vocab: VocabShard | None = None,
     **options: Any,
-) -> None:
+) -> None:  # fmt: skip
     name = "linear_divergence"
     checks.floating(name, 2, hidden=hidden, weight=weight)
     labels = hidden.new_empty(hidden.shape[:-1], dtype=torch.int64) if target is None else target
@@ -292,34 +277,14 @@ def work(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight:
     check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
 )  # fmt: skip
 def linear_divergence(
-    loop: DivergenceLoop,
-    supported: Supported,
-    hidden: Tensor,
-    weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    kind: Kind = "forward_kl",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    target: Tensor | None = None,
-    hard_weight: float = 0.0,
-    ignore_index: int = -100,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    teacher_logit_scale: float = 1.0,
-    teacher_softcap: float | None = None,
-    reduction: Reduction = "mean",
-    normalizer: Tensor | float | None = None,
-    accumulate_dtype: torch.dtype | None = None,
-    chunk: Chunk = None,
-    budget: int | None = None,
-    pack: bool = True,
-    main_grad: Tensor | None = None,
-    vocab: VocabShard | None = None,
-) -> Tensor:
+    loop: DivergenceLoop, supported: Supported, hidden: Tensor, weight: Tensor, teacher_hidden: Tensor,
+    teacher_weight: Tensor, *, bias: Tensor | None = None, teacher_bias: Tensor | None = None,
+    kind: Kind = "forward_kl", beta: float = 0.5, temperature: float = 1.0, target: Tensor | None = None,
+    hard_weight: float = 0.0, ignore_index: int = -100, logit_scale: float = 1.0, softcap: float | None = None,
+    teacher_logit_scale: float = 1.0, teacher_softcap: float | None = None, reduction: Reduction = "mean",
+    normalizer: Tensor | float | None = None, accumulate_dtype: torch.dtype | None = None, chunk: Chunk = None,
+    budget: int | None = None, pack: bool = True, main_grad: Tensor | None = None, vocab: VocabShard | None = None,
+) -> Tensor:  # fmt: skip
     """Divergence between the softmax of two heads, p of the teacher and q of the student, a chunk of rows at a
     time.
 

@@ -287,28 +287,13 @@ def _among(log_prob: Tensor, entropy: Tensor | None, index: Tensor, ignore_index
     check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
 )  # fmt: skip
 def linear_log_prob(
-    loop: TokenLoop,
-    supported: Supported,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: Tensor | float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    ignore_index: int = -100,
-    allowed: Tensor | None = None,
-    logits_dtype: torch.dtype | None = None,
-    return_entropy: bool = False,
-    return_statistics: bool = False,
-    accumulate_dtype: torch.dtype | None = None,
-    chunk: Chunk = None,
-    budget: int | None = None,
-    pack: bool = True,
-    main_grad: Tensor | None = None,
-    vocab: VocabShard | None = None,
-) -> Any:
+    loop: TokenLoop, supported: Supported, hidden: Tensor, weight: Tensor, target: Tensor, *,
+    bias: Tensor | None = None, temperature: Tensor | float = 1.0, softcap: float | None = None,
+    logit_scale: float = 1.0, ignore_index: int = -100, allowed: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None, return_entropy: bool = False, return_statistics: bool = False,
+    accumulate_dtype: torch.dtype | None = None, chunk: Chunk = None, budget: int | None = None, pack: bool = True,
+    main_grad: Tensor | None = None, vocab: VocabShard | None = None,
+) -> Any:  # fmt: skip
     """Log-probability of targets under the softmax of a head's logits, and statistics of that softmax, without all
     the logits.
 

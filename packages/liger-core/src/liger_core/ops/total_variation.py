@@ -13,16 +13,10 @@ from liger_core.ops._softmax_loss import Reduction
 
 @logit_divergence()
 def total_variation(
-    divergence: LogitDivergences,
-    supported: Supported,
-    student: Tensor,
-    teacher: Tensor,
-    *,
-    temperature: float = 1.0,
-    reduction: Reduction = "mean",
-    normalizer: Tensor | float | None = None,
-) -> Tensor:
-    """Compute the total variation distance of two softmaxes, p of the teacher and q of the student.
+    divergence: LogitDivergences, supported: Supported, student: Tensor, teacher: Tensor, *, temperature: float = 1.0,
+    reduction: Reduction = "mean", normalizer: Tensor | float | None = None,
+) -> Tensor:  # fmt: skip
+    """Total variation distance between the softmax of two rows of logits, p of the teacher and q of the student.
 
         total_variation = ½ Σ |p - q|
 

@@ -57,8 +57,7 @@ class Pair:
 
     def __init__(
         self, passes: DivergencePasses, head: Head, teacher: Teacher, options: DivergenceOptions, chunks: ChunkOptions,
-        vocab: Vocabulary,
-        number: int | None = None,
+        vocab: Vocabulary, number: int | None = None,
     ) -> None:  # fmt: skip
         self.passes, self.options, self.vocab = passes, options, vocab
         self.rows = CountedRows(head.hidden, head.target, options.ignore_index, vocab.usual(), chunks.pack, number)
@@ -160,8 +159,7 @@ class DivergenceLoop:
 
     def _allocate_reduced(
         self, head: Head, teacher: Teacher, divide: Tensor | None, options: DivergenceOptions, chunks: ChunkOptions,
-        vocab: Vocabulary,
-        needs: list[bool],
+        vocab: Vocabulary, needs: list[bool],
     ) -> Outputs:  # fmt: skip
         cut, _ = _cut(head, teacher, chunks, vocab)
         scalar = functools.partial(torch.empty, (), dtype=accumulator(head.hidden.dtype), device=head.hidden.device)
@@ -185,14 +183,9 @@ class DivergenceLoop:
             loss.mul_(inverse)
 
     def _allocate_rows(
-        self,
-        head: Head,
-        teacher: Teacher,
-        options: DivergenceOptions,
-        chunks: ChunkOptions,
-        vocab: Vocabulary,
+        self, head: Head, teacher: Teacher, options: DivergenceOptions, chunks: ChunkOptions, vocab: Vocabulary,
         needs: list[bool],
-    ) -> Outputs:
+    ) -> Outputs:  # fmt: skip
         hidden, keeps = head.hidden, any(needs) and _keeps(head, teacher, chunks, vocab) > 0
         return (
             *divergence_results(hidden),

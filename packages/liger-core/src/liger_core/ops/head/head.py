@@ -193,15 +193,9 @@ def check_vocab(op: str, weight: Tensor, vocab: VocabShard | None) -> int:
 
 
 def check_chunks(
-    name: str,
-    head: Head,
-    vocab: VocabShard | None,
-    accumulate_dtype: torch.dtype | None = None,
-    chunk: Chunk = None,
-    budget: int | None = None,
-    main_grad: Tensor | None = None,
-    **rest: Any,
-) -> None:
+    name: str, head: Head, vocab: VocabShard | None, accumulate_dtype: torch.dtype | None = None, chunk: Chunk = None,
+    budget: int | None = None, main_grad: Tensor | None = None, **rest: Any,
+) -> None:  # fmt: skip
     """The options of how the rows are cut and the gradient of weight is summed; there may be others among them."""
     hidden, weight = head[:2]
     checks.same_device(name, "hidden", hidden, main_grad=main_grad)
@@ -314,15 +308,9 @@ def head_misuses(name: str, device: torch.device, several: bool = False) -> Iter
 
 
 def head_workload(
-    rows: int,
-    width: int,
-    classes: int,
-    axis: str = "",
-    mode: str = "",
-    quick: bool = False,
-    targets: int = 0,
+    rows: int, width: int, classes: int, axis: str = "", mode: str = "", quick: bool = False, targets: int = 0,
     **options: Any,
-) -> Workload:
+) -> Workload:  # fmt: skip
     """A head of these sizes and its targets, one or several a row, of which the mode "half_ignored" ignores half."""
 
     def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:

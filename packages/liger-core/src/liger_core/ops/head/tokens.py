@@ -162,9 +162,7 @@ class TokenLoop:
         recycled = None if logits is None or logits.dtype != dtype else logits
         return (*new_gradients(head, chunks.main_grad, rest[-1]), recycled)
 
-    def _scratch_backward(
-        self, upstream: Upstream, head: Head, chunks: ChunkOptions, saved: Saved, *rest: Any
-    ) -> int:  # fmt: skip
+    def _scratch_backward(self, upstream: Upstream, head: Head, chunks: ChunkOptions, saved: Saved, *rest: Any) -> int:
         (*_, vocab, needs), rows = rest, head.hidden.shape[0]
         if saved.derivative is not None:
             return ROW_BYTES * rows
