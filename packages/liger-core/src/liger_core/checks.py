@@ -80,7 +80,12 @@ def same_dtype(op: str, first: str, anchor: Tensor, **tensors: Tensor | None) ->
 def vector(op: str, name: str, tensor: Tensor | None, width: int, of: str, anchor: Tensor) -> None:
     """Check that a tensor, if not None, has shape (width,), to match the last dimension of another."""
     if tensor is not None and tensor.shape != (width,):
-        fail(ShapeError, op, f"{name} must have shape ({width},) to match {of} {shape(anchor)}, got {shape(tensor)}")
+        mismatch(op, name, tensor, (width,), of, anchor)
+
+
+def mismatch(op: str, name: str, tensor: Tensor, wanted: object, of: str, anchor: Tensor) -> NoReturn:
+    """Fail for a tensor whose shape does not match another one."""
+    fail(ShapeError, op, f"{name} must have shape {wanted} to match {of} {shape(anchor)}, got {shape(tensor)}")
 
 
 def at_least_one_dimension(op: str, name: str, tensor: Tensor) -> None:

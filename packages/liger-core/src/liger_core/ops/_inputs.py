@@ -108,6 +108,13 @@ def misuses_of(op: str) -> Callable[..., Misuse]:
     return misuse
 
 
+def misuse_table(op: str, call: tuple[Any, ...], *rows: tuple[Any, ...]) -> Iterator[Misuse]:
+    """Yield the wrong calls of rows (name, error, message without the name of the op, options, *arguments); a row
+    without arguments has those of `call`."""
+    for name, error, message, options, *args in rows:
+        yield Misuse(name, tuple(args) or call, options, error, f"{op}: {message}")
+
+
 def scaling_misuses(op: str, device: torch.device, inputs: int) -> Iterator[Misuse]:
     """Yield wrong calls with `inputs` tensors of rows before the weight."""
     misuse = misuses_of(op)

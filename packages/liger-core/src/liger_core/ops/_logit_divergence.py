@@ -23,7 +23,7 @@ from liger_core.ops._divergence import (
     DivergenceResults,
     divergence_results,
 )
-from liger_core.ops._inputs import CLASSES, ROWS, misuses_of, normal, row_workloads, sample_table
+from liger_core.ops._inputs import CLASSES, ROWS, misuse_table, normal, row_workloads, sample_table
 from liger_core.ops._softmax_loss import Reduction, check_reduction
 
 P = ParamSpec("P")
@@ -72,11 +72,8 @@ def _check_logits(
     if student.shape[-1] == 0:
         checks.fail(ShapeError, name, f"student must have at least one class, got {checks.shape(student)}")
     if teacher.shape != student.shape:
-        checks.fail(
-            ShapeError,
-            name,
-            f"teacher must have shape {checks.shape(student)} like student, got {checks.shape(teacher)}",
-        )
+        sentence = f"teacher must have shape {checks.shape(student)} like student, got {checks.shape(teacher)}"
+        checks.fail(ShapeError, name, sentence)
     checks.constant(name, teacher=teacher)
     checks.positive(name, "temperature", temperature, ", since the logits are divided by it")
     check_reduction(name, student, reduction, normalizer)
@@ -132,24 +129,23 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def _misuses(name: str, device: torch.device) -> Iterator[Misuse]:
-    x, elsewhere = torch.zeros(3, 8, device=device), torch.zeros(3, 8, device="meta")
+    x = torch.zeros(3, 8, device=device)
     zero = "temperature must be a finite number > 0, since the logits are divided by it, got 0.0"
     choices = "reduction must be one of 'mean', 'sum', 'none', got 'batchmean'"
     divides = "normalizer needs reduction='mean', which it divides by, got reduction='sum'"
     constant = "teacher must not require a gradient, since the op does not define one; pass teacher.detach()"
-    other = f"teacher must be on {x.device} like student, got meta"
-    for case, args, error, message, options in (
-        ("teacher_shape", (x, x[:2]), ShapeError, "teacher must have shape (3, 8) like student, got (2, 8)", {}),
-        ("no_class", (x[:, :0], x[:, :0]), ShapeError, "student must have at least one class, got (3, 0)", {}),
-        ("integers", (x.int(), x), DtypeError, "student must have a floating dtype, got torch.int32", {}),
-        ("no_teacher", (x, None), DtypeError, "teacher must be a tensor, got NoneType", {}),
-        ("temperature", (x, x), OptionError, zero, {"temperature": 0.0}),
-        ("reduction", (x, x), OptionError, choices, {"reduction": "batchmean"}),
-        ("normalizer", (x, x), OptionError, divides, {"reduction": "sum", "normalizer": 3.0}),
-        ("trainable_teacher", (x, x.clone().requires_grad_()), OptionError, constant, {}),
-        ("device", (x, elsewhere), DeviceError, other, {}),
-    ):
-        yield misuses_of(name)(case, args, error, message, **options)
+    yield from misuse_table(
+        name, (x, x),
+        ("teacher_shape", ShapeError, "teacher must have shape (3, 8) like student, got (2, 8)", {}, x, x[:2]),
+        ("no_class", ShapeError, "student must have at least one class, got (3, 0)", {}, x[:, :0], x[:, :0]),
+        ("integers", DtypeError, "student must have a floating dtype, got torch.int32", {}, x.int(), x),
+        ("no_teacher", DtypeError, "teacher must be a tensor, got NoneType", {}, x, None),
+        ("temperature", OptionError, zero, {"temperature": 0.0}),
+        ("reduction", OptionError, choices, {"reduction": "batchmean"}),
+        ("normalizer", OptionError, divides, {"reduction": "sum", "normalizer": 3.0}),
+        ("trainable_teacher", OptionError, constant, {}, x, x.clone().requires_grad_()),
+        ("device", DeviceError, f"teacher must be on {x.device} like student, got meta", {}, x, x.to("meta")),
+    )  # fmt: skip
 
 
 def _workloads() -> Iterator[Workload]:

@@ -21,6 +21,7 @@ NaN, since no implementation may wait for the device to find out.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -62,13 +63,9 @@ class RowResults(NamedTuple):
 
 def row_results(like: Tensor, extras: ResultOptions) -> RowResults:
     """Allocate the results for as many rows as the tensor has, on its device."""
-    rows, dtype, device = like.shape[0], accumulator(like.dtype), like.device
-    return RowResults(
-        torch.empty(rows, dtype=dtype, device=device),
-        torch.empty(rows, 2, dtype=dtype, device=device),
-        torch.empty(rows, dtype=torch.int64, device=device) if extras.with_prediction else None,
-        torch.empty(rows, dtype=dtype, device=device) if extras.with_entropy else None,
-    )
+    rows, empty = like.shape[0], functools.partial(torch.empty, dtype=accumulator(like.dtype), device=like.device)
+    prediction = empty(rows, dtype=torch.int64) if extras.with_prediction else None
+    return RowResults(empty(rows), empty(rows, 2), prediction, empty(rows) if extras.with_entropy else None)
 
 
 class RowPasses(TokenPasses):
@@ -179,11 +176,9 @@ def _gradients(x: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor
     d.scatter_add_(-1, index[:, None], -hard[:, None])
     if options.label_smoothing:
         d.sub_(options.label_smoothing / classes * (1.0 if weight is None else weight))
-    factor = (
-        torch.full_like(top, options.logit_scale)
-        if row_factor is None
-        else row_factor.to(top.dtype) * options.logit_scale
-    )
+    factor = torch.full_like(top, options.logit_scale)
+    if row_factor is not None:
+        factor = row_factor.to(top.dtype) * options.logit_scale
     factor = torch.where((target < 0) | (target >= classes), float("nan"), factor)
     d.mul_(factor[:, None])
     if options.softcap is not None:
@@ -204,12 +199,10 @@ def denominator(
         return normalizer.to(dtype)
     if normalizer is not None:
         return torch.full((), normalizer, dtype=dtype, device=target.device)
-    counted = target != ignore_index
-    if class_weight is None:
-        count = counted.sum(dtype=dtype)
-    else:
-        weight = class_weight.to(dtype)[target.clamp(0, class_weight.shape[0] - 1)]
-        count = torch.where(counted, weight, 0.0).sum()
+    count = counted = target != ignore_index
+    if class_weight is not None:
+        count = torch.where(counted, class_weight.to(dtype)[target.clamp(0, class_weight.shape[0] - 1)], 0.0)
+    count = count.sum(dtype=dtype)
     # No counted target: the sum is 0, and the mean must be 0, too, not 0/0.
     return torch.where(count == 0, 1.0, count)
 
@@ -239,16 +232,14 @@ def check_reduction(name: str, target: Tensor, reduction: str, normalizer: Tenso
     if normalizer is None:
         return
     if reduction != "mean":
-        checks.fail(
-            OptionError, name, f"normalizer needs reduction='mean', which it divides by, got reduction={reduction!r}"
-        )
+        sentence = f"normalizer needs reduction='mean', which it divides by, got reduction={reduction!r}"
+        checks.fail(OptionError, name, sentence)
     if not isinstance(normalizer, Tensor):
         checks.positive(name, "normalizer", normalizer)
         return
     if normalizer.dim() != 0:
-        checks.fail(
-            ShapeError, name, f"normalizer must be a number or a scalar tensor, got shape {checks.shape(normalizer)}"
-        )
+        sentence = f"normalizer must be a number or a scalar tensor, got shape {checks.shape(normalizer)}"
+        checks.fail(ShapeError, name, sentence)
     checks.same_device(name, "target", target, normalizer=normalizer)
     checks.constant(name, normalizer=normalizer)
 
@@ -270,11 +261,8 @@ def loss_option_samples(device: torch.device, classes: int) -> Iterator[tuple[st
     yield "z_loss", {"z_loss": 1e-2}, "the log-sum-exp enters the loss"
     yield "softcap", {"softcap": 3.0}, "tanh and its derivative"
     yield "large_softcap", {"softcap": 1e4, "z_loss": 1e-2}, "tanh of numbers near 0 must not cancel"
-    yield (
-        "normalizer",
-        {"normalizer": torch.tensor(37.0, device=device)},
-        "an external count on the device (num_items_in_batch)",
-    )
+    count = {"normalizer": torch.tensor(37.0, device=device)}
+    yield "normalizer", count, "an external count on the device (num_items_in_batch)"
     yield "normalizer_number", {"normalizer": 37.0}, "an external count as a number"
     everything = {"class_weight": weight, "label_smoothing": 0.2, "z_loss": 1e-2, "softcap": 3.0}
     yield "everything", everything, "all options together"
@@ -289,15 +277,12 @@ def targets_with_ignored(device: torch.device, classes: int, *shape: int, ignore
 
 
 def metrics_of(
-    target: Tensor, options: RowOptions, rows: Sequence[Tensor | None], reduction: str, inverse: Tensor | None,
+    target: Tensor, options: RowOptions, rows: Sequence[Any], reduction: str, inverse: Tensor | None,
     token_weight: Tensor | None = None,
 ) -> LossMetrics:  # fmt: skip
     """Return the metrics of a batch from moments, arg-max and entropy of its rows; inverse is what a mean multiplied
     their sum by."""
     moments, prediction, entropy = rows
-    assert moments is not None
-    assert prediction is not None
-    assert entropy is not None
     labels, entropy = target.reshape(-1), entropy.detach()
     counted = labels != options.ignore_index
     lse = moments[:, 0] + moments[:, 1].log()

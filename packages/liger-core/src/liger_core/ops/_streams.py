@@ -24,11 +24,7 @@ def check(name: str, x: Tensor) -> None:
 def check_shape(name: str, argument: str, value: Tensor | None, shape: tuple[int, ...], x: Tensor) -> None:
     """Check that an argument, if not None, has this shape, which follows from that of x."""
     if value is not None and value.shape != shape:
-        checks.fail(
-            ShapeError,
-            name,
-            f"{argument} must have shape {tuple(shape)} to match x {checks.shape(x)}, got {checks.shape(value)}",
-        )
+        checks.mismatch(name, argument, value, tuple(shape), "x", x)
 
 
 def workloads(make: Maker) -> Iterator[Workload]:

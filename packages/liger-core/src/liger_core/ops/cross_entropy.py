@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, 
 from liger_core.kernels import Kernel, Outputs
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator
 from liger_core.ops._composed import Supported, composed_op
-from liger_core.ops._inputs import CLASSES, ROWS, integers, misuses_of, normal, row_workloads, sample_table
+from liger_core.ops._inputs import CLASSES, ROWS, integers, misuse_table, normal, row_workloads, sample_table
 from liger_core.ops._softmax_loss import (
     TORCH_PASSES,
     Reduction,
@@ -43,12 +43,7 @@ def check(
     checks.at_least_one_dimension(name, "logits", logits)
     classes = logits.shape[-1]
     if target.shape != logits.shape[:-1]:
-        wanted = tuple(logits.shape[:-1])
-        checks.fail(
-            ShapeError,
-            name,
-            f"target must have shape {wanted} to match logits {checks.shape(logits)}, got {checks.shape(target)}",
-        )
+        checks.mismatch(name, "target", target, tuple(logits.shape[:-1]), "logits", logits)
     if classes == 0:
         checks.fail(ShapeError, name, f"logits must have at least one class, got {checks.shape(logits)}")
     checks.same_device(name, "logits", logits, target=target, weight=weight)
@@ -109,43 +104,34 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
-    misuse = misuses_of("cross_entropy")
-    x, t = torch.zeros(3, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
-    yield misuse("target_shape", (x, t[:2]), ShapeError, "target must have shape (3,) to match logits (3, 8), got (2,)")
-    yield misuse("target_dtype", (x, t.int()), DtypeError, "target must have dtype torch.int64, got torch.int32")
-    yield misuse("target_list", (x, [0, 1, 2]), DtypeError, "target must be a tensor, got list")
-    yield misuse("no_logits", (None, t), DtypeError, "logits must be a tensor, got NoneType")
-    yield misuse(
-        "weight_shape", (x, t), ShapeError, "weight must have shape (8,), one per class, got (3,)", weight=x[:, 0]
-    )
-    yield misuse("weight_list", (x, t), DtypeError, "weight must be a tensor, got list", weight=[1.0] * 8)
-    for case, options, message in (
-        ("reduction", {"reduction": "avg"}, "reduction must be one of 'mean', 'sum', 'none', got 'avg'"),
-        ("smoothing", {"label_smoothing": 1.5}, "label_smoothing must be a finite number in [0, 1], got 1.5"),
-        (
-            "smoothing_nan",
-            {"label_smoothing": float("nan")},
-            "label_smoothing must be a finite number in [0, 1], got nan",
-        ),
-        ("z_loss_nan", {"z_loss": float("nan")}, "z_loss must be a finite number ≥ 0, got nan"),
-        ("softcap", {"softcap": 0.0}, "softcap must be a finite number > 0, got 0.0"),
-        ("softcap_infinite", {"softcap": float("inf")}, "softcap must be a finite number > 0, got inf"),
-        ("ignore_index", {"ignore_index": -1.5}, "ignore_index must be an integer, got -1.5"),
-    ):
-        yield misuse(case, (x, t), OptionError, message, **options)
-    message = "normalizer needs reduction='mean', which it divides by, got reduction='sum'"
-    yield misuse("normalizer", (x, t), OptionError, message, reduction="sum", normalizer=3.0)
-    message = "weight must not require a gradient, since the op does not define one; pass weight.detach()"
-    yield misuse(
-        "trainable_weight", (x, t), OptionError, message, weight=torch.ones(8, device=device, requires_grad=True)
-    )
-    elsewhere = torch.zeros(3, dtype=torch.int64, device="meta")
-    yield misuse("device", (x, elsewhere), DeviceError, f"target must be on {x.device} like logits, got meta")
+    x, t, nan = torch.zeros(3, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device), float("nan")
+    share = "label_smoothing must be a finite number in [0, 1], got"
+    yield from misuse_table(
+        "cross_entropy", (x, t),
+        ("target_shape", ShapeError, "target must have shape (3,) to match logits (3, 8), got (2,)", {}, x, t[:2]),
+        ("target_dtype", DtypeError, "target must have dtype torch.int64, got torch.int32", {}, x, t.int()),
+        ("target_list", DtypeError, "target must be a tensor, got list", {}, x, [0, 1, 2]),
+        ("no_logits", DtypeError, "logits must be a tensor, got NoneType", {}, None, t),
+        ("weight_shape", ShapeError, "weight must have shape (8,), one per class, got (3,)", {"weight": x[:, 0]}),
+        ("weight_list", DtypeError, "weight must be a tensor, got list", {"weight": [1.0] * 8}),
+        ("reduction", OptionError, "reduction must be one of 'mean', 'sum', 'none', got 'avg'", {"reduction": "avg"}),
+        ("smoothing", OptionError, f"{share} 1.5", {"label_smoothing": 1.5}),
+        ("smoothing_nan", OptionError, f"{share} nan", {"label_smoothing": nan}),
+        ("z_loss_nan", OptionError, "z_loss must be a finite number ≥ 0, got nan", {"z_loss": nan}),
+        ("softcap", OptionError, "softcap must be a finite number > 0, got 0.0", {"softcap": 0.0}),
+        ("softcap_infinite", OptionError, "softcap must be a finite number > 0, got inf", {"softcap": float("inf")}),
+        ("ignore_index", OptionError, "ignore_index must be an integer, got -1.5", {"ignore_index": -1.5}),
+        ("normalizer", OptionError, "normalizer needs reduction='mean', which it divides by, got reduction='sum'",
+         {"reduction": "sum", "normalizer": 3.0}),
+        ("trainable_weight", OptionError,
+         "weight must not require a gradient, since the op does not define one; pass weight.detach()",
+         {"weight": torch.ones(8, device=device, requires_grad=True)}),
+        ("device", DeviceError, f"target must be on {x.device} like logits, got meta", {}, x, t.to("meta")),
+    )  # fmt: skip
     if device.type == "cpu":
-        wrong = torch.tensor([0, 8, 1])
-        yield misuse(
-            "target_range", (x, wrong), TargetError, "every target must be in [0, 8) or ignore_index=-100, got 8"
-        )
+        message = "every target must be in [0, 8) or ignore_index=-100, got 8"
+        wrong = (x, torch.tensor([0, 8, 1]))
+        yield from misuse_table("cross_entropy", wrong, ("target_range", TargetError, message, {}))
 
 
 def workloads() -> Iterator[Workload]:
@@ -162,88 +148,52 @@ def work(logits: Tensor, target: Tensor, **options: Any) -> Work:
     return Work(size, 3 * size)
 
 
-class ReducedResults(NamedTuple):
-    """The summed or mean loss, the results of rows as in RowResults, and for a mean the factor of the sum."""
-
-    loss: Tensor
-    moments: Tensor
-    prediction: Tensor | None
-    entropy: Tensor | None
-    inverse: Tensor | None
-
-
 class CrossEntropyKernels:
     """The kernels for a backend's row passes, over (rows, classes) logits.
 
-    rows                  (logits, target, options, requested results) → the loss and the results of each row
-    reduced               (logits, target, divide, options, mean, requested results) → their sum or mean
-    reduced_with_results  the same, and the results of each row
+    loss          (logits, target, divide, options, reduction, requested results) → the loss, of each row or reduced
+    with_results  the same, the results of each row, and for a mean the factor of the sum
     """
 
     def __init__(self, passes: RowPasses, make_kernel: Callable[..., Kernel]) -> None:
         self.passes = passes
-        self.rows = differentiable(
-            make_kernel("cross_entropy", self._allocate, self._launch),
-            make_kernel("cross_entropy_backward", self._allocate_backward, self._launch_backward),
-            saves=("logits", "target", "moments", "class_weight", "inverse_temperature"),
-            public=4,
-        )
-        reduced = make_kernel("cross_entropy_reduced", self._allocate_reduced, self._launch_reduced)
-        derivative = make_kernel(
-            "cross_entropy_reduced_backward", self._allocate_backward, self._launch_reduced_backward
-        )
+        forward = make_kernel("cross_entropy", self._allocate, self._launch)
+        backward = make_kernel("cross_entropy_backward", self._allocate_backward, self._launch_backward)
         saves = ("logits", "target", "moments", "inverse", "class_weight", "inverse_temperature")
-        self.reduced, self.reduced_with_results = (
-            differentiable(reduced, derivative, saves, public) for public in (1, 5)
-        )
+        self.loss, self.with_results = (differentiable(forward, backward, saves, public) for public in (1, 5))
 
-    def _allocate(self, logits: Tensor, target: Tensor, options: RowOptions, extras: ResultOptions) -> Outputs:
-        return row_results(logits, extras)
+    def _allocate(
+        self, logits: Tensor, target: Tensor, divide: Tensor | None, options: RowOptions, reduction: str,
+        extras: ResultOptions,
+    ) -> Outputs:  # fmt: skip
+        results = row_results(logits, extras)
+        scalar = results.loss.new_empty
+        loss = results.loss if reduction == "none" else scalar(())
+        return (loss, *results[1:], scalar(()) if reduction == "mean" else None)
 
     def _launch(
-        self, results: RowResults, /, logits: Tensor, target: Tensor, options: RowOptions, extras: ResultOptions
-    ) -> None:
+        self, results: RowResults, inverse: Tensor | None, /, logits: Tensor, target: Tensor, divide: Tensor | None,
+        options: RowOptions, reduction: str, extras: ResultOptions,
+    ) -> None:  # fmt: skip
+        rows = results if reduction == "none" else results._replace(loss=results.moments.new_empty(logits.shape[0]))
         if logits.shape[0]:
-            self.passes.losses(logits, target, results, options, None, False)
+            self.passes.losses(logits, target, rows, options, None, False)
+        if inverse is not None:
+            self.passes.mean(rows.loss, target, options, divide, results.loss, inverse)
+        elif reduction == "sum":
+            torch.sum(rows.loss, dim=0, out=results.loss)
 
     def _allocate_backward(self, grad_loss: Tensor, logits: Tensor, *rest: Any) -> Outputs:
         return (torch.empty(logits.shape, dtype=logits.dtype, device=logits.device),)
 
     def _launch_backward(
         self, grad_logits: Tensor, /, grad_loss: Tensor, logits: Tensor, target: Tensor, moments: Tensor,
-        options: RowOptions, needs: list[bool],
-    ) -> None:  # fmt: skip
-        if logits.shape[0]:
-            self.passes.gradients(logits, target, moments, grad_loss, options, grad_logits)
-
-    def _allocate_reduced(
-        self, logits: Tensor, target: Tensor, divide: Tensor | None, options: RowOptions, mean: bool,
-        extras: ResultOptions,
-    ) -> Outputs:  # fmt: skip
-        results = row_results(logits, extras)
-        scalar = results.loss.new_empty
-        return ReducedResults(scalar(()), *results[1:], scalar(()) if mean else None)
-
-    def _launch_reduced(
-        self, results: ReducedResults, /, logits: Tensor, target: Tensor, divide: Tensor | None, options: RowOptions,
-        mean: bool, extras: ResultOptions,
-    ) -> None:  # fmt: skip
-        loss, moments, prediction, entropy, inverse = results
-        rows = RowResults(moments.new_empty(logits.shape[0]), moments, prediction, entropy)
-        if logits.shape[0]:
-            self.passes.losses(logits, target, rows, options, None, False)
-        if inverse is not None:
-            self.passes.mean(rows.loss, target, options, divide, loss, inverse)
-        else:
-            torch.sum(rows.loss, dim=0, out=loss)
-
-    def _launch_reduced_backward(
-        self, grad_logits: Tensor, /, grad_loss: Tensor, logits: Tensor, target: Tensor, moments: Tensor,
         inverse: Tensor | None, options: RowOptions, needs: list[bool],
     ) -> None:  # fmt: skip
         factor = grad_loss if inverse is None else grad_loss * inverse
         factor = factor.expand(logits.shape[0])
-        self._launch_backward(grad_logits, factor, logits, target, moments, options, needs)
+        if logits.shape[0]:
+            self.passes.gradients(logits, target, moments, factor, options, grad_logits)
 
 
 @composed_op(
@@ -282,15 +232,13 @@ def cross_entropy(
     flat, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
     options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, 1.0, weight)
     extras = ResultOptions(with_entropy=return_metrics, with_prediction=return_metrics)
-    if reduction == "none":
-        loss, *rows = kernels.rows(flat, labels, options, extras)
-        loss = loss.reshape(target.shape)
-        return (loss, metrics_of(target, options, rows, reduction, None)) if return_metrics else loss
     divide: Tensor | None = None
     if normalizer is not None:
         divide = denominator(labels, weight, ignore_index, normalizer, accumulator(flat.dtype))
-    mean = reduction == "mean"
+    arguments = flat, labels, divide, options, reduction, extras
     if not return_metrics:
-        return kernels.reduced(flat, labels, divide, options, mean, extras)
-    loss, *rows, inverse = kernels.reduced_with_results(flat, labels, divide, options, mean, extras)
+        loss = kernels.loss(*arguments)
+        return loss.reshape(target.shape) if reduction == "none" else loss
+    loss, *rows, inverse = kernels.with_results(*arguments)
+    loss = loss.reshape(target.shape) if reduction == "none" else loss
     return loss, metrics_of(target, options, rows, reduction, inverse)

@@ -17,7 +17,7 @@ from liger_core.errors import OptionError, ShapeError
 from liger_core.kernels import Kernel, Outputs
 from liger_core.op import Misuse, Sample, Workload, accumulator
 from liger_core.ops._composed import Supported, composed_op
-from liger_core.ops._inputs import integers, misuses_of, normal, sample_table
+from liger_core.ops._inputs import integers, misuse_table, normal, sample_table
 from liger_core.ops._softmax_loss import (
     TORCH_PASSES,
     Reduction,
@@ -38,10 +38,9 @@ from liger_core.ops.head.head import (
     CountedRows,
     Head,
     autocast_inputs,
-    check_chunks,
     check_head,
     check_rows,
-    check_vocab,
+    head_calls,
     head_misuses,
     head_series,
     head_workload,
@@ -62,16 +61,13 @@ def check(
     **options: Any,
 ) -> None:  # fmt: skip
     name = "linear_cross_entropy"
-    head = Head(hidden, weight, target, bias)
-    check_head(name, head, classes=vocab is None)
+    classes = check_head(name, Head(hidden, weight, target, bias), vocab, **options)
     if token_weight is not None:
         checks.floating(name, token_weight=token_weight)
         check_rows(name, "token_weight", token_weight, hidden)
         checks.constant(name, token_weight=token_weight)
     weights = {"class_weight": options.get("class_weight"), "token_weight": token_weight}
     checks.same_device(name, "hidden", hidden, **weights)
-    classes = check_vocab(name, weight, vocab)
-    check_chunks(name, head, vocab, **options)
     check_reduction(name, target, reduction, normalizer)
     check_row_options(name, target, classes, **options)
 
@@ -79,20 +75,8 @@ def check(
 CONSTANTS = ("class_weight", "normalizer", "token_weight")
 
 
-def _calls(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a function (rows, width, classes, draw) → hidden, weight and the targets that draw makes."""
-
-    def call(
-        rows: tuple[int, ...], width: int, classes: int, draw: Any = targets_with_ignored, scale: float = 0.3
-    ) -> tuple[Tensor, ...]:
-        hidden, weight = normal(device, dtype, *rows, width), normal(device, dtype, classes, width, scale=scale)
-        return hidden, weight, draw(device, classes, *rows)
-
-    return call
-
-
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    call, row = _calls(device, dtype), 70 * dtype.itemsize
+    call, row = head_calls(device, dtype), 70 * dtype.itemsize
     usual, longer = functools.partial(call, (7,), 24, 50), functools.partial(call, (9,), 20, 70)
     summed = {"chunk": 4, "accumulate_dtype": accumulator(dtype)}
     yield from sample_table(
@@ -162,18 +146,18 @@ def _samples_of_tokens(device: torch.device, call: Callable[..., tuple[Tensor, .
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
-    name = "linear_cross_entropy"
+    name, ones, constant = "linear_cross_entropy", torch.ones(3, 8, device=device), "must not require a gradient, since"
     yield from head_misuses(name, device)
-    misuse = misuses_of(name)
-    hidden, weight = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device)
-    call = (hidden, weight, torch.zeros(3, dtype=torch.int64, device=device))
-    message = "token_weight must have shape (3,) to match hidden (3, 8), got (2,)"
-    yield misuse("token_weight_shape", call, ShapeError, message, token_weight=torch.ones(2, device=device))
-    message = "token_weight must not require a gradient, since the op does not define one; pass token_weight.detach()"
-    trained = torch.ones(3, device=device, requires_grad=True)
-    yield misuse("trainable_token_weight", call, OptionError, message, token_weight=trained)
-    yield misuse("normalizer", call, OptionError, "normalizer must be a finite number > 0, got 0.0", normalizer=0.0)
-    yield misuse("z_loss", call, OptionError, "z_loss must be a finite number ≥ 0, got -1.0", z_loss=-1.0)
+    yield from misuse_table(
+        name, (ones, torch.ones(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)),
+        ("token_weight_shape", ShapeError, "token_weight must have shape (3,) to match hidden (3, 8), got (2,)",
+         {"token_weight": ones[:2, 0]}),
+        ("trainable_token_weight", OptionError,
+         f"token_weight {constant} the op does not define one; pass token_weight.detach()",
+         {"token_weight": ones[:, 0].clone().requires_grad_()}),
+        ("normalizer", OptionError, "normalizer must be a finite number > 0, got 0.0", {"normalizer": 0.0}),
+        ("z_loss", OptionError, "z_loss must be a finite number ≥ 0, got -1.0", {"z_loss": -1.0}),
+    )  # fmt: skip
 
 
 def workloads() -> Iterator[Workload]:

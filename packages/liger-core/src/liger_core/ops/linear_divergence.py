@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,10 +16,10 @@ from liger_core.errors import DtypeError, OptionError, ShapeError, TargetError
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, autocast_dtype
 from liger_core.ops._composed import Supported, composed_op
 from liger_core.ops._divergence import KINDS, MIXED, TORCH_DIVERGENCES, DivergenceOptions, Kind, check_mixture
-from liger_core.ops._inputs import CLASSES, ROWS, misuses_of, normal, sample_table, workload
+from liger_core.ops._inputs import CLASSES, ROWS, misuse_table, normal, sample_table, workload
 from liger_core.ops._softmax_loss import Reduction, check_reduction, check_target, denominator, targets_with_ignored
 from liger_core.ops.head.divergences import DivergenceLoop, Teacher, divergence_loop
-from liger_core.ops.head.head import Chunk, Head, autocast_inputs, check_chunks, check_head, check_vocab, takes_dtensors
+from liger_core.ops.head.head import Chunk, Head, autocast_inputs, check_head, takes_dtensors
 from liger_core.ops.head.head import work as head_work
 from liger_core.ops.head.loop import ChunkOptions
 from liger_core.ops.head.shards import VocabShard, held_classes, vocabulary
@@ -37,10 +37,8 @@ def check(
     checks.floating(name, 2, hidden=hidden, weight=weight)
     labels = hidden.new_empty(hidden.shape[:-1], dtype=torch.int64) if target is None else target
     head = Head(hidden, weight, labels, bias)
-    check_head(name, head, classes=vocab is None)
-    _check_teacher(name, head, Head(teacher_hidden, teacher_weight, labels, teacher_bias))
-    classes = check_vocab(name, weight, vocab)
-    check_chunks(name, head, vocab, **options)
+    classes = check_head(name, head, vocab, **options)
+    _check_teacher(name, head, Teacher(teacher_hidden, teacher_weight, teacher_bias))
     if (budget := options.get("budget")) is not None:
         row = held_classes(weight, vocab) * (hidden.element_size() + teacher_hidden.element_size())
         if budget < row:
@@ -63,16 +61,15 @@ def check(
         check_target(name, target, classes, ignore_index)
 
 
-def _check_teacher(name: str, head: Head, teacher: Head) -> None:
-    """A head of the same rows and classes, of any width, that gets no gradient."""
-    hidden, weight, _, bias = teacher
+def _check_teacher(name: str, head: Head, teacher: Teacher) -> None:
+    """Check that the teacher has the same rows and classes, of any width, and gets no gradient."""
+    hidden, weight, bias = teacher
     checks.floating(name, 2, teacher_hidden=hidden, teacher_weight=weight, teacher_bias=bias)
     checks.same_device(name, "hidden", head.hidden, teacher_hidden=hidden)
     checks.at_least_one_dimension(name, "teacher_hidden", hidden)
     if hidden.shape[:-1] != head.hidden.shape[:-1] or hidden.shape[-1] == 0:
-        wanted = ", ".join(map(str, (*head.hidden.shape[:-1], "width")))
-        sentence = f"teacher_hidden must have shape ({wanted}) to match hidden {checks.shape(head.hidden)}"
-        checks.fail(ShapeError, name, f"{sentence}, got {checks.shape(hidden)}")
+        wanted = f"({', '.join(map(str, (*head.hidden.shape[:-1], 'width')))})"
+        checks.mismatch(name, "teacher_hidden", hidden, wanted, "hidden", head.hidden)
     shape = (head.weight.shape[0], hidden.shape[-1])
     if weight.shape != shape:
         sentence = f"teacher_weight must have shape {shape}: the classes of weight {checks.shape(head.weight)} and the"
@@ -91,11 +88,10 @@ CAPS = {"logit_scale": 0.5, "softcap": 3.0, "teacher_logit_scale": -2.0, "teache
 
 def _calls(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[Tensor, ...]]:
     """Return a function (rows, width, classes, width of the teacher) → the tensors of a call."""
-    n = functools.partial(normal, device, dtype)
 
     def call(rows: tuple[int, ...], width: int, classes: int, teacher: int, scale: float = 0.3) -> tuple[Tensor, ...]:
-        sides = [(n(*rows, size), n(classes, size, scale=scale)) for size in (width, teacher)]
-        return (*sides[0], *sides[1])
+        shapes = [shape for size in (width, teacher) for shape in (((*rows, size), 1.0), ((classes, size), scale))]
+        return tuple(normal(device, dtype, *shape, scale=scale) for shape, scale in shapes)
 
     return call
 
@@ -189,46 +185,44 @@ def _samples_of_options(
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
-    misuse = misuses_of("linear_divergence")
     x, w, theirs, head = (torch.zeros(shape, device=device) for shape in ((3, 8), (10, 8), (3, 4), (10, 4)))
-    call, t = (x, w, theirs, head), torch.zeros(3, dtype=torch.int64, device=device)
-    message = "weight must have shape (classes, 8) to match hidden (3, 8), got (10, 7)"
-    yield misuse("weight_shape", (x, w[:, :7], theirs, head), ShapeError, message)
-    message = "teacher_hidden must have shape (3, width) to match hidden (3, 8), got (2, 4)"
-    yield misuse("teacher_rows", (x, w, theirs[:2], head), ShapeError, message)
-    message = (
-        "teacher_weight must have shape (10, 4): the classes of weight (10, 8) and the width of teacher_hidden (3, 4), "
-        "got (9, 4)"
-    )
-    yield misuse("teacher_classes", (x, w, theirs, head[:9]), ShapeError, message)
-    message = "teacher_weight must have dtype torch.float32 like teacher_hidden, got torch.bfloat16; cast one of them"
-    yield misuse("teacher_dtypes", (x, w, theirs, head.bfloat16()), DtypeError, message)
-    message = "teacher_bias must have shape (10,) to match teacher_weight (10, 4), got (8,)"
-    yield misuse("teacher_bias", call, ShapeError, message, teacher_bias=x[0])
-    message = (
-        "teacher_weight must not require a gradient, since the op does not define one; pass teacher_weight.detach()"
-    )
-    yield misuse("trainable_teacher", (x, w, theirs, head.clone().requires_grad_()), OptionError, message)
-    message = f"kind must be one of {', '.join(map(repr, KINDS))}, got 'kl'"
-    yield misuse("kind", call, OptionError, message, kind="kl")
-    yield misuse("beta", call, OptionError, "beta must be a number in (0, 1), got 0.0", kind="jsd", beta=0.0)
-    message = "hard_weight needs target, whose cross entropy it weighs, got hard_weight=0.5 alone"
-    yield misuse("hard_weight", call, OptionError, message, hard_weight=0.5)
-    message = "hard_weight must be a finite number in [0, 1], got 1.5"
-    yield misuse("hard_weight_large", call, OptionError, message, hard_weight=1.5, target=t)
-    message = "temperature must be a finite number > 0, since the logits are divided by it, got 0.0"
-    yield misuse("temperature", call, OptionError, message, temperature=0.0)
-    message = "teacher_softcap must be a finite number > 0, got -1.0"
-    yield misuse("softcap", call, OptionError, message, teacher_softcap=-1.0)
-    message = "budget must hold one row of logits of both sides, 80 bytes, got 79"
-    yield misuse("budget", call, OptionError, message, budget=79)
-    message = "target must have shape (3,) to match hidden (3, 8), got (2,)"
-    yield misuse("target_shape", call, ShapeError, message, target=t[:2])
-    message = "normalizer needs reduction='mean', which it divides by, got reduction='none'"
-    yield misuse("normalizer", call, OptionError, message, reduction="none", normalizer=2.0)
+    t, number = torch.zeros(3, dtype=torch.int64, device=device), "must be a finite number"
+    classes = "(10, 4): the classes of weight (10, 8) and the width of teacher_hidden (3, 4)"
+    constant = "must not require a gradient, since the op does not define one; pass teacher_weight.detach()"
+    yield from misuse_table(
+        "linear_divergence", (x, w, theirs, head),
+        ("weight_shape", ShapeError, "weight must have shape (classes, 8) to match hidden (3, 8), got (10, 7)", {},
+         x, w[:, :7], theirs, head),
+        ("teacher_rows", ShapeError, "teacher_hidden must have shape (3, width) to match hidden (3, 8), got (2, 4)", {},
+         x, w, theirs[:2], head),
+        ("teacher_classes", ShapeError, f"teacher_weight must have shape {classes}, got (9, 4)", {},
+         x, w, theirs, head[:9]),
+        ("teacher_dtypes", DtypeError,
+         "teacher_weight must have dtype torch.float32 like teacher_hidden, got torch.bfloat16; cast one of them", {},
+         x, w, theirs, head.bfloat16()),
+        ("teacher_bias", ShapeError, "teacher_bias must have shape (10,) to match teacher_weight (10, 4), got (8,)",
+         {"teacher_bias": x[0]}),
+        ("trainable_teacher", OptionError, f"teacher_weight {constant}", {},
+         x, w, theirs, head.clone().requires_grad_()),
+        ("kind", OptionError, f"kind must be one of {', '.join(map(repr, KINDS))}, got 'kl'", {"kind": "kl"}),
+        ("beta", OptionError, "beta must be a number in (0, 1), got 0.0", {"kind": "jsd", "beta": 0.0}),
+        ("hard_weight", OptionError,
+         "hard_weight needs target, whose cross entropy it weighs, got hard_weight=0.5 alone", {"hard_weight": 0.5}),
+        ("hard_weight_large", OptionError, f"hard_weight {number} in [0, 1], got 1.5",
+         {"hard_weight": 1.5, "target": t}),
+        ("temperature", OptionError, f"temperature {number} > 0, since the logits are divided by it, got 0.0",
+         {"temperature": 0.0}),
+        ("softcap", OptionError, f"teacher_softcap {number} > 0, got -1.0", {"teacher_softcap": -1.0}),
+        ("budget", OptionError, "budget must hold one row of logits of both sides, 80 bytes, got 79", {"budget": 79}),
+        ("target_shape", ShapeError, "target must have shape (3,) to match hidden (3, 8), got (2,)",
+         {"target": t[:2]}),
+        ("normalizer", OptionError, "normalizer needs reduction='mean', which it divides by, got reduction='none'",
+         {"reduction": "none", "normalizer": 2.0}),
+    )  # fmt: skip
     if device.type == "cpu":
-        message = "every target must be in [0, 10) or ignore_index=-100, got 10"
-        yield misuse("target_range", call, TargetError, message, target=torch.tensor([0, 1, 10]))
+        message, wrong = "every target must be in [0, 10) or ignore_index=-100, got 10", torch.tensor([0, 1, 10])
+        row = ("target_range", TargetError, message, {"target": wrong})
+        yield from misuse_table("linear_divergence", (x, w, theirs, head), row)
 
 
 def workloads() -> Iterator[Workload]:
@@ -247,10 +241,8 @@ def workloads() -> Iterator[Workload]:
         return replace(base, name=f"{base.name}-{mode}") if mode else base
 
     yield of_size(512, 128, 192, 8192, quick=True)
-    for kind in KINDS[:4]:
-        yield of_size(8192, 2048, 4096, 128256, kind=kind)
-    for kind in KINDS[:4]:
-        yield of_size(8192, 4096, 4096, 128256, kind=kind)
+    for width, kind in itertools.product((2048, 4096), KINDS[:4]):
+        yield of_size(8192, width, 4096, 128256, kind=kind)
     yield of_size(8192, 4096, 4096, 128256, kind="jsd", reduction="none")
     yield of_size(8192, 4096, 4096, 151936, kind="forward_kl")
     for rows in ROWS[:-1]:
@@ -262,14 +254,11 @@ def workloads() -> Iterator[Workload]:
 def work(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, **options: Any) -> Work:
     """One matmul for the logits of each side, and one for each gradient of the student."""
     mine, theirs = head_work(hidden, weight, hidden), head_work(teacher_hidden, teacher_weight, teacher_hidden)
+    size, flops, products = theirs.forward_bytes, theirs.forward_flops, theirs.forward_products
     return Work(
-        mine.forward_bytes + theirs.forward_bytes,
-        mine.full_bytes + theirs.forward_bytes,
-        mine.forward_flops + theirs.forward_flops,
-        mine.full_flops + theirs.forward_flops,
-        (*mine.forward_products, *theirs.forward_products),
-        (*mine.full_products, *theirs.forward_products),
-    )
+        mine.forward_bytes + size, mine.full_bytes + size, mine.forward_flops + flops, mine.full_flops + flops,
+        (*mine.forward_products, *products), (*mine.full_products, *products),
+    )  # fmt: skip
 
 
 @composed_op(
@@ -345,8 +334,7 @@ def linear_divergence(
     head, teacher = Head(rows, weight, target.reshape(-1), bias), Teacher(theirs, teacher_weight, teacher_bias)
     options = DivergenceOptions.from_arguments(
         kind, beta, temperature, hard_weight=hard_weight, ignore_index=ignore_index, logit_scale=logit_scale,
-        softcap=softcap,
-        teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap,
+        softcap=softcap, teacher_logit_scale=teacher_logit_scale, teacher_softcap=teacher_softcap,
     )  # fmt: skip
     chunks = ChunkOptions.from_arguments(accumulate_dtype, chunk, budget, pack, main_grad)
     if reduction == "none":

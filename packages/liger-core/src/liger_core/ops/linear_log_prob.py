@@ -14,17 +14,16 @@ from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.op import Misuse, Sample, Workload, accumulator
 from liger_core.ops._composed import Supported, composed_op
-from liger_core.ops._inputs import integers, misuses_of, normal, sample_table
+from liger_core.ops._inputs import integers, misuse_table, normal, sample_table
 from liger_core.ops._softmax_loss import TORCH_PASSES, check_row_options, targets_with_ignored
 from liger_core.ops._token_passes import ResultOptions, RowOptions
 from liger_core.ops.head.head import (
     Chunk,
     Head,
     autocast_inputs,
-    check_chunks,
     check_head,
     check_rows,
-    check_vocab,
+    head_calls,
     head_misuses,
     head_series,
     head_workload,
@@ -59,11 +58,9 @@ def check(
     return_statistics: bool = False, vocab: VocabShard | None = None, **options: Any,
 ) -> None:  # fmt: skip
     name = "linear_log_prob"
-    head = Head(hidden, weight, target, bias)
-    check_head(name, head, several=True, classes=vocab is None)
+    classes = check_head(name, Head(hidden, weight, target, bias), vocab, several=True, **options)
     _check_temperature(name, temperature, hidden)
-    check_row_options(name, target, check_vocab(name, weight, vocab), **options)
-    check_chunks(name, head, vocab, **options)
+    check_row_options(name, target, classes, **options)
     if return_entropy and return_statistics:
         sentence = "return_statistics includes the entropy; give one of return_entropy and return_statistics, got both"
         checks.fail(OptionError, name, sentence)
@@ -98,9 +95,8 @@ def _check_allowed(name: str, allowed: Tensor, hidden: Tensor, target: Tensor, r
     if allowed.dtype != torch.int64:
         checks.fail(DtypeError, name, f"allowed must have dtype torch.int64, got {allowed.dtype}")
     if allowed.dim() != hidden.dim() or allowed.shape[:-1] != target.shape:
-        wanted = ", ".join(map(str, (*target.shape, "M")))
-        sentence = f"allowed must have shape ({wanted}) to match target, got {checks.shape(allowed)}"
-        checks.fail(ShapeError, name, sentence)
+        wanted = f"allowed must have shape ({', '.join(map(str, (*target.shape, 'M')))}) to match target"
+        checks.fail(ShapeError, name, f"{wanted}, got {checks.shape(allowed)}")
 
 
 # Options in the order in which they apply to a logit.
@@ -108,18 +104,8 @@ ORDER = {"logit_scale": 2.0, "softcap": 5.0, "temperature": 0.7}
 ENTROPY, STATISTICS = {"return_entropy": True}, {"return_statistics": True}
 
 
-def _calls(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Return a function (rows, width, classes) → hidden, weight and targets, of which some are ignored."""
-
-    def call(rows: tuple[int, ...], width: int, classes: int, scale: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
-        hidden, weight = normal(device, dtype, *rows, width), normal(device, dtype, classes, width, scale=scale)
-        return hidden, weight, targets_with_ignored(device, classes, *rows)
-
-    return call
-
-
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    call, wide, size = _calls(device, dtype), accumulator(dtype), dtype.itemsize
+    call, wide, size = head_calls(device, dtype), accumulator(dtype), dtype.itemsize
     usual = functools.partial(call, (7,), 24, 50)
     summed = {"chunk": 4, "accumulate_dtype": wide}
     temperatures = {"temperature": torch.linspace(0.4, 2.0, 9, device=device), "softcap": 5.0, **ENTROPY, "chunk": 4}
@@ -224,33 +210,37 @@ def _samples_of_classes(
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
-    name = "linear_log_prob"
-    misuse = misuses_of(name)
+    name, x, ones = "linear_log_prob", torch.zeros(3, 8, device=device), torch.ones(3, device=device)
+    weight, target = torch.zeros(10, 8, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    positive, nan = "must be a finite number > 0, since the logits are divided by it", float("nan")
+    trained = "must not require a gradient, since the op does not define one; pass temperature.detach()"
     yield from head_misuses(name, device, several=True)
-    hidden, weight = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device)
-    call = (hidden, weight, torch.zeros(3, dtype=torch.int64, device=device))
-    positive, ones = "must be a finite number > 0, since the logits are divided by it", torch.ones(3, device=device)
-    for value in (0.0, float("nan")):
-        message = f"temperature {positive}, got {value}"
-        yield misuse(f"temperature_{value}", call, OptionError, message, temperature=value)
-    message = "temperature must have shape (3,) to match hidden (3, 8), got (2,)"
-    yield misuse("temperature_shape", call, ShapeError, message, temperature=ones[:2])
-    message = "temperature must not require a gradient, since the op does not define one; pass temperature.detach()"
-    yield misuse("trainable_temperature", call, OptionError, message, temperature=ones.clone().requires_grad_())
+    yield from misuse_table(
+        name, (x, weight, target),
+        ("temperature_0.0", OptionError, f"temperature {positive}, got 0.0", {"temperature": 0.0}),
+        ("temperature_nan", OptionError, f"temperature {positive}, got nan", {"temperature": nan}),
+        ("temperature_shape", ShapeError, "temperature must have shape (3,) to match hidden (3, 8), got (2,)",
+         {"temperature": ones[:2]}),
+        ("trainable_temperature", OptionError, f"temperature {trained}",
+         {"temperature": ones.clone().requires_grad_()}),
+        ("both_results", OptionError,
+         "return_statistics includes the entropy; give one of return_entropy and return_statistics, got both",
+         {"return_entropy": True, "return_statistics": True}),
+        ("logits_dtype", DtypeError, "logits_dtype must be torch.float32 or None, got torch.float16",
+         {"logits_dtype": torch.float16}),
+        ("allowed_shape", ShapeError, "allowed must have shape (3, M) to match target, got (2, 1)",
+         {"allowed": target[:2, None]}),
+        ("allowed_dtype", DtypeError, "allowed must have dtype torch.int64, got torch.float32",
+         {"allowed": ones[:, None]}),
+        ("allowed_statistics", OptionError,
+         "return_statistics is about all classes, got it with allowed; take return_entropy",
+         {"allowed": target[:, None], "return_statistics": True}),
+        ("allowed_targets", ShapeError, "allowed needs one target a row, got (3, 1)", {"allowed": target[:, None]},
+         x, weight, target[:, None]),
+    )  # fmt: skip
     if device.type == "cpu":
-        yield misuse("temperature_of_a_token", call, OptionError, f"every temperature {positive}", temperature=ones * 0)
-    message = "return_statistics includes the entropy; give one of return_entropy and return_statistics, got both"
-    yield misuse("both_results", call, OptionError, message, return_entropy=True, return_statistics=True)
-    message = "logits_dtype must be torch.float32 or None, got torch.float16"
-    yield misuse("logits_dtype", call, DtypeError, message, logits_dtype=torch.float16)
-    message = "allowed must have shape (3, M) to match target, got (2, 1)"
-    yield misuse("allowed_shape", call, ShapeError, message, allowed=call[2][:2, None])
-    message = "allowed must have dtype torch.int64, got torch.float32"
-    yield misuse("allowed_dtype", call, DtypeError, message, allowed=ones[:, None])
-    message = "return_statistics is about all classes, got it with allowed; take return_entropy"
-    yield misuse("allowed_statistics", call, OptionError, message, allowed=call[2][:, None], return_statistics=True)
-    message = "allowed needs one target a row, got (3, 1)"
-    yield misuse("allowed_targets", (*call[:2], call[2][:, None]), ShapeError, message, allowed=call[2][:, None])
+        each = ("temperature_of_a_token", OptionError, f"every temperature {positive}", {"temperature": ones * 0})
+        yield from misuse_table(name, (x, weight, target), each)
 
 
 def workloads() -> Iterator[Workload]:

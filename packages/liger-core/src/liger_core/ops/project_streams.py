@@ -21,12 +21,7 @@ def check(x: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
     checks.floating(name, 2, x=x, weight=weight)
     _streams.check(name, x)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-2] * x.shape[-1]:
-        wanted = f"(count, {x.shape[-2] * x.shape[-1]})"
-        checks.fail(
-            ShapeError,
-            name,
-            f"weight must have shape {wanted} to match x {checks.shape(x)}, got {checks.shape(weight)}",
-        )
+        checks.mismatch(name, "weight", weight, f"(count, {x.shape[-2] * x.shape[-1]})", "x", x)
     checks.positive(name, "eps", eps)
 
 

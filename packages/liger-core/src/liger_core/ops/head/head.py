@@ -18,7 +18,8 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
 from liger_core.op import Misuse, Product, Work, Workload, autocast_dtype
-from liger_core.ops._inputs import CLASSES, ROWS, integers, misuses_of, normal, workload
+from liger_core.ops._inputs import CLASSES, ROWS, integers, misuse_table, normal, workload
+from liger_core.ops._softmax_loss import targets_with_ignored
 from liger_core.ops.head.shards import VocabShard, held_classes, run_distributed
 from liger_core.private_torch import dispatch_stack_length
 
@@ -148,163 +149,137 @@ def autocast_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tupl
     return hidden.to(low), weight.to(low), None if bias is None else bias.to(low)
 
 
-def check_head(name: str, head: Head, several: bool = False, classes: int = 1) -> None:
-    """Rows, weight, targets and bias must fit each other; several targets a row are in a last dimension of their own.
-
-    `classes` is how many weight must have at least.
-    """
+def check_head(
+    name: str, head: Head, vocab: VocabShard | None = None, several: bool = False, **options: Any
+) -> int:  # fmt: skip
+    """Check that rows, weight, targets, bias, the shard and the options of chunks fit each other, and return the number
+    of all classes; several targets a row are in a last dimension of their own."""
     hidden, weight, target, bias = head
     checks.tensor(name, "target", target)
     checks.floating(name, 2, hidden=hidden, weight=weight, bias=bias)
     checks.at_least_one_dimension(name, "hidden", hidden)
     if hidden.shape[-1] == 0:
         checks.fail(ShapeError, name, f"hidden must have a width of at least 1, got {checks.shape(hidden)}")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] < classes:
-        wanted = f"(classes, {hidden.shape[-1]})"
-        checks.fail(
-            ShapeError,
-            name,
-            f"weight must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(weight)}",
-        )
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or (vocab is None and not weight.shape[0]):
+        checks.mismatch(name, "weight", weight, f"(classes, {hidden.shape[-1]})", "hidden", hidden)
     check_rows(name, "target", target, hidden, several)
     checks.vector(name, "bias", bias, weight.shape[0], "weight", weight)
     checks.same_device(name, "hidden", hidden, target=target)
     if autocast_dtype(hidden.device.type) is None:
         checks.same_dtype(name, "hidden", hidden, weight=weight, bias=bias)
+    if vocab is not None:
+        _check_vocab(name, vocab)
+    _check_chunks(name, hidden, weight, vocab, **options)
+    return weight.shape[0] if vocab is None else vocab.classes
 
 
-def check_vocab(op: str, weight: Tensor, vocab: VocabShard | None) -> int:
-    """Check the shard and return the number of all classes."""
-    if vocab is None:
-        return weight.shape[0]
+def _check_vocab(op: str, vocab: VocabShard) -> None:
     if not isinstance(vocab, VocabShard):
         checks.fail(OptionError, op, f"vocab must be a VocabShard(group, start, classes), got {type(vocab).__name__}")
-    checks.integer(op, "vocab.start", vocab.start)
-    checks.integer(op, "vocab.classes", vocab.classes)
-    if vocab.classes < 1 or vocab.start < 0:
-        checks.fail(
-            OptionError,
-            op,
-            f"vocab must have start ≥ 0 and classes > 0, got start={vocab.start} and classes={vocab.classes}",
-        )
-    if not isinstance(vocab.group, (str, torch.distributed.ProcessGroup)):
-        checks.fail(OptionError, op, f"vocab.group must be a process group, got {type(vocab.group).__name__}")
-    return vocab.classes
+    group, start, classes = vocab[:3]
+    checks.integer(op, "vocab.start", start)
+    checks.integer(op, "vocab.classes", classes)
+    if classes < 1 or start < 0:
+        sentence = f"vocab must have start ≥ 0 and classes > 0, got start={start} and classes={classes}"
+        checks.fail(OptionError, op, sentence)
+    if not isinstance(group, (str, torch.distributed.ProcessGroup)):
+        checks.fail(OptionError, op, f"vocab.group must be a process group, got {type(group).__name__}")
 
 
-def check_chunks(
-    name: str, head: Head, vocab: VocabShard | None, accumulate_dtype: torch.dtype | None = None, chunk: Chunk = None,
-    budget: int | None = None, main_grad: Tensor | None = None, **rest: Any,
+def _check_chunks(
+    name: str, hidden: Tensor, weight: Tensor, vocab: VocabShard | None, accumulate_dtype: torch.dtype | None = None,
+    chunk: Chunk = None, budget: int | None = None, main_grad: Tensor | None = None, **rest: Any,
 ) -> None:  # fmt: skip
-    """The options of how the rows are cut and the gradient of weight is summed; there may be others among them."""
-    hidden, weight = head[:2]
+    """Check how the rows are cut and the gradient of weight is summed; there may be other options among these."""
     checks.same_device(name, "hidden", hidden, main_grad=main_grad)
     checks.constant(name, main_grad=main_grad)
-    if accumulate_dtype is not None and not (
-        isinstance(accumulate_dtype, torch.dtype) and accumulate_dtype.is_floating_point
-    ):
+    floating = isinstance(accumulate_dtype, torch.dtype) and accumulate_dtype.is_floating_point
+    if accumulate_dtype is not None and not floating:
         checks.fail(DtypeError, name, f"accumulate_dtype must be a floating dtype, got {accumulate_dtype}")
-    if (
-        chunk is not None
-        and chunk != "report"
-        and not (isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0)
-    ):
+    rows = isinstance(chunk, int) and not isinstance(chunk, bool) and chunk > 0
+    if chunk is not None and chunk != "report" and not rows:
         checks.fail(OptionError, name, f"chunk must be a positive number of rows, 'report' or None, got {chunk!r}")
     if budget is not None:
         row = held_classes(weight, vocab) * hidden.element_size()
         if chunk is not None:
-            checks.fail(
-                OptionError,
-                name,
-                f"budget and chunk both say how many rows to hold, got budget={budget} and chunk={chunk!r}; give one",
-            )
+            sentence = f"budget and chunk both say how many rows to hold, got budget={budget} and chunk={chunk!r}"
+            checks.fail(OptionError, name, f"{sentence}; give one")
         if not isinstance(budget, int) or budget < row:
             checks.fail(OptionError, name, f"budget must hold at least one row of logits, {row} bytes, got {budget!r}")
-    if main_grad is not None:
-        wanted = checks.shape(weight)
-        if main_grad.shape != weight.shape or not main_grad.is_contiguous():
-            got = checks.shape(main_grad) + ("" if main_grad.is_contiguous() else " with other strides")
-            checks.fail(
-                ShapeError, name, f"main_grad must be contiguous and have shape {wanted} like weight, got {got}"
-            )
-        if main_grad.dtype != torch.float32:
-            checks.fail(DtypeError, name, f"main_grad must have dtype torch.float32, got {main_grad.dtype}")
-        # The kernels' schemas do not declare the addition: functionalization of an op that both mutates and returns
-        # optionals fails.
-        if torch.compiler.is_compiling() or dispatch_stack_length():
-            checks.fail(
-                OptionError,
-                name,
-                "main_grad must be given in an eager call, got one that is traced; add weight.grad to it instead",
-            )
+    if main_grad is None:
+        return
+    if main_grad.shape != weight.shape or not main_grad.is_contiguous():
+        sentence = f"main_grad must be contiguous and have shape {checks.shape(weight)} like weight, got"
+        strides = "" if main_grad.is_contiguous() else " with other strides"
+        checks.fail(ShapeError, name, f"{sentence} {checks.shape(main_grad)}{strides}")
+    if main_grad.dtype != torch.float32:
+        checks.fail(DtypeError, name, f"main_grad must have dtype torch.float32, got {main_grad.dtype}")
+    # The kernels' schemas do not declare the addition: functionalization of an op that both mutates and returns
+    # optionals fails.
+    if torch.compiler.is_compiling() or dispatch_stack_length():
+        sentence = "main_grad must be given in an eager call, got one that is traced; add weight.grad to it instead"
+        checks.fail(OptionError, name, sentence)
 
 
 def check_rows(name: str, label: str, tensor: Tensor, hidden: Tensor, several: bool = False) -> None:
-    """One number for each row of hidden, or several."""
-    rows = tuple(hidden.shape[:-1])
-    if tensor.shape != rows and not (
-        several and tensor.dim() == hidden.dim() and tensor.shape[:-1] == rows and tensor.shape[-1] > 0
-    ):
+    """Check that a tensor has one number for each row of hidden, or several."""
+    rows, shape = tuple(hidden.shape[:-1]), tuple(tensor.shape)
+    if shape != rows and not (several and len(shape) == hidden.dim() and shape[:-1] == rows and shape[-1] > 0):
         wanted = f"{rows} or ({', '.join(map(str, (*rows, 'K')))})" if several else str(rows)
-        checks.fail(
-            ShapeError,
-            name,
-            f"{label} must have shape {wanted} to match hidden {checks.shape(hidden)}, got {checks.shape(tensor)}",
-        )
+        checks.mismatch(name, label, tensor, wanted, "hidden", hidden)
+
+
+def head_calls(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """Return a function (rows, width, classes, draw) → hidden, weight and the targets that draw makes, by default some
+    of them ignored."""
+
+    def call(
+        rows: tuple[int, ...], width: int, classes: int, draw: Any = targets_with_ignored, scale: float = 0.3
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, weight = normal(device, dtype, *rows, width), normal(device, dtype, classes, width, scale=scale)
+        return hidden, weight, draw(device, classes, *rows)
+
+    return call
 
 
 def head_misuses(name: str, device: torch.device, several: bool = False) -> Iterator[Misuse]:
-    """The wrong calls that all ops with a head share; several targets a row may be allowed."""
-    misuse = misuses_of(name)
-    x, w, t = (
-        torch.zeros(3, 8, device=device),
-        torch.zeros(10, 8, device=device),
-        torch.zeros(3, dtype=torch.int64, device=device),
-    )
-    message = "weight must have shape (classes, 8) to match hidden (3, 8), got (10, 7)"
-    yield misuse("weight_shape", (x, w[:, :7], t), ShapeError, message)
-    yield misuse("no_width", (x[:, :0], w[:, :0], t), ShapeError, "hidden must have a width of at least 1, got (3, 0)")
-    wanted = "(3,) or (3, K)" if several else "(3,)"
-    yield misuse(
-        "target_shape", (x, w, t[:2]), ShapeError, f"target must have shape {wanted} to match hidden (3, 8), got (2,)"
-    )
-    yield misuse(
-        "bias_shape", (x, w, t), ShapeError, "bias must have shape (10,) to match weight (10, 8), got (8,)", bias=x[0]
-    )
-    message = "weight must have dtype torch.float32 like hidden, got torch.bfloat16; cast one of them"
-    yield misuse("dtypes", (x, w.bfloat16(), t), DtypeError, message)
-    yield misuse("target_dtype", (x, w, t.float()), DtypeError, "target must have dtype torch.int64, got torch.float32")
-    yield misuse("target_none", (x, w, None), DtypeError, "target must be a tensor, got NoneType")
-    yield misuse("weight_none", (x, None, t), DtypeError, "weight must be a tensor, got NoneType")
-    yield misuse("softcap", (x, w, t), OptionError, "softcap must be a finite number > 0, got -1.0", softcap=-1.0)
-    for value in (float("nan"), float("inf")):
-        yield misuse(
-            f"logit_scale_{value}",
-            (x, w, t),
-            OptionError,
-            f"logit_scale must be a finite number, got {value}",
-            logit_scale=value,
-        )
-    for chunk in (0, True):
-        message = f"chunk must be a positive number of rows, 'report' or None, got {chunk!r}"
-        yield misuse(f"chunk_{chunk}", (x, w, t), OptionError, message, chunk=chunk)
-    message = "budget and chunk both say how many rows to hold, got budget=4096 and chunk=2; give one"
-    yield misuse("budget_and_chunk", (x, w, t), OptionError, message, budget=4096, chunk=2)
-    yield misuse(
-        "budget", (x, w, t), OptionError, "budget must hold at least one row of logits, 40 bytes, got 39", budget=39
-    )
-    message = "accumulate_dtype must be a floating dtype, got torch.int32"
-    yield misuse("accumulate_dtype", (x, w, t), DtypeError, message, accumulate_dtype=torch.int32)
-    message = "main_grad must be contiguous and have shape (10, 8) like weight, got (10, 7)"
-    yield misuse("main_grad_shape", (x, w, t), ShapeError, message, main_grad=torch.zeros(10, 7, device=device))
-    message = "main_grad must have dtype torch.float32, got torch.float64"
-    yield misuse("main_grad_dtype", (x, w, t), DtypeError, message, main_grad=w.double())
-    elsewhere = torch.zeros(10, 8, device="meta")
-    yield misuse("device", (x, elsewhere, t), DeviceError, f"weight must be on {x.device} like hidden, got meta")
-    if device.type == "cpu":
-        for value in (10, -1):
-            message = f"every target must be in [0, 10) or ignore_index=-100, got {value}"
-            yield misuse(f"target_range_{value}", (x, w, torch.tensor([0, 1, value])), TargetError, message)
+    """Yield the wrong calls that all ops with a head share; several targets a row may be allowed."""
+    zeros, wanted = functools.partial(torch.zeros, device=device), "(3,) or (3, K)" if several else "(3,)"
+    x, w, t = zeros(3, 8), zeros(10, 8), zeros(3, dtype=torch.int64)
+    number, rows = "must be a finite number", "chunk must be a positive number of rows, 'report' or None, got"
+    both = "budget and chunk both say how many rows to hold, got budget=4096 and chunk=2; give one"
+    like, nan, infinity = "main_grad must be contiguous and have shape (10, 8) like weight", float("nan"), float("inf")
+    yield from misuse_table(
+        name, (x, w, t),
+        ("weight_shape", ShapeError, "weight must have shape (classes, 8) to match hidden (3, 8), got (10, 7)", {},
+         x, w[:, :7], t),
+        ("no_width", ShapeError, "hidden must have a width of at least 1, got (3, 0)", {}, x[:, :0], w[:, :0], t),
+        ("target_shape", ShapeError, f"target must have shape {wanted} to match hidden (3, 8), got (2,)", {},
+         x, w, t[:2]),
+        ("bias_shape", ShapeError, "bias must have shape (10,) to match weight (10, 8), got (8,)", {"bias": x[0]}),
+        ("dtypes", DtypeError, "weight must have dtype torch.float32 like hidden, got torch.bfloat16; cast one of them",
+         {}, x, w.bfloat16(), t),
+        ("target_dtype", DtypeError, "target must have dtype torch.int64, got torch.float32", {}, x, w, t.float()),
+        ("target_none", DtypeError, "target must be a tensor, got NoneType", {}, x, w, None),
+        ("weight_none", DtypeError, "weight must be a tensor, got NoneType", {}, x, None, t),
+        ("softcap", OptionError, f"softcap {number} > 0, got -1.0", {"softcap": -1.0}),
+        ("logit_scale_nan", OptionError, f"logit_scale {number}, got nan", {"logit_scale": nan}),
+        ("logit_scale_inf", OptionError, f"logit_scale {number}, got inf", {"logit_scale": infinity}),
+        ("chunk_0", OptionError, f"{rows} 0", {"chunk": 0}),
+        ("chunk_True", OptionError, f"{rows} True", {"chunk": True}),
+        ("budget_and_chunk", OptionError, both, {"budget": 4096, "chunk": 2}),
+        ("budget", OptionError, "budget must hold at least one row of logits, 40 bytes, got 39", {"budget": 39}),
+        ("accumulate_dtype", DtypeError, "accumulate_dtype must be a floating dtype, got torch.int32",
+         {"accumulate_dtype": torch.int32}),
+        ("main_grad_shape", ShapeError, f"{like}, got (10, 7)", {"main_grad": zeros(10, 7)}),
+        ("main_grad_dtype", DtypeError, "main_grad must have dtype torch.float32, got torch.float64",
+         {"main_grad": w.double()}),
+        ("device", DeviceError, f"weight must be on {x.device} like hidden, got meta", {}, x, w.to("meta"), t),
+    )  # fmt: skip
+    for value in (10, -1) if device.type == "cpu" else ():
+        message = f"{name}: every target must be in [0, 10) or ignore_index=-100, got {value}"
+        wrong = (x, w, torch.tensor([0, 1, value]))
+        yield Misuse(f"target_range_{value}", wrong, {}, TargetError, message)
 
 
 def head_workload(
