@@ -134,7 +134,7 @@ HEADS = (
 SHARDED = (
     Mutant(
         "ranks: sums merged without their maxima",
-        f"{HEAD}.shards:Exchange.merge",
+        f"{HEAD}.shards:merge_tokens",
         "(total * shrink).sum(0)",
         "total.sum(0)",
         SHARDS,
@@ -266,7 +266,7 @@ KERNELS = (
 CALLS = (
     Mutant(
         "an error with the shape of another tensor",
-        "liger_core.checks:vector",
+        "liger_core.checks:mismatch",
         "shape(anchor)",
         "shape(tensor)",
         f"{CONFORMANCE}definition.py::test_a_wrong_call_raises_its_sentence",

@@ -25,7 +25,9 @@ Each is Σ f(p, q), and its gradient over the student's x is q · (h - Σ q h) w
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+import functools
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -81,9 +83,8 @@ class DivergenceOptions(NamedTuple):
     def from_arguments(cls, kind: Kind, beta: float, temperature: float = 1.0, **more: Any) -> DivergenceOptions:
         """Return the options for the arguments of an op."""
         formula = {"forward_kl": FORWARD, "reverse_kl": REVERSE, "total_variation": VARIATION}.get(kind, MIXTURE)
-        of_teacher, of_student = {"skewed_kl": (1.0, 0.0), "skewed_reverse_kl": (0.0, 1.0)}.get(
-            kind, (beta, 1.0 - beta)
-        )
+        skewed = {"skewed_kl": (1.0, 0.0), "skewed_reverse_kl": (0.0, 1.0)}
+        of_teacher, of_student = skewed.get(kind, (beta, 1.0 - beta))
         # c · tanh(s·a / c) / T = (c/T) · tanh((s/T)·a / (c/T)): a temperature is part of scale and cap.
         for name in ("logit_scale", "teacher_logit_scale"):
             more[name] = more.get(name, 1.0) / temperature
@@ -97,6 +98,12 @@ class DivergenceResults(NamedTuple):
 
     loss: Tensor
     moments: Tensor
+
+    @classmethod
+    def empty(cls, like: Tensor) -> Self:
+        """Allocate the results for as many rows as the tensor has, on its device."""
+        empty = functools.partial(torch.empty, dtype=accumulator(like.dtype), device=like.device)
+        return cls(empty(like.shape[0]), empty(like.shape[0], MOMENTS))
 
     def of(self, rows: slice) -> DivergenceResults:
         return DivergenceResults(self.loss[rows], self.moments[rows])
@@ -112,8 +119,7 @@ class DivergencePasses(RowPasses):
     ) -> None:  # fmt: skip
         """Fill results; with gradient also overwrite student by row_factor · d loss / d student (row_factor is 1 if
         None)."""
-        for rows in row_blocks(student, REFERENCE_BLOCK):
-            x, theirs, labels = *_both(student[rows], teacher[rows], options), None if target is None else target[rows]
+        for rows, x, theirs, labels in _blocks(student, teacher, target, options):
             moments, counted = _moments(x, theirs, options), _counted(x, labels, options)
             value, slope, q = _compared(x, theirs, moments, options)
             loss = value.sum(-1)
@@ -135,8 +141,7 @@ class DivergencePasses(RowPasses):
         options: DivergenceOptions, out: Tensor,
     ) -> None:  # fmt: skip
         """Write row_factor · d loss / d student into out, given the moments of each row; out may be student."""
-        for rows in row_blocks(student, REFERENCE_BLOCK):
-            x, theirs, labels = *_both(student[rows], teacher[rows], options), None if target is None else target[rows]
+        for rows, x, theirs, labels in _blocks(student, teacher, target, options):
             out[rows] = _gradient(x, theirs, labels, moments[rows], row_factor[rows], options).to(out.dtype)
 
     def divergence_sums(
@@ -147,14 +152,12 @@ class DivergencePasses(RowPasses):
 
         The columns are the divergence, q · (h - h₀), and x of the target.
         """
-        for rows in row_blocks(student, REFERENCE_BLOCK):
-            x, theirs = _both(student[rows], teacher[rows], options)
+        for rows, x, theirs, labels in _blocks(student, teacher, target, options):
             value, slope, q = _compared(x, theirs, moments[rows], options)
             out[rows, 0] = value.sum(-1)
             out[rows, 1] = 0.0 if options.formula == FORWARD else torch.where(q != 0, q * slope, 0.0).sum(-1)
             out[rows, 2] = 0.0
-            if options.hard_weight and target is not None:
-                labels = target[rows]
+            if options.hard_weight and labels is not None:
                 of_label = x.gather(-1, _inside(labels, x)[:, None])[:, 0]
                 out[rows, 2] = torch.where((labels >= 0) & (labels < x.shape[1]), of_label, 0.0)
 
@@ -169,19 +172,15 @@ def check_mixture(name: str, label: str, value: Any) -> None:
         checks.fail(OptionError, name, f"{label} must be a number in (0, 1), got {value!r}")
 
 
-def divergence_results(like: Tensor) -> DivergenceResults:
-    """Allocate the results for as many rows as the tensor has, on its device."""
-    rows, dtype = like.shape[0], accumulator(like.dtype)
-    return DivergenceResults(
-        torch.empty(rows, dtype=dtype, device=like.device), torch.empty(rows, MOMENTS, dtype=dtype, device=like.device)
-    )
-
-
-def _both(student: Tensor, teacher: Tensor, options: DivergenceOptions) -> tuple[Tensor, Tensor]:
-    """Return x of both sides, in the student's accumulator dtype."""
-    dtype = accumulator(student.dtype)
-    theirs = capped(teacher.to(dtype), options.teacher_logit_scale, options.teacher_softcap)
-    return capped(student, options.logit_scale, options.softcap), theirs
+def _blocks(
+    student: Tensor, teacher: Tensor, target: Tensor | None, options: DivergenceOptions
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
+    """Yield rows, x of both sides, in the student's accumulator dtype, and the targets."""
+    for rows in row_blocks(student, REFERENCE_BLOCK):
+        theirs = teacher[rows].to(accumulator(student.dtype))
+        theirs = capped(theirs, options.teacher_logit_scale, options.teacher_softcap)
+        x = capped(student[rows], options.logit_scale, options.softcap)
+        yield rows, x, theirs, None if target is None else target[rows]
 
 
 def _counted(x: Tensor, target: Tensor | None, options: DivergenceOptions) -> Tensor:
@@ -232,9 +231,8 @@ def _compared(x: Tensor, theirs: Tensor, moments: Tensor, options: DivergenceOpt
     # The smaller side's KL in units of larger, M - s + s · log(s / M); by its own series where M is close to s.
     above = share * step
     ratio = above / smaller
-    of_other = torch.where(
-        ratio < 0.5 * NEAR, smaller * _log_series(ratio), above - smaller * (log + far.clamp(max=FAR))
-    )
+    far_apart = above - smaller * (log + far.clamp(max=FAR))
+    of_other = torch.where(ratio < 0.5 * NEAR, smaller * _log_series(ratio), far_apart)
     value = larger * (of_larger * rest + of_smaller * of_other)
     behind = first < BEHIND
     return value, _slope(apart, behind, options) - _slope(first, behind, options), q
@@ -279,10 +277,8 @@ def _slope(apart: Tensor, behind: Tensor, options: DivergenceOptions) -> Tensor:
     _, log, mixture = _mixed(_either(ahead, options.beta, 1.0 - options.beta, far), step, smaller)
     factor = (1.0 - options.beta) * options.of_teacher - options.beta * options.of_student
     # 1 - p/M, or -p/M.
-    ratio = (
-        torch.where(behind, torch.where(ahead, -1.0, -smaller), (1.0 - options.beta) * torch.where(ahead, -step, step))
-        / mixture
-    )
+    rest = (1.0 - options.beta) * torch.where(ahead, -step, step)
+    ratio = torch.where(behind, torch.where(ahead, -1.0, -smaller), rest) / mixture
     return factor * ratio - options.of_student * (log + torch.where(ahead, far.clamp(max=FAR), 0.0))
 
 
@@ -319,9 +315,8 @@ def _gradient(
     if options.hard_weight and target is not None:
         sharp = ((x - moments[:, :1]) * options.temperature).exp() / moments[:, 6:7]
         outside = (target < 0) | (target >= x.shape[1])
-        sharp.scatter_add_(
-            -1, _inside(target, x)[:, None], torch.where(outside, 0.0, -torch.ones_like(factor))[:, None]
-        )
+        hit = torch.where(outside, 0.0, -torch.ones_like(factor))
+        sharp.scatter_add_(-1, _inside(target, x)[:, None], hit[:, None])
         slope = (1.0 - options.hard_weight) * slope + options.hard_weight * options.temperature * sharp
         if not options.partial:
             factor = torch.where(outside, float("nan"), factor)

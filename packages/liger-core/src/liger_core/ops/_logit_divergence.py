@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Concatenate, ParamSpec
 
@@ -21,7 +22,6 @@ from liger_core.ops._divergence import (
     DivergenceOptions,
     DivergencePasses,
     DivergenceResults,
-    divergence_results,
 )
 from liger_core.ops._inputs import CLASSES, ROWS, misuse_table, normal, row_workloads, sample_table
 from liger_core.ops._softmax_loss import Reduction, check_reduction
@@ -45,38 +45,26 @@ def logit_divergence(
             student: Tensor, teacher: Tensor, *, temperature: float = 1.0, reduction: Reduction = "mean",
             normalizer: Tensor | float | None = None, **options: Any,
         ) -> None:  # fmt: skip
-            _check_logits(name, student, teacher, temperature, reduction, normalizer)
+            checks.floating(name, 2, student=student, teacher=teacher)
+            checks.at_least_one_dimension(name, "student", student)
+            if student.shape[-1] == 0:
+                checks.fail(ShapeError, name, f"student must have at least one class, got {checks.shape(student)}")
+            if teacher.shape != student.shape:
+                sentence = f"teacher must have shape {checks.shape(student)} like student, got {checks.shape(teacher)}"
+                checks.fail(ShapeError, name, sentence)
+            checks.constant(name, teacher=teacher)
+            checks.positive(name, "temperature", temperature, ", since the logits are divided by it")
+            check_reduction(name, student, reduction, normalizer)
             check(**options)
 
-        def all_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-            yield from _samples(device, dtype)
-            yield from samples(device, dtype)
-
-        def all_misuses(device: torch.device) -> Iterator[Misuse]:
-            yield from _misuses(name, device)
-            yield from misuses(device)
-
         return composed_op(
-            TORCH_DIVERGENCES, logit_divergences,
-            check=check_all, samples=all_samples, misuses=all_misuses, workloads=_workloads, work=_work,
+            TORCH_DIVERGENCES, logit_divergences, check=check_all,
+            samples=lambda device, dtype: itertools.chain(_samples(device, dtype), samples(device, dtype)),
+            misuses=lambda device: itertools.chain(_misuses(name, device), misuses(device)),
+            workloads=_workloads, work=_work,
         )(function)  # fmt: skip
 
     return describe
-
-
-def _check_logits(
-    name: str, student: Tensor, teacher: Tensor, temperature: float, reduction: Reduction, normalizer: Any
-) -> None:
-    checks.floating(name, 2, student=student, teacher=teacher)
-    checks.at_least_one_dimension(name, "student", student)
-    if student.shape[-1] == 0:
-        checks.fail(ShapeError, name, f"student must have at least one class, got {checks.shape(student)}")
-    if teacher.shape != student.shape:
-        sentence = f"teacher must have shape {checks.shape(student)} like student, got {checks.shape(teacher)}"
-        checks.fail(ShapeError, name, sentence)
-    checks.constant(name, teacher=teacher)
-    checks.positive(name, "temperature", temperature, ", since the logits are divided by it")
-    check_reduction(name, student, reduction, normalizer)
 
 
 def logit_pairs(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -129,21 +117,19 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def _misuses(name: str, device: torch.device) -> Iterator[Misuse]:
-    x = torch.zeros(3, 8, device=device)
-    zero = "temperature must be a finite number > 0, since the logits are divided by it, got 0.0"
-    choices = "reduction must be one of 'mean', 'sum', 'none', got 'batchmean'"
-    divides = "normalizer needs reduction='mean', which it divides by, got reduction='sum'"
-    constant = "teacher must not require a gradient, since the op does not define one; pass teacher.detach()"
+    x, zero = torch.zeros(3, 8, device=device), "must be a finite number > 0, since the logits are divided by it"
+    choices, both = "must be one of 'mean', 'sum', 'none'", {"reduction": "sum", "normalizer": 3.0}
+    constant = "must not require a gradient, since the op does not define one; pass teacher.detach()"
     yield from misuse_table(
         name, (x, x),
         ("teacher_shape", ShapeError, "teacher must have shape (3, 8) like student, got (2, 8)", {}, x, x[:2]),
         ("no_class", ShapeError, "student must have at least one class, got (3, 0)", {}, x[:, :0], x[:, :0]),
         ("integers", DtypeError, "student must have a floating dtype, got torch.int32", {}, x.int(), x),
         ("no_teacher", DtypeError, "teacher must be a tensor, got NoneType", {}, x, None),
-        ("temperature", OptionError, zero, {"temperature": 0.0}),
-        ("reduction", OptionError, choices, {"reduction": "batchmean"}),
-        ("normalizer", OptionError, divides, {"reduction": "sum", "normalizer": 3.0}),
-        ("trainable_teacher", OptionError, constant, {}, x, x.clone().requires_grad_()),
+        ("temperature", OptionError, f"temperature {zero}, got 0.0", {"temperature": 0.0}),
+        ("reduction", OptionError, f"reduction {choices}, got 'batchmean'", {"reduction": "batchmean"}),
+        ("normalizer", OptionError, "normalizer needs reduction='mean', which it divides by, got reduction='sum'", both),
+        ("trainable_teacher", OptionError, f"teacher {constant}", {}, x, x.clone().requires_grad_()),
         ("device", DeviceError, f"teacher must be on {x.device} like student, got meta", {}, x, x.to("meta")),
     )  # fmt: skip
 
@@ -175,7 +161,7 @@ class LogitDivergences:
         )
 
     def _allocate(self, student: Tensor, teacher: Tensor, options: DivergenceOptions) -> Outputs:
-        return divergence_results(student)
+        return DivergenceResults.empty(student)
 
     def _launch(
         self, results: DivergenceResults, /, student: Tensor, teacher: Tensor, options: DivergenceOptions

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -60,12 +60,12 @@ class RowResults(NamedTuple):
     prediction: Tensor | None
     entropy: Tensor | None
 
-
-def row_results(like: Tensor, extras: ResultOptions) -> RowResults:
-    """Allocate the results for as many rows as the tensor has, on its device."""
-    rows, empty = like.shape[0], functools.partial(torch.empty, dtype=accumulator(like.dtype), device=like.device)
-    prediction = empty(rows, dtype=torch.int64) if extras.with_prediction else None
-    return RowResults(empty(rows), empty(rows, 2), prediction, empty(rows) if extras.with_entropy else None)
+    @classmethod
+    def empty(cls, like: Tensor, extras: ResultOptions) -> Self:
+        """Allocate the results for as many rows as the tensor has, on its device."""
+        rows, empty = like.shape[0], functools.partial(torch.empty, dtype=accumulator(like.dtype), device=like.device)
+        prediction = empty(rows, dtype=torch.int64) if extras.with_prediction else None
+        return cls(empty(rows), empty(rows, 2), prediction, empty(rows) if extras.with_entropy else None)
 
 
 class RowPasses(TokenPasses):
@@ -208,7 +208,8 @@ def denominator(
 
 
 def check_row_options(
-    name: str, target: Tensor, classes: int, *, ignore_index: int = -100, label_smoothing: float = 0.0,
+    name: str, target: Tensor, classes: int, *, reduction: Reduction = "mean",
+    normalizer: Tensor | float | None = None, ignore_index: int = -100, label_smoothing: float = 0.0,
     z_loss: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0, class_weight: Tensor | None = None,
     weight_name: str = "class_weight", **rest: Any,
 ) -> None:  # fmt: skip
@@ -224,10 +225,11 @@ def check_row_options(
             sentence = f"{weight_name} must have shape ({classes},), one per class, got {checks.shape(class_weight)}"
             checks.fail(ShapeError, name, sentence)
         checks.constant(name, **{weight_name: class_weight})
+    check_reduction(name, target, reduction, normalizer)
     check_target(name, target, classes, ignore_index)
 
 
-def check_reduction(name: str, target: Tensor, reduction: str, normalizer: Tensor | float | None) -> None:
+def check_reduction(name: str, rows: Tensor, reduction: str, normalizer: Tensor | float | None) -> None:
     checks.choice(name, "reduction", reduction, ("mean", "sum", "none"))
     if normalizer is None:
         return
@@ -240,7 +242,7 @@ def check_reduction(name: str, target: Tensor, reduction: str, normalizer: Tenso
     if normalizer.dim() != 0:
         sentence = f"normalizer must be a number or a scalar tensor, got shape {checks.shape(normalizer)}"
         checks.fail(ShapeError, name, sentence)
-    checks.same_device(name, "target", target, normalizer=normalizer)
+    checks.same_device(name, "target", rows, normalizer=normalizer)
     checks.constant(name, normalizer=normalizer)
 
 

@@ -22,21 +22,18 @@ from liger_core.ops._softmax_loss import (
     Reduction,
     RowPasses,
     RowResults,
-    check_reduction,
     check_row_options,
     denominator,
     loss_option_samples,
     metrics_of,
-    row_results,
     targets_with_ignored,
 )
 from liger_core.ops._token_passes import ResultOptions, RowOptions
 
 
 def check(
-    logits: Tensor, target: Tensor, *, weight: Tensor | None = None, reduction: Reduction = "mean",
-    normalizer: Tensor | float | None = None, return_metrics: bool = False, **options: Any,
-) -> None:  # fmt: skip
+    logits: Tensor, target: Tensor, *, weight: Tensor | None = None, return_metrics: bool = False, **options: Any
+) -> None:
     name = "cross_entropy"
     checks.floating(name, logits=logits)
     checks.tensor(name, "target", target)
@@ -47,7 +44,6 @@ def check(
     if classes == 0:
         checks.fail(ShapeError, name, f"logits must have at least one class, got {checks.shape(logits)}")
     checks.same_device(name, "logits", logits, target=target, weight=weight)
-    check_reduction(name, target, reduction, normalizer)
     check_row_options(name, target, classes, class_weight=weight, weight_name="weight", **options)
 
 
@@ -166,7 +162,7 @@ class CrossEntropyKernels:
         self, logits: Tensor, target: Tensor, divide: Tensor | None, options: RowOptions, reduction: str,
         extras: ResultOptions,
     ) -> Outputs:  # fmt: skip
-        results = row_results(logits, extras)
+        results = RowResults.empty(logits, extras)
         scalar = results.loss.new_empty
         loss = results.loss if reduction == "none" else scalar(())
         return (loss, *results[1:], scalar(()) if reduction == "mean" else None)

@@ -23,12 +23,10 @@ from liger_core.ops._softmax_loss import (
     Reduction,
     RowPasses,
     RowResults,
-    check_reduction,
     check_row_options,
     denominator,
     loss_option_samples,
     metrics_of,
-    row_results,
     targets_with_ignored,
 )
 from liger_core.ops._token_passes import ResultOptions, RowOptions
@@ -56,9 +54,8 @@ BUDGETS = {"lean": 256 << 20, "4GiB": 4 << 30}
 
 
 def check(
-    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, reduction: Reduction = "mean",
-    normalizer: Tensor | float | None = None, token_weight: Tensor | None = None, vocab: VocabShard | None = None,
-    **options: Any,
+    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, token_weight: Tensor | None = None,
+    vocab: VocabShard | None = None, **options: Any,
 ) -> None:  # fmt: skip
     name = "linear_cross_entropy"
     classes = check_head(name, Head(hidden, weight, target, bias), vocab, **options)
@@ -68,7 +65,6 @@ def check(
         checks.constant(name, token_weight=token_weight)
     weights = {"class_weight": options.get("class_weight"), "token_weight": token_weight}
     checks.same_device(name, "hidden", hidden, **weights)
-    check_reduction(name, target, reduction, normalizer)
     check_row_options(name, target, classes, **options)
 
 
@@ -181,7 +177,7 @@ def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[
         head: Head, token_weight: Tensor | None, divide: Tensor | None, options: RowOptions, chunks: ChunkOptions,
         extras: ResultOptions, needs: list[bool],
     ) -> Outputs:  # fmt: skip
-        results, cut = row_results(head.hidden, extras), chunks.chunks(head.hidden, head.weight.shape[0])
+        results, cut = RowResults.empty(head.hidden, extras), chunks.chunks(head.hidden, head.weight.shape[0])
         scalar = results.loss.new_empty
         return (
             scalar(()),

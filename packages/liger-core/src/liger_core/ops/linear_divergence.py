@@ -22,7 +22,7 @@ from liger_core.ops.head.divergences import DivergenceLoop, Teacher, divergence_
 from liger_core.ops.head.head import Chunk, Head, autocast_inputs, check_head, takes_dtensors
 from liger_core.ops.head.head import work as head_work
 from liger_core.ops.head.loop import ChunkOptions
-from liger_core.ops.head.shards import VocabShard, held_classes, vocabulary
+from liger_core.ops.head.shards import VocabShard, vocabulary
 
 
 def check(
@@ -40,7 +40,7 @@ def check(
     classes = check_head(name, head, vocab, **options)
     _check_teacher(name, head, Teacher(teacher_hidden, teacher_weight, teacher_bias))
     if (budget := options.get("budget")) is not None:
-        row = held_classes(weight, vocab) * (hidden.element_size() + teacher_hidden.element_size())
+        row = vocabulary(weight, vocab).usual() * (hidden.element_size() + teacher_hidden.element_size())
         if budget < row:
             sentence = f"budget must hold one row of logits of both sides, {row} bytes, got {budget!r}"
             checks.fail(OptionError, name, sentence)
@@ -96,9 +96,17 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple[Tens
     return call
 
 
+# Schedules of each formula: the name of the sample, options, why.
+MODES: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("", {"chunk": 3}, "in chunks, with gradients in the forward pass"),
+    ("_none", {"reduction": "none"}, "with the kept gradient"),
+    ("_recomputed", {"reduction": "none", "chunk": 3, "beta": 0.2}, "with logits that are recomputed"),
+)
+
+
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     call, wide = _calls(device, dtype), accumulator(dtype)
-    summed = {"chunk": 4, "accumulate_dtype": wide}
+    summed, row, why = {"chunk": 4, "accumulate_dtype": wide}, 50 * dtype.itemsize, "no work and no memory for the"
     yield from sample_table(
         CONSTANTS,
         ("one_chunk", call((6,), 32, 64, 16), {}, "one chunk: dW is written directly"),
@@ -108,29 +116,20 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         ("accumulate_float32", call((11,), 24, 50, 16), summed, "the accumulator's dtype is named"),
         ("several_blocks", call((3,), 16, 9000, 8), {"kind": "jsd"}, "a row of logits is longer than one block"),
     )
-    for kind in KINDS:
-        for mode, options, why in (
-            ("", {"chunk": 3}, "in chunks, with gradients in the forward pass"),
-            ("_none", {"reduction": "none"}, "with the kept gradient"),
-            ("_recomputed", {"reduction": "none", "chunk": 3, "beta": 0.2}, "with logits that are recomputed"),
-        ):
-            arguments = call((7,), 24, 50, 16), {"kind": kind, **options}, f"each formula {why}"
-            yield from sample_table(CONSTANTS, (f"{kind}{mode}", *arguments))
+    for kind, (mode, options, how) in itertools.product(KINDS, MODES):
+        args = call((7,), 24, 50, 16)
+        yield Sample(f"{kind}{mode}", args, {"kind": kind, **options}, f"each formula {how}", CONSTANTS)
     yield from _samples_of_options(device, dtype, lambda: call((7,), 24, 50, 16))
-    row, all_ignored = 50 * dtype.itemsize, torch.full((5,), -100, device=device)
     short, none = {"budget": 3 * row + 20 * 50 * 4}, {"budget": 4 * row, "reduction": "none"}
+    nothing = {"target": torch.full((5,), -100, device=device)}
     yield from sample_table(
         CONSTANTS,
         ("budget", call((9,), 20, 50, 16), short, "chunks of a few rows"),
         ("budget_none", call((9,), 20, 50, 16), none, "too little to keep the gradient"),
-    )
-    for frozen in ("hidden", "weight"):
-        for mode, options in (("", {"chunk": 4}), ("_none", {"reduction": "none"})):
-            args, why = call((9,), 20, 70, 16), f"no work and no memory for the gradient of {frozen}"
-            yield from sample_table(CONSTANTS, (f"frozen_{frozen}{mode}", args, options, why, frozen))
-    nothing = {"target": all_ignored}
-    yield from sample_table(
-        CONSTANTS,
+        ("frozen_hidden", call((9,), 20, 70, 16), {"chunk": 4}, f"{why} gradient of hidden", "hidden"),
+        ("frozen_hidden_none", call((9,), 20, 70, 16), {"reduction": "none"}, f"{why} gradient of hidden", "hidden"),
+        ("frozen_weight", call((9,), 20, 70, 16), {"chunk": 4}, f"{why} gradient of weight", "weight"),
+        ("frozen_weight_none", call((9,), 20, 70, 16), {"reduction": "none"}, f"{why} gradient of weight", "weight"),
         ("all_ignored", call((5,), 16, 30, 8), nothing, "the mean of nothing is 0, its gradients zero"),
         ("empty", call((0,), 16, 30, 8), {}, "no rows: the loss is 0"),
         ("one_row", call((1,), 16, 30, 8), {}, "a single row"),
@@ -149,24 +148,21 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 def _samples_of_options(
     device: torch.device, dtype: torch.dtype, call: Callable[[], tuple[Tensor, ...]]
 ) -> Iterator[Sample]:
-    near_one = {"kind": "skewed_kl", "beta": 0.9999}
-    yield from sample_table(
-        CONSTANTS, ("beta_near_one", call(), near_one, "1 - beta of a rounded beta would be far off")
-    )
+    near_one, usual = {"kind": "skewed_kl", "beta": 0.9999}, call()
     biases = {"bias": normal(device, dtype, 50), "teacher_bias": normal(device, dtype, 50)}
     none, padding = {"reduction": "none"}, torch.zeros(50, device=device, dtype=dtype)
     padding[48:] = -torch.inf
     impossible, why = {"bias": padding, "teacher_bias": padding.clone()}, "classes that are impossible on both sides"
     yield from sample_table(
         CONSTANTS,
+        ("beta_near_one", usual, near_one, "1 - beta of a rounded beta would be far off"),
         ("bias", call(), {"chunk": 3, **biases}, "both heads have a bias"),
         ("bias_none", call(), {**none, **biases}, "the gradient of the bias is weighed by row"),
         ("impossible_classes", call(), {"chunk": 3, **impossible}, f"{why} count for nothing", "bias"),
         ("scale_softcap", call(), CAPS, "scales, then caps, then the temperature, each side its own"),
     )
     target = {"target": targets_with_ignored(device, 50, 7)}
-    hard = {**target, "hard_weight": 0.3, "temperature": 2.0}
-    masked = call(), call()
+    hard, masked = {**target, "hard_weight": 0.3, "temperature": 2.0}, (call(), call())
     unpacked = {"target": targets_with_ignored(device, 50, 7, ignore_index=3), "ignore_index": 3, "pack": False}
     recomputed = {"kind": "jsd", **CAPS, **hard, **none, "chunk": 3}
     normalizer = {"normalizer": torch.tensor(37.0, device=device)}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from liger_core.autograd import differentiable
 from liger_core.kernels import Kernel, Outputs, slices
 from liger_core.op import accumulator
-from liger_core.ops._divergence import DivergenceOptions, DivergencePasses, DivergenceResults, divergence_results
+from liger_core.ops._divergence import DivergenceOptions, DivergencePasses, DivergenceResults
 from liger_core.ops._inputs import power_of_two_above
 from liger_core.ops.head.gradients import (
     Gradients,
@@ -173,7 +173,7 @@ class DivergenceLoop:
         cut, theirs = _cut(head, teacher, chunks, vocab)
         inverse = None if divide is None else torch.reciprocal(divide, out=scale)
         pair = Pair(self.passes, head, teacher, options, chunks, vocab)
-        results = divergence_results(pair.head.hidden)
+        results = DivergenceResults.empty(pair.head.hidden)
         factor = inverse.expand(pair.head.hidden.shape[0]) if inverse is not None and scale is None else None
         gradients = HeadGradients(pair.rows, pair.head, sums, vocab, cut)
         visit = functools.partial(pair.compare, results, factor, gradient)
@@ -187,13 +187,8 @@ class DivergenceLoop:
         needs: list[bool],
     ) -> Outputs:  # fmt: skip
         hidden, keeps = head.hidden, any(needs) and _keeps(head, teacher, chunks, vocab) > 0
-        return (
-            *divergence_results(hidden),
-            torch.empty((), dtype=torch.int64, device="cpu"),
-            torch.empty(hidden.shape[0], vocab.mine(head.weight.shape[0]), dtype=hidden.dtype, device=hidden.device)
-            if keeps
-            else None,
-        )
+        slopes = hidden.new_empty(hidden.shape[0], vocab.mine(head.weight.shape[0])) if keeps else None
+        return (*DivergenceResults.empty(hidden), torch.empty((), dtype=torch.int64, device="cpu"), slopes)
 
     def _launch_rows(
         self, loss: Tensor, moments: Tensor, number: Tensor, slopes: Tensor | None, /, head: Head, teacher: Teacher,
@@ -213,10 +208,8 @@ class DivergenceLoop:
         pair.walk(cut, theirs, sums, functools.partial(pair.compare, results, None, slopes is not None), slopes)
         pair.rows.scatter(results, whole)
 
-    def _allocate_rows_backward(
-        self, grad_loss: Tensor, head: Head, teacher: Teacher, moments: Tensor, number: Tensor, slopes: Tensor | None,
-        options: DivergenceOptions, chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool],
-    ) -> Outputs:  # fmt: skip
+    def _allocate_rows_backward(self, grad_loss: Tensor, head: Head, *rest: Any) -> Outputs:
+        *_, chunks, _, needs = rest
         return new_gradients(head, chunks.main_grad, needs)
 
     def _launch_rows_backward(

@@ -32,13 +32,8 @@ class Gradients(NamedTuple):
 
 def new_gradients(head: Head, main_grad: Tensor | None, needs: list[bool]) -> Gradients:
     """Allocate the gradients of a head that are needed."""
-    inputs = (head.hidden, head.weight if main_grad is None else None, head.bias)
-    return Gradients(
-        *(
-            torch.empty(t.shape, dtype=t.dtype, device=t.device) if n and t is not None else None
-            for n, t in zip(needs, inputs, strict=True)
-        )
-    )
+    inputs = zip(needs, (head.hidden, head.weight if main_grad is None else None, head.bias), strict=True)
+    return Gradients._make(t.new_empty(t.shape) if need and t is not None else None for need, t in inputs)
 
 
 class Sums(NamedTuple):

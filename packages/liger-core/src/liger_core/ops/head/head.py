@@ -20,7 +20,7 @@ from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, 
 from liger_core.op import Misuse, Product, Work, Workload, autocast_dtype
 from liger_core.ops._inputs import CLASSES, ROWS, integers, misuse_table, normal, workload
 from liger_core.ops._softmax_loss import targets_with_ignored
-from liger_core.ops.head.shards import VocabShard, held_classes, run_distributed
+from liger_core.ops.head.shards import VocabShard, run_distributed, vocabulary
 from liger_core.private_torch import dispatch_stack_length
 
 Chunk = int | Literal["report"] | None
@@ -200,7 +200,7 @@ def _check_chunks(
     if chunk is not None and chunk != "report" and not rows:
         checks.fail(OptionError, name, f"chunk must be a positive number of rows, 'report' or None, got {chunk!r}")
     if budget is not None:
-        row = held_classes(weight, vocab) * hidden.element_size()
+        row = vocabulary(weight, vocab).usual() * hidden.element_size()
         if chunk is not None:
             sentence = f"budget and chunk both say how many rows to hold, got budget={budget} and chunk={chunk!r}"
             checks.fail(OptionError, name, f"{sentence}; give one")

@@ -180,30 +180,6 @@ def tiling(
     return Cut(length, block, 0, summed if length < count else once)
 
 
-def summing(
-    rows: int, width: int, classes: int, dtype: torch.dtype, device: str, several: bool, shared: bool, *,
-    chunk: int = 0, budget: int = 0,
-) -> Cut | None:  # fmt: skip
-    """The tiles for a derivative by hidden that the forward pass sums (head/derivative.py), for one class a row or
-    several, on one rank or shared. None where all logits can be kept instead, which takes as few matmuls, or where the
-    sum does not fit. What is kept for one class a row counts as the gradient that it becomes.
-    """
-    wide, held = accumulator(dtype), held_bytes(budget, device)
-    fits = tiling(rows, width, classes, dtype, device, False, budget=budget).kept_classes == classes
-    if chunk or (shared and several) or fits:
-        return None
-    held -= min(64 * rows, held // 64) + (rows * width * wide.itemsize if several else 0)
-    beside, block = 0 if several or wide == dtype else width * wide.itemsize, min(BLOCK, -(-classes // BLOCKS))
-    # The sum is read and written once a block: fewer rows with more classes each take less time.
-    most = held // SUMMED // beside if beside else held // (block * dtype.itemsize)
-    length = rows if several or shared else _rounded(max(0, most), rows)
-    room = (held - length * beside) // max(1, length * dtype.itemsize)
-    block = classes if beside else block
-    if room < min(NARROW, -(-classes // BLOCKS)):
-        return None
-    return Cut(length, _rounded(room, block), 0, dtype, derives=True)
-
-
 def held_bytes(budget: int, device: str) -> int:
     """Return the budget, or that of the device if it is 0."""
     return budget or (CPU_BYTES if device == "cpu" else CHUNK_BYTES)
@@ -244,11 +220,26 @@ class ChunkOptions(NamedTuple):
         return chunking(rows, width, classes, hidden.dtype, hidden.device.type, **self._limits())
 
     def derivative(self, head: Head, vocab: Vocabulary) -> Cut | None:
-        """Cut for a derivative by hidden that the forward pass sums, or None."""
+        """Cut for a derivative by hidden that the forward pass sums (derivative.py); None where all logits can be kept
+        instead, which takes as few matmuls, or where the sum does not fit.
+
+        What is kept for one class a row counts as the gradient that it becomes. Ranks decide alike.
+        """
         (rows, width), dtype, device = head.hidden.shape, head.hidden.dtype, head.hidden.device.type
-        # Ranks decide alike.
-        shared, several = vocab.group is not None, head.target.shape[1] > 1
-        return summing(rows, width, vocab.usual(), dtype, device, several, shared, chunk=self.chunk, budget=self.budget)
+        classes, shared, several = vocab.usual(), vocab.group is not None, head.target.shape[1] > 1
+        fits = tiling(rows, width, classes, dtype, device, False, budget=self.budget).kept_classes == classes
+        if self.chunk or (shared and several) or fits:
+            return None
+        wide, held = accumulator(dtype), held_bytes(self.budget, device)
+        held -= min(64 * rows, held // 64) + (rows * width * wide.itemsize if several else 0)
+        beside, block = 0 if several or wide == dtype else width * wide.itemsize, min(BLOCK, -(-classes // BLOCKS))
+        # The sum is read and written once a block: fewer rows with more classes each take less time.
+        most = held // SUMMED // beside if beside else held // (block * dtype.itemsize)
+        length = rows if several or shared else _rounded(max(0, most), rows)
+        room = (held - length * beside) // max(1, length * dtype.itemsize)
+        if room < min(NARROW, -(-classes // BLOCKS)):
+            return None
+        return Cut(length, _rounded(room, classes if beside else block), 0, dtype, derives=True)
 
     def tiles(self, head: Head, vocab: Vocabulary) -> Cut:
         """Cut for gradients that arrive later."""

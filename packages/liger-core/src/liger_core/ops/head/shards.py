@@ -22,7 +22,7 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import DeviceError, OptionError
-from liger_core.ops._token_passes import LEAST, MOMENTS, ResultOptions
+from liger_core.ops._token_passes import LEAST, MOMENTS
 from liger_core.private_torch import collectives as _c10d
 from liger_core.private_torch import constant_when_traced, process_group
 
@@ -72,14 +72,6 @@ def vocabulary(weight: Tensor, vocab: VocabShard | None) -> Vocabulary:
     group = vocab.group if isinstance(vocab.group, str) else vocab.group.group_name
     ranks = _size(group) if vocab.ranks is None else vocab.ranks
     return Vocabulary(group, vocab.start, vocab.classes, vocab.scattered, ranks)
-
-
-def held_classes(weight: Tensor, vocab: VocabShard | None) -> int:
-    """Return the number of classes of a row of logits on a rank.
-
-    It is the same on all ranks: an error on one rank alone would leave the others waiting.
-    """
-    return vocabulary(weight, vocab).usual()
 
 
 def _in_order(hidden: Any, dimension: int) -> bool:
@@ -186,7 +178,8 @@ class Vocabulary(NamedTuple):
         return max(0, min(rows, self.classes - self.start))
 
     def usual(self) -> int:
-        """Return the classes per rank of an even split, which is the same number on all ranks."""
+        """Return the classes per rank of an even split, the same number on all ranks: an error on one rank alone would
+        leave the others waiting."""
         return -(-self.classes // self.ranks)
 
     def local(self, index: Tensor) -> Tensor:
@@ -194,52 +187,49 @@ class Vocabulary(NamedTuple):
         return index - self.start if self.start else index
 
 
-class Exchange(NamedTuple):
-    """The exchange of a row's sums.
+def merge_tokens(
+    moments: Tensor, selected: Tensor, prediction: Tensor | None, weights: Tensor | float, mean: bool, vocab: Vocabulary
+) -> None:
+    """Reduce this shard's sums of tokens over all shards, in place.
 
-    Each rank sends columns: moments, the sum of class weights, x of a single chosen class, and the arg-max class.
+    Each rank sends columns: moments, for the mean `weights`, the sum of its class weights, x of a single chosen class,
+    and the arg-max class.
     """
-
-    vocab: Vocabulary
-    extras: ResultOptions
-
-    def merge(self, moments: Tensor, selected: Tensor, prediction: Tensor | None, weights: Tensor | float) -> None:
-        """Reduce this shard's sums over all shards, in place; `weights` is the sum of this shard's class weights."""
-        if self.vocab.group is None or not moments.shape[0]:
-            return
-        bits = torch.int32 if moments.dtype == torch.float32 else torch.int64
-        columns = [moments]
-        if self.extras.with_mean:
-            column = moments.new_empty(moments.shape[0], 1)
-            columns.append(column.copy_(weights) if isinstance(weights, Tensor) else column.fill_(weights))
-        # Several chosen classes take more than the moments do, and only one rank has x of each.
-        single = selected.shape[1] == 1
-        if single:
-            columns.append(selected)
-        if prediction is not None:
-            # The bits of an integer, whatever number they would be.
-            columns.append((prediction + self.vocab.start).to(bits).view(moments.dtype)[:, None])
-        mine = torch.cat(columns, -1)
-        every = _everyone(mine, self.vocab)
-        if single:
-            selected.copy_(every[:, :, -1 - (prediction is not None)].sum(0)[:, None])
-        else:
-            start_sum(selected, self.vocab)
-            end_sum(selected, self.vocab)
-        top, total, distance, weighted, squares, anchor = every[:, :, :MOMENTS].unbind(-1)
-        highest = top.amax(0)
-        step = top - highest
-        shrink = step.exp()
-        if prediction is not None:
-            best = every[:, :, -1].contiguous().view(bits).to(prediction.dtype)
-            prediction.copy_(torch.where(top == highest, best, self.vocab.classes).amin(0))
-        moments[:, 0] = highest
-        moments[:, 1] = (total * shrink).sum(0)
-        moments[:, 2] = ((distance + total * step.clamp(min=LEAST)) * shrink).sum(0)
-        if self.extras.with_mean:
-            moments[:, 3] = (weighted + (anchor - anchor[0]) * every[:, :, MOMENTS]).sum(0)
-        moments[:, 4] = (squares * shrink.square()).sum(0)
-        moments[:, 5] = anchor[0]
+    if vocab.group is None or not moments.shape[0]:
+        return
+    bits = torch.int32 if moments.dtype == torch.float32 else torch.int64
+    columns = [moments]
+    if mean:
+        column = moments.new_empty(moments.shape[0], 1)
+        columns.append(column.copy_(weights) if isinstance(weights, Tensor) else column.fill_(weights))
+    # Several chosen classes take more than the moments do, and only one rank has x of each.
+    single = selected.shape[1] == 1
+    if single:
+        columns.append(selected)
+    if prediction is not None:
+        # The bits of an integer, whatever number they would be.
+        columns.append((prediction + vocab.start).to(bits).view(moments.dtype)[:, None])
+    mine = torch.cat(columns, -1)
+    every = _everyone(mine, vocab)
+    if single:
+        selected.copy_(every[:, :, -1 - (prediction is not None)].sum(0)[:, None])
+    else:
+        start_sum(selected, vocab)
+        end_sum(selected, vocab)
+    top, total, distance, weighted, squares, anchor = every[:, :, :MOMENTS].unbind(-1)
+    highest = top.amax(0)
+    step = top - highest
+    shrink = step.exp()
+    if prediction is not None:
+        best = every[:, :, -1].contiguous().view(bits).to(prediction.dtype)
+        prediction.copy_(torch.where(top == highest, best, vocab.classes).amin(0))
+    moments[:, 0] = highest
+    moments[:, 1] = (total * shrink).sum(0)
+    moments[:, 2] = ((distance + total * step.clamp(min=LEAST)) * shrink).sum(0)
+    if mean:
+        moments[:, 3] = (weighted + (anchor - anchor[0]) * every[:, :, MOMENTS]).sum(0)
+    moments[:, 4] = (squares * shrink.square()).sum(0)
+    moments[:, 5] = anchor[0]
 
 
 def merge_divergence(moments: Tensor, temperature: float, hard: bool, vocab: Vocabulary) -> None:

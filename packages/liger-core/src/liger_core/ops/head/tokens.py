@@ -23,7 +23,7 @@ from liger_core.ops.head.derivative import HeadDerivative, chosen_slopes
 from liger_core.ops.head.gradients import Gradients, HeadGradients, new_gradients
 from liger_core.ops.head.head import CountedRows, Head
 from liger_core.ops.head.loop import ChunkOptions, Cut, Tiles
-from liger_core.ops.head.shards import Exchange, RowSum, Vocabulary
+from liger_core.ops.head.shards import RowSum, Vocabulary, merge_tokens
 
 # Float32 blocks of logits in the passes of the reference, and the bytes of the numbers of a row.
 STATISTICS_BLOCKS, SLOPE_BLOCKS, ROW_BYTES = 4, 7, 40
@@ -143,7 +143,7 @@ class TokenLoop:
                 if vocab.group is None and tile.classes.stop == classes:
                     derivative.finish(tile.rows, moments, selected[tile.rows])
         weights = ours.weights(classes, inner.moments.dtype)
-        Exchange(vocab, extras).merge(inner.moments, selected, inner.prediction, weights)
+        merge_tokens(inner.moments, selected, inner.prediction, weights, extras.with_mean, vocab)
         if derivative is not None and vocab.group is not None:
             derivative.finish(slice(0, counted.shape[0]), inner.moments, selected)
         _finish(inner, selected, chosen, counted, vocab.classes, options)
