@@ -118,7 +118,8 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 def _misuses(name: str, device: torch.device) -> Iterator[Misuse]:
     x, zero = torch.zeros(3, 8, device=device), "must be a finite number > 0, since the logits are divided by it"
-    choices, both = "must be one of 'mean', 'sum', 'none'", {"reduction": "sum", "normalizer": 3.0}
+    choices, summed = "must be one of 'mean', 'sum', 'none'", {"reduction": "sum", "normalizer": 3.0}
+    divides = "normalizer needs reduction='mean', which it divides by, got reduction='sum'"
     constant = "must not require a gradient, since the op does not define one; pass teacher.detach()"
     yield from misuse_table(
         name, (x, x),
@@ -128,7 +129,7 @@ def _misuses(name: str, device: torch.device) -> Iterator[Misuse]:
         ("no_teacher", DtypeError, "teacher must be a tensor, got NoneType", {}, x, None),
         ("temperature", OptionError, f"temperature {zero}, got 0.0", {"temperature": 0.0}),
         ("reduction", OptionError, f"reduction {choices}, got 'batchmean'", {"reduction": "batchmean"}),
-        ("normalizer", OptionError, "normalizer needs reduction='mean', which it divides by, got reduction='sum'", both),
+        ("normalizer", OptionError, divides, summed),
         ("trainable_teacher", OptionError, f"teacher {constant}", {}, x, x.clone().requires_grad_()),
         ("device", DeviceError, f"teacher must be on {x.device} like student, got meta", {}, x, x.to("meta")),
     )  # fmt: skip

@@ -30,7 +30,7 @@ from liger_core.ops._softmax_loss import (
     targets_with_ignored,
 )
 from liger_core.ops._token_passes import ResultOptions, RowOptions
-from liger_core.ops.head.gradients import HeadGradients, Sums, divides_late, new_sums, sums_backward
+from liger_core.ops.head.gradients import HeadGradients, Sums, new_sums, sums_backward
 from liger_core.ops.head.head import (
     Chunk,
     CountedRows,
@@ -178,13 +178,7 @@ def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[
         extras: ResultOptions, needs: list[bool],
     ) -> Outputs:  # fmt: skip
         results, cut = RowResults.empty(head.hidden, extras), chunks.chunks(head.hidden, head.weight.shape[0])
-        scalar = results.loss.new_empty
-        return (
-            scalar(()),
-            *results[1:],
-            scalar(()) if divides_late(head, divide) else None,
-            *new_sums(head, cut.dtype, needs),
-        )
+        return (results.loss.new_empty(()), *results[1:], *new_sums(head, divide, cut.dtype, needs))
 
     def scratch(head: Head, *rest: Any) -> int:
         *_, chunks, _, needs = rest
@@ -195,13 +189,13 @@ def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[
         return 8 * rows + int(chunks.chunks(head.hidden, classes).scratch(head, needs, blocks, slopes=True))
 
     def launch(
-        results: RowResults, scale: Tensor | None, sums: Sums, /, head: Head, token_weight: Tensor | None,
-        divide: Tensor | None, options: RowOptions, chunks: ChunkOptions, extras: ResultOptions, needs: list[bool],
+        results: RowResults, sums: Sums, /, head: Head, token_weight: Tensor | None, divide: Tensor | None,
+        options: RowOptions, chunks: ChunkOptions, extras: ResultOptions, needs: list[bool],
     ) -> None:  # fmt: skip
         rows = CountedRows(head.hidden, head.target, options.ignore_index, head.weight.shape[0], chunks.pack)
         cut, factors = chunks.chunks(head.hidden, head.weight.shape[0]), token_weight
-        inverse = None if divide is None else torch.reciprocal(divide, out=scale)
-        if inverse is not None and scale is None and any(needs):
+        inverse = None if divide is None else torch.reciprocal(divide, out=sums.scale)
+        if inverse is not None and sums.scale is None and any(needs):
             factors = inverse.expand(head.hidden.shape[0]) if token_weight is None else token_weight * inverse
         loss, results = results.loss, results._replace(loss=results.moments.new_empty(head.hidden.shape[0]))
         head, factors, inner = head.taken(rows), rows.take(factors), rows.like(results)
@@ -220,7 +214,7 @@ def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[
     return differentiable(
         make_kernel("linear_cross_entropy", allocate, launch, scratch=scratch),
         sums_backward(passes, "linear_cross_entropy_backward", make_kernel),
-        saves=("weight", "scale", *Sums._fields, "main_grad"),
+        saves=("weight", *Sums._fields, "main_grad"),
         public=4,
     )
 

@@ -21,15 +21,7 @@ from liger_core.kernels import Kernel, Outputs, slices
 from liger_core.op import accumulator
 from liger_core.ops._divergence import DivergenceOptions, DivergencePasses, DivergenceResults
 from liger_core.ops._inputs import power_of_two_above
-from liger_core.ops.head.gradients import (
-    Gradients,
-    HeadGradients,
-    Sums,
-    divides_late,
-    new_gradients,
-    new_sums,
-    sums_backward,
-)
+from liger_core.ops.head.gradients import Gradients, HeadGradients, Sums, new_gradients, new_sums, sums_backward
 from liger_core.ops.head.head import CountedRows, Head
 from liger_core.ops.head.loop import ChunkOptions, Cut, Tiles, held_bytes
 from liger_core.ops.head.shards import Vocabulary, end_sum, merge_divergence, start_sum
@@ -149,7 +141,7 @@ class DivergenceLoop:
         self.reduced = differentiable(
             make_kernel("linear_divergence", self._allocate_reduced, self._launch_reduced),
             sums_backward(passes, "linear_divergence_backward", make_kernel),
-            saves=("weight", "scale", *Sums._fields, "main_grad"),
+            saves=("weight", *Sums._fields, "main_grad"),
         )
         self.rows = differentiable(
             make_kernel("linear_divergence_rows", self._allocate_rows, self._launch_rows),
@@ -162,19 +154,19 @@ class DivergenceLoop:
         vocab: Vocabulary, needs: list[bool],
     ) -> Outputs:  # fmt: skip
         cut, _ = _cut(head, teacher, chunks, vocab)
-        scalar = functools.partial(torch.empty, (), dtype=accumulator(head.hidden.dtype), device=head.hidden.device)
-        return (scalar(), scalar() if divides_late(head, divide) else None, *new_sums(head, cut.dtype, needs))
+        loss = head.hidden.new_empty((), dtype=accumulator(head.hidden.dtype))
+        return (loss, *new_sums(head, divide, cut.dtype, needs))
 
     def _launch_reduced(
-        self, loss: Tensor, scale: Tensor | None, sums: Sums, /, head: Head, teacher: Teacher, divide: Tensor | None,
+        self, loss: Tensor, sums: Sums, /, head: Head, teacher: Teacher, divide: Tensor | None,
         options: DivergenceOptions, chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool],
     ) -> None:  # fmt: skip
         gradient = any(needs)
         cut, theirs = _cut(head, teacher, chunks, vocab)
-        inverse = None if divide is None else torch.reciprocal(divide, out=scale)
+        inverse = None if divide is None else torch.reciprocal(divide, out=sums.scale)
         pair = Pair(self.passes, head, teacher, options, chunks, vocab)
         results = DivergenceResults.empty(pair.head.hidden)
-        factor = inverse.expand(pair.head.hidden.shape[0]) if inverse is not None and scale is None else None
+        factor = inverse.expand(pair.head.hidden.shape[0]) if inverse is not None and sums.scale is None else None
         gradients = HeadGradients(pair.rows, pair.head, sums, vocab, cut)
         visit = functools.partial(pair.compare, results, factor, gradient)
         pair.walk(cut if gradient else cut._replace(rows=theirs), theirs, gradients, visit)

@@ -37,26 +37,25 @@ def new_gradients(head: Head, main_grad: Tensor | None, needs: list[bool]) -> Gr
 
 
 class Sums(NamedTuple):
-    """The gradients of a head before the upstream gradient is known; the weight's has the dtype of the cut."""
+    """The gradients of a head before the upstream gradient is known; the weight's has the dtype of the cut.
 
+    scale  the divisor's inverse, if it waits, too: in float16, a probability divided by the number of tokens underflows
+    """
+
+    scale: Tensor | None
     sum_hidden: Tensor | None
     sum_weight: Tensor | None
     sum_bias: Tensor | None
 
 
-def divides_late(head: Head, divide: Tensor | None) -> bool:
-    """Whether 1/divide waits for the backward pass: in float16, a probability divided by the number of tokens
-    underflows."""
-    return divide is not None and head.hidden.dtype == torch.float16
-
-
-def new_sums(head: Head, dtype: torch.dtype, needs: list[bool]) -> Sums:
+def new_sums(head: Head, divide: Tensor | None, dtype: torch.dtype, needs: list[bool]) -> Sums:
     """Allocate the sums that are needed, the weight's in this dtype."""
-    hidden, weight, device = head.hidden, head.weight, head.hidden.device
+    hidden, weight, wide = head.hidden, head.weight, accumulator(head.hidden.dtype)
     return Sums(
-        torch.empty(hidden.shape, dtype=hidden.dtype, device=device) if needs[0] else None,
-        torch.empty(weight.shape, dtype=dtype, device=device) if needs[1] else None,
-        torch.empty(weight.shape[0], dtype=accumulator(hidden.dtype), device=device) if needs[2] else None,
+        hidden.new_empty((), dtype=wide) if divide is not None and hidden.dtype == torch.float16 else None,
+        hidden.new_empty(hidden.shape) if needs[0] else None,
+        hidden.new_empty(weight.shape, dtype=dtype) if needs[1] else None,
+        hidden.new_empty(weight.shape[0], dtype=wide) if needs[2] else None,
     )
 
 
@@ -73,7 +72,7 @@ class HeadGradients:
     ) -> None:  # fmt: skip
         """Prepare the sums for a head of counted rows, without padding classes."""
         self.counted, self.hidden, self.weight, self.cut, self.factor = rows, head.hidden, head.weight, cut, factor
-        self.whole, of_weight, of_bias = results
+        *_, self.whole, of_weight, of_bias = results
         self.classes = head.weight.shape[0]
         self.of_hidden: Tensor | None = rows.like(self.whole)
         self.of_weight, self.of_bias = self._without_padding(of_weight), self._without_padding(of_bias)
@@ -189,23 +188,22 @@ def sums_backward(passes: RowPasses, name: str, make_kernel: Callable[..., Kerne
     """Return the backward kernel of a loss whose gradients are complete except for the upstream gradient, a scalar."""
 
     def allocate(
-        grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums, main_grad: Tensor | None,
-        needs: list[bool], recycles: bool = False,
+        grad_loss: Tensor, weight: Tensor, sums: Sums, main_grad: Tensor | None, needs: list[bool],
+        recycles: bool = False,
     ) -> Outputs:  # fmt: skip
         """Allocate the gradients; scaling sums that have their dtype in place saves a copy."""
         sums = sums if main_grad is None else sums._replace(sum_weight=None)
-        wanted = [t if need else None for need, t in zip(needs, sums, strict=True)]
         return tuple(
             t if t is None or (recycles and t.dtype == weight.dtype) else torch.empty_like(t, dtype=weight.dtype)
-            for t in wanted
+            for t in (t if need else None for need, t in zip(needs, sums[1:], strict=True))
         )
 
     def launch(
-        gradients: Gradients, /, grad_loss: Tensor, weight: Tensor, scale: Tensor | None, sums: Sums,
-        main_grad: Tensor | None, needs: list[bool],
+        gradients: Gradients, /, grad_loss: Tensor, weight: Tensor, sums: Sums, main_grad: Tensor | None,
+        needs: list[bool],
     ) -> None:  # fmt: skip
-        factor = grad_loss if scale is None else grad_loss * scale
-        for summed, grad in zip(sums, gradients, strict=True):
+        factor = grad_loss if sums.scale is None else grad_loss * sums.scale
+        for summed, grad in zip(sums[1:], gradients, strict=True):
             if grad is not None and summed is not None and grad.numel():
                 passes.scaled(summed, factor, grad)
         if main_grad is not None and sums.sum_weight is not None and needs[1]:
