@@ -232,6 +232,24 @@ def test_recomputed_logits_come_from_matmuls_of_the_same_sizes(device: torch.dev
     assert forward == backward
 
 
+@KIND
+@pytest.mark.parametrize("options", [{"chunk": 4}, {"budget": 9 * 30 * 4}], ids=["chunk", "budget"])
+def test_the_backward_pass_of_a_frozen_head_only_scales_what_the_forward_pass_computed(
+    options: dict[str, Any], kind: Any, device: torch.device
+) -> None:
+    given, target, upstream = heads(device), torch.randint(30, (9,), device=device), torch.randn(9, device=device)
+    target[2], upstream[2], hidden = -100, torch.inf, given["hidden"]
+    more = {"kind": kind, "target": target, "hard_weight": 0.2, "reduction": "none", **options}
+    expected = torch.autograd.grad(linear_divergence(**given, **more), hidden, upstream)[0]
+    loss = linear_divergence(**{**given, "weight": given["weight"].detach()}, **more)
+    for width in (20, 30):
+        gradient, found = products(lambda: torch.autograd.grad(loss, hidden, upstream, retain_graph=True)[0], width)
+        assert not found
+        torch.testing.assert_close(gradient, expected)
+    # The graph is freed: the gradient overwrites the derivative.
+    torch.testing.assert_close(torch.autograd.grad(loss, hidden, upstream)[0], expected)
+
+
 def test_main_grad_gets_what_weight_would(device: torch.device) -> None:
     given, target = heads(device), some_targets(30, 9, device=device)
     upstream = torch.randn(9, device=device)

@@ -138,10 +138,12 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     hidden, weight, _, _ = call((6,), 32, 60, 16)
     same, heads = (hidden, weight, hidden.clone(), weight.clone()), call((6,), 16, 30, 8)[1:]
     turned = (normal(device, dtype, 16, 6).t(), *heads)
+    beyond = {"reduction": "none", "chunk": 4, "target": targets_with_ignored(device, 70, 9), "hard_weight": 0.3}
     yield from sample_table(
         CONSTANTS,
         ("same", same, {}, "a student that equals its teacher: 0, with zero gradients"),
         ("transposed", turned, {}, "hidden is a transposed view"),
+        ("frozen_head", call((9,), 20, 70, 16), beyond, "the forward pass computes the derivative", "weight"),
     )
 
 
@@ -310,9 +312,11 @@ def linear_divergence(
     With "mean" and "sum" the gradients are computed during the forward pass (four matmuls). With "none" the
     gradient of the logits, but for the upstream gradient, is kept until the backward pass if it fits the budget,
     and hidden is multiplied by the upstream gradient instead of it (four matmuls); otherwise the logits of both
-    sides are recomputed (six). Only a few hundred rows of the teacher's logits are held at a time, beside those of
-    the student. In float16, gradients are summed before they meet the scale of the upstream gradient and the
-    normalizer, so that small probabilities do not underflow; these sums must be in the range of float16 themselves.
+    sides are recomputed (six), or, where weight and bias are frozen, the forward pass computes the derivative by
+    hidden (three), and the backward pass scales it. Only a few hundred rows of the teacher's logits are held at a
+    time, beside those of the student. In float16, gradients are summed before they meet the scale of the upstream
+    gradient and the normalizer, so that small probabilities do not underflow; these sums must be in the range of
+    float16 themselves.
     A class at -inf on both sides counts for nothing; for the student alone it makes the forward KL infinite, for
     the teacher alone the reverse KL. A target outside [0, V) raises TargetError on the CPU; on other devices, where
     looking would stall the queue, the loss is NaN if it has a hard part. Raises ShapeError, DtypeError, OptionError

@@ -4,7 +4,8 @@ at a time.
 
 The upstream gradient of a row is one factor g. So what is kept of a row for a later backward pass is the gradient G of
 its logits but for g, and dX = g · (G @ W), dW = Gᵀ @ (g · X): what meets g has the width of the head, not that of the
-vocabulary, and G is rounded once.
+vocabulary, and G is rounded once. Where G does not fit and hidden alone needs a gradient, the forward pass computes
+G @ W, and the backward pass only scales it.
 """
 
 from __future__ import annotations
@@ -145,8 +146,13 @@ class DivergenceLoop:
         )
         self.rows = differentiable(
             make_kernel("linear_divergence_rows", self._allocate_rows, self._launch_rows),
-            make_kernel("linear_divergence_rows_backward", self._allocate_rows_backward, self._launch_rows_backward),
-            saves=(*Head._fields, *Teacher._fields, "moments", "number", "slopes", "main_grad"),
+            make_kernel(
+                "linear_divergence_rows_backward",
+                self._allocate_rows_backward,
+                self._launch_rows_backward,
+                self._recycle_rows_backward,
+            ),
+            saves=(*Head._fields, *Teacher._fields, "moments", "number", "slopes", "derivative", "main_grad"),
         )
 
     def _allocate_reduced(
@@ -180,13 +186,15 @@ class DivergenceLoop:
     ) -> Outputs:  # fmt: skip
         hidden, keeps = head.hidden, any(needs) and _keeps(head, teacher, chunks, vocab) > 0
         slopes = hidden.new_empty(hidden.shape[0], vocab.mine(head.weight.shape[0])) if keeps else None
-        return (*DivergenceResults.empty(hidden), torch.empty((), dtype=torch.int64, device="cpu"), slopes)
+        derivative = hidden.new_empty(hidden.shape) if needs == [True, False, False] and not keeps else None
+        number = torch.empty((), dtype=torch.int64, device="cpu")
+        return (*DivergenceResults.empty(hidden), number, slopes, derivative)
 
     def _launch_rows(
-        self, loss: Tensor, moments: Tensor, number: Tensor, slopes: Tensor | None, /, head: Head, teacher: Teacher,
-        options: DivergenceOptions, chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool],
+        self, whole: DivergenceResults, number: Tensor, slopes: Tensor | None, derivative: Tensor | None, /, head: Head,
+        teacher: Teacher, options: DivergenceOptions, chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool],
     ) -> None:  # fmt: skip
-        whole, (cut, theirs) = DivergenceResults(loss, moments), _cut(head, teacher, chunks, vocab)
+        (cut, theirs), gradient = _cut(head, teacher, chunks, vocab), slopes is not None or derivative is not None
         if not any(needs):
             cut = cut._replace(rows=theirs)
         elif slopes is not None:
@@ -196,18 +204,27 @@ class DivergenceLoop:
         results = pair.rows.like(whole)
         if slopes is not None:
             slopes[pair.head.hidden.shape[0] :].zero_()
-        sums = HeadGradients(pair.rows, pair.head, Gradients(None, None, None), vocab, cut)
-        pair.walk(cut, theirs, sums, functools.partial(pair.compare, results, None, slopes is not None), slopes)
+        sums = HeadGradients(pair.rows, pair.head, Gradients(derivative, None, None), vocab, cut)
+        pair.walk(cut, theirs, sums, functools.partial(pair.compare, results, None, gradient), slopes)
         pair.rows.scatter(results, whole)
 
     def _allocate_rows_backward(self, grad_loss: Tensor, head: Head, *rest: Any) -> Outputs:
         *_, chunks, _, needs = rest
         return new_gradients(head, chunks.main_grad, needs)
 
+    def _recycle_rows_backward(self, grad_loss: Tensor, head: Head, *rest: Any) -> Outputs:
+        *_, derivative, _, _, _, _ = rest
+        return self._allocate_rows_backward(grad_loss, head, *rest) if derivative is None else (derivative, None, None)
+
     def _launch_rows_backward(
         self, gradients: Gradients, /, grad_loss: Tensor, head: Head, teacher: Teacher, moments: Tensor, number: Tensor,
-        slopes: Tensor | None, options: DivergenceOptions, chunks: ChunkOptions, vocab: Vocabulary, needs: list[bool],
+        slopes: Tensor | None, derivative: Tensor | None, options: DivergenceOptions, chunks: ChunkOptions,
+        vocab: Vocabulary, needs: list[bool],
     ) -> None:  # fmt: skip
+        if derivative is not None:
+            factor = torch.where(head.target == options.ignore_index, 0.0, grad_loss)
+            torch.mul(derivative, factor[:, None], out=gradients.grad_hidden)
+            return
         cut, theirs = _cut(head, teacher, chunks, vocab)
         pair = Pair(self.passes, head, teacher, options, chunks, vocab, int(number))
         factor, largest = _factors(pair.rows.take(grad_loss), pair.counted, head.hidden.dtype)
