@@ -54,8 +54,7 @@ class TritonDivergencePasses(TritonPasses):
 
     def divergences(
         self, student: Tensor, teacher: Tensor, target: Tensor | None, results: DivergenceResults,
-        options: DivergenceOptions,
-        row_factor: Tensor | None, gradient: bool,
+        options: DivergenceOptions, row_factor: Tensor | None, gradient: bool,
     ) -> None:  # fmt: skip
         rows, width = student.shape
         if rows == 0:
@@ -81,8 +80,7 @@ class TritonDivergencePasses(TritonPasses):
 
     def divergence_gradients(
         self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, row_factor: Tensor,
-        options: DivergenceOptions,
-        out: Tensor,
+        options: DivergenceOptions, out: Tensor,
     ) -> None:  # fmt: skip
         rows, width = student.shape
         if rows == 0:
@@ -97,14 +95,9 @@ class TritonDivergencePasses(TritonPasses):
         )  # fmt: skip
 
     def divergence_sums(
-        self,
-        student: Tensor,
-        teacher: Tensor,
-        target: Tensor | None,
-        moments: Tensor,
-        options: DivergenceOptions,
+        self, student: Tensor, teacher: Tensor, target: Tensor | None, moments: Tensor, options: DivergenceOptions,
         out: Tensor,
-    ) -> None:
+    ) -> None:  # fmt: skip
         rows, width = student.shape
         if rows == 0:
             return
@@ -161,13 +154,11 @@ def store_moments(moments, top, exp_sum, their_top, their_sum, their_first, mean
 
 @triton.jit
 def divergence_kernel(
-    student, teacher, target, row_factor, loss, moments, row_stride, their_stride, factor_stride, width,
-    ignore_index, beta, complement, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale,
-    their_softcap,
-    FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    PLAIN: tl.constexpr, PAIRED: tl.constexpr, GRADIENT: tl.constexpr, ONE_READ: tl.constexpr, BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
+    student, teacher, target, row_factor, loss, moments, row_stride, their_stride, factor_stride, width, ignore_index,
+    beta, complement, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale,
+    their_softcap, FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
+    PARTIAL: tl.constexpr, PLAIN: tl.constexpr, PAIRED: tl.constexpr, GRADIENT: tl.constexpr, ONE_READ: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """One program takes one row: maximum and sum of both sides, then the loss, then, if asked, the gradient over the
     student's logits.
@@ -291,10 +282,8 @@ def divergence_kernel(
 def gradient_kernel(
     student, teacher, target, row_factor, moments, out, row_stride, their_stride, factor_stride, out_stride, width,
     ignore_index, beta, complement, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale,
-    their_softcap,
-    FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
-    PARTIAL: tl.constexpr,
-    PLAIN: tl.constexpr, BLOCK: tl.constexpr,
+    their_softcap, FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
+    PARTIAL: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program writes one block of one row's gradient, from the moments that the forward pass kept.
 
@@ -341,11 +330,9 @@ def gradient_kernel(
 
 @triton.jit
 def sums_kernel(
-    student, teacher, target, moments, out, row_stride, their_stride, width,
-    ignore_index, beta, complement, of_teacher, of_student, temperature, hard_weight, logit_scale, softcap, their_scale,
-    their_softcap,
-    FORMULA: tl.constexpr, HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr,
-    PARTIAL: tl.constexpr,
+    student, teacher, target, moments, out, row_stride, their_stride, width, ignore_index, beta, complement, of_teacher,
+    of_student, temperature, hard_weight, logit_scale, softcap, their_scale, their_softcap, FORMULA: tl.constexpr,
+    HARD: tl.constexpr, HAS_SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, PARTIAL: tl.constexpr,
     PLAIN: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """One program adds up one row over a part of its classes, given the moments of all: the divergence, q · (h - h₀),

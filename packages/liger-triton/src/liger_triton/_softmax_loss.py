@@ -38,14 +38,9 @@ class TritonPasses(TritonTokenPasses):
     """One program a row. The second read of a row comes from the L2 cache."""
 
     def losses(
-        self,
-        logits: Tensor,
-        target: Tensor,
-        results: RowResults,
-        options: RowOptions,
-        row_factor: Tensor | None,
+        self, logits: Tensor, target: Tensor, results: RowResults, options: RowOptions, row_factor: Tensor | None,
         gradient: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         rows, width = logits.shape
         if rows == 0:
             return
@@ -140,12 +135,10 @@ def row_gradient(
 
 @triton.jit
 def loss_kernel(
-    logits, target, class_weight, row_factor, loss, statistics, prediction, entropy,
-    row_stride, factor_stride, width, ignore_index, label_smoothing, z_loss, softcap, logit_scale,
-    HAS_WEIGHT: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
-    KEEPS_LOWEST: tl.constexpr,
-    PREDICTION: tl.constexpr, ENTROPY: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
-    STAGES: tl.constexpr,
+    logits, target, class_weight, row_factor, loss, statistics, prediction, entropy, row_stride, factor_stride, width,
+    ignore_index, label_smoothing, z_loss, softcap, logit_scale, HAS_WEIGHT: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, KEEPS_LOWEST: tl.constexpr, PREDICTION: tl.constexpr,
+    ENTROPY: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program takes one row: its statistics, loss and metrics, and, if asked, its gradient over the logits.
 

@@ -44,8 +44,7 @@ class TritonTokenPasses:
         entries, block = index.numel(), min(CHOSEN_BLOCK, power_of_two(index.numel()))
         selected_launch(
             (cdiv(entries, block),), logits, index, options.inverse_temperature, out, logits.stride(0), logits.shape[1],
-            first,
-            index.shape[1], entries, options.logit_scale, options.softcap or 1.0,
+            first, index.shape[1], entries, options.logit_scale, options.softcap or 1.0,
             HAS_SOFTCAP=options.softcap is not None, BLOCK=block,
         )  # fmt: skip
 
@@ -62,27 +61,15 @@ class TritonTokenPasses:
         entries, block = classes.numel(), min(CHOSEN_BLOCK, power_of_two(classes.numel()))
         chosen_launch(
             (cdiv(entries, block),), logits, classes, gradient, *common, values, logits.stride(0), first,
-            classes.shape[1], entries,
-            *scalars, HAS_SOFTCAP=options.softcap is not None, BLOCK=block,
+            classes.shape[1], entries, *scalars, HAS_SOFTCAP=options.softcap is not None, BLOCK=block,
         )  # fmt: skip
         columns = min(GRADIENT.block, power_of_two(width))
         derivative_launch(
             (rows, cdiv(width, columns)), logits, slopes.counted, *common, out, logits.stride(0), out.stride(0),
-            *scalars,
-            HAS_SOFTCAP=options.softcap is not None, BLOCK=columns, num_warps=GRADIENT.warps,
+            *scalars, HAS_SOFTCAP=options.softcap is not None, BLOCK=columns, num_warps=GRADIENT.warps,
         )  # fmt: skip
-        scatter_launch(
-            (cdiv(entries, block),),
-            classes,
-            values,
-            out,
-            out.stride(0),
-            first,
-            classes.shape[1],
-            entries,
-            width,
-            BLOCK=block,
-        )
+        sizes = out.stride(0), first, classes.shape[1], entries, width
+        scatter_launch((cdiv(entries, block),), classes, values, out, *sizes, BLOCK=block)
 
     def exponentials(
         self, logits: Tensor, counted: Tensor, options: RowOptions, moments: Tensor, total: Tensor, first: int
@@ -111,6 +98,16 @@ class TritonTokenPasses:
 
 
 @triton.jit
+def over_temperature(logit_scale, softcap, inverse_temperature, row, mask):
+    """Return scale and cap divided by the temperature of the row, if rows have one."""
+    if inverse_temperature is not None:
+        inverse = tl.load(inverse_temperature + row, mask=mask, other=1.0)
+        logit_scale = logit_scale * inverse
+        softcap = softcap * inverse
+    return logit_scale, softcap
+
+
+@triton.jit
 def slope_at(below, exp_sum, terms, row, class_weight, column, mask, row_mask):
     """(a + b · (x - m) + q · p) · p + c · w, given x - m."""
     a = tl.load(terms + 4 * row, mask=row_mask)
@@ -131,10 +128,8 @@ def slope_at(below, exp_sum, terms, row, class_weight, column, mask, row_mask):
 @triton.jit
 def statistics_kernel(
     logits, counted, inverse_temperature, class_weight, moments, prediction, row_stride, width, first, logit_scale,
-    softcap,
-    HAS_SOFTCAP: tl.constexpr, KEEPS_LOWEST: tl.constexpr, CONTINUES: tl.constexpr, ENTROPY: tl.constexpr,
-    MEAN: tl.constexpr,
-    COLLISION: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
+    softcap, HAS_SOFTCAP: tl.constexpr, KEEPS_LOWEST: tl.constexpr, CONTINUES: tl.constexpr, ENTROPY: tl.constexpr,
+    MEAN: tl.constexpr, COLLISION: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """One program adds one row of a block of classes to the row's sums; CONTINUES: to those of the blocks before.
 
@@ -148,10 +143,7 @@ def statistics_kernel(
         number = tl.arange(0, 8)
         tl.store(moments + number, tl.where(number == 1, 1.0, 0.0), mask=number < 6)
         return
-    if inverse_temperature is not None:
-        inverse = tl.load(inverse_temperature + row)
-        logit_scale = logit_scale * inverse
-        softcap = softcap * inverse
+    logit_scale, softcap = over_temperature(logit_scale, softcap, inverse_temperature, row, True)
     lanes: tl.constexpr = BLOCK // VECTOR
     lane = tl.arange(0, lanes)
     zeros = tl.zeros((lanes,), dtype=tl.float32)
@@ -221,10 +213,7 @@ def selected_kernel(
     row = entry // count
     column = tl.load(index + entry, mask=entry < entries, other=-1) - first
     inside = (entry < entries) & (column >= 0) & (column < width)
-    if inverse_temperature is not None:
-        inverse = tl.load(inverse_temperature + row, mask=inside, other=1.0)
-        logit_scale = logit_scale * inverse
-        softcap = softcap * inverse
+    logit_scale, softcap = over_temperature(logit_scale, softcap, inverse_temperature, row, inside)
     x = capped(tl.load(logits + row * row_stride + column, mask=inside, other=0.0), logit_scale, softcap, HAS_SOFTCAP)
     tl.store(out + entry, x, mask=inside)
 
@@ -232,8 +221,7 @@ def selected_kernel(
 @triton.jit
 def derivative_kernel(
     logits, counted, inverse_temperature, class_weight, moments, terms, out, row_stride, out_stride, width, logit_scale,
-    softcap,
-    HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    softcap, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program writes one block of one row's gradient but for its chosen classes."""
     row = tl.program_id(0).to(tl.int64)
@@ -243,10 +231,7 @@ def derivative_kernel(
     if tl.load(counted + row) == 0:
         tl.store(out + column, tl.zeros((BLOCK,), dtype=out.dtype.element_ty), mask=mask)
         return
-    if inverse_temperature is not None:
-        inverse = tl.load(inverse_temperature + row)
-        logit_scale = logit_scale * inverse
-        softcap = softcap * inverse
+    logit_scale, softcap = over_temperature(logit_scale, softcap, inverse_temperature, row, True)
     loaded = tl.load(logits + row * row_stride + column, mask=mask, other=0.0)
     # The mask keeps the product that x may be from being fused into x - m, where m is a rounded one.
     x = tl.where(mask, capped(loaded, logit_scale, softcap, HAS_SOFTCAP), 0.0)
@@ -260,8 +245,7 @@ def derivative_kernel(
 @triton.jit
 def chosen_kernel(
     logits, index, gradient, inverse_temperature, class_weight, moments, terms, values, row_stride, first, count,
-    entries, width,
-    logit_scale, softcap, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    entries, width, logit_scale, softcap, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program computes the gradient at a block of the chosen classes of all rows, of those in the block of classes.
 
@@ -276,10 +260,7 @@ def chosen_kernel(
         theirs = tl.load(index + row * count + other, mask=inside, other=-1) - first
         grad = tl.load(gradient + row * count + other, mask=inside, other=0.0)
         upstream += tl.where(theirs == column, grad, 0.0)
-    if inverse_temperature is not None:
-        inverse = tl.load(inverse_temperature + row, mask=inside, other=1.0)
-        logit_scale = logit_scale * inverse
-        softcap = softcap * inverse
+    logit_scale, softcap = over_temperature(logit_scale, softcap, inverse_temperature, row, inside)
     loaded = tl.load(logits + row * row_stride + column, mask=inside, other=0.0)
     x = tl.where(inside, capped(loaded, logit_scale, softcap, HAS_SOFTCAP), 0.0)
     below = x - tl.load(moments + 6 * row, mask=inside, other=0.0)
@@ -314,10 +295,7 @@ def exponentials_kernel(
         for start in range(0, width, BLOCK):
             tl.store(base + start + lane, tl.zeros((BLOCK,), logits.dtype.element_ty), mask=start + lane < width)
         return
-    if inverse_temperature is not None:
-        inverse = tl.load(inverse_temperature + row)
-        logit_scale = logit_scale * inverse
-        softcap = softcap * inverse
+    logit_scale, softcap = over_temperature(logit_scale, softcap, inverse_temperature, row, True)
     highest = tl.full((BLOCK,), LOWEST, dtype=tl.float32)
     for start in range(0, width, BLOCK):
         column = start + lane

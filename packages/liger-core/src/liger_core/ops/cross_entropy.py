@@ -49,9 +49,8 @@ def check(
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     n, i = functools.partial(normal, device, dtype), functools.partial(integers, device)
-    constants = ("weight", "normalizer")
-    yield from sample_table(
-        constants,
+    table = functools.partial(sample_table, ("weight", "normalizer"))
+    yield from table(
         ("one_block", (n(4, 64), i(64, 4)), {}, "the vocabulary is one block"),
         ("odd_width", (n(5, 101), i(101, 5)), {}, "mask on the last block"),
         ("several_blocks", (n(3, 9000, scale=2), i(9000, 3)), {}, "the row is longer than one block"),
@@ -60,17 +59,15 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     )
     ignored = n(7, 50), targets_with_ignored(device, 50, 7)
     target = targets_with_ignored(device, 50, 7, ignore_index=3)
-    yield from sample_table(
-        constants,
+    yield from table(
         ("ignored_rows", ignored, {}, "ignored rows get no loss and zero gradient"),
         ("ignore_index", (n(7, 50), target), {"ignore_index": 3}, "a class can be the ignored one"),
     )
     for name, options, why in loss_option_samples(device, 70):
         renamed = {{"class_weight": "weight"}.get(key, key): value for key, value in options.items()}
         arguments = n(6, 70), targets_with_ignored(device, 70, 6)
-        yield from sample_table(constants, (name, arguments, renamed, why))
-    yield from sample_table(
-        constants,
+        yield from table((name, arguments, renamed, why))
+    yield from table(
         ("all_ignored", (n(4, 30), torch.full((4,), -100, device=device)), {}, "the mean of nothing is 0, not NaN"),
         ("empty", (n(0, 30), i(30, 0)), {}, "no rows: the loss is 0 and nothing is launched"),
         ("peaked", (n(4, 60, scale=20), i(60, 4)), {}, "softmax close to one class"),
@@ -80,8 +77,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     low, equal = (n(4, 60) - 3e4, i(60, 4)), torch.full((3, 40), 3e4, device=device, dtype=dtype)
     level, masked = (equal, i(40, 3)), n(4, 60)
     masked[:, 40:] = -torch.inf
-    yield from sample_table(
-        constants,
+    yield from table(
         ("common_offset_smoothed", low, smoothed, "also in what a row adds"),
         ("equal_logits", level, {}, "the loss is the logarithm of the number of classes"),
         ("infinite_logits", (masked, i(40, 4)), {}, "masked classes have probability 0 and gradient 0"),
@@ -92,8 +88,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     sure, target = n(5, 45), torch.tensor([0, 7, 3, -100, 28], device=device)
     sure[torch.arange(5), torch.arange(5) * 7] += 7
     metrics, none = {"return_metrics": True, "z_loss": 1e-3}, {"return_metrics": True, "reduction": "none"}
-    yield from sample_table(
-        constants,
+    yield from table(
         ("metrics", (sure, target), metrics, "z-loss, accuracy, arg-max and entropy of the tokens"),
         ("metrics_none", (sure, target), none, "the metrics of each token"),
     )
@@ -193,9 +188,8 @@ class CrossEntropyKernels:
 
 
 @composed_op(
-    TORCH_PASSES, CrossEntropyKernels,
-    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
-)  # fmt: skip
+    TORCH_PASSES, CrossEntropyKernels, check=check, samples=samples, misuses=misuses, workloads=workloads, work=work
+)
 def cross_entropy(
     kernels: CrossEntropyKernels, supported: Supported, logits: Tensor, target: Tensor, *, weight: Tensor | None = None,
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,

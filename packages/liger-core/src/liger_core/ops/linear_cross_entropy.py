@@ -69,14 +69,14 @@ def check(
 
 
 CONSTANTS = ("class_weight", "normalizer", "token_weight")
+table = functools.partial(sample_table, CONSTANTS)
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     call, row = head_calls(device, dtype), 70 * dtype.itemsize
     usual, longer = functools.partial(call, (7,), 24, 50), functools.partial(call, (9,), 20, 70)
     summed = {"chunk": 4, "accumulate_dtype": accumulator(dtype)}
-    yield from sample_table(
-        CONSTANTS,
+    yield from table(
         ("one_chunk", call((6,), 32, 64, integers), {}, "one chunk: dW is written directly"),
         ("odd_sizes", call((7,), 33, 101, integers), {}, "nothing is a power of two"),
         ("leading_shape", call((2, 3), 16, 40), {}, "any leading shape"),
@@ -87,8 +87,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     )
     # As many classes as no block has: masked lanes must not count.
     bias, why = {"bias": normal(device, dtype, 50), "chunk": 3}, "the lowest logits become the highest"
-    yield from sample_table(
-        CONSTANTS,
+    yield from table(
         ("bias", usual(), bias, "the head has a bias, with a gradient"),
         ("logit_scale", usual(), {"logit_scale": 0.25}, "scaled logits (Granite, Cohere)"),
         ("negative_scale", usual(), {"logit_scale": -0.5}, why),
@@ -97,12 +96,11 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     )
     yield from _samples_of_tokens(device, usual)
     for name, options, why in loss_option_samples(device, 70):
-        yield from sample_table(CONSTANTS, (name, longer(), options, why))
+        yield from table((name, longer(), options, why))
     none, two_rows = {"reduction": "none", "chunk": 4}, {"budget": 2 * row + 20 * 70 * 4}
     frozen, ignored = "no work and no memory for the gradient of", torch.full((5,), -100, device=device)
     nothing, peaked = functools.partial(call, (5,), 16, 30, lambda *sizes: ignored), ((6,), 32, 60, integers, 3.0)
-    yield from sample_table(
-        CONSTANTS,
+    yield from table(
         ("none_chunks", longer(), none, "logits are recomputed by chunks in the backward"),
         ("budget", longer(), two_rows, "chunks of 2 rows"),
         ("no_packing", longer(), {"pack": False, "chunk": 4}, "ignored rows stay in the products"),
@@ -114,13 +112,12 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         ("peaked", call(*peaked), {}, "softmax close to one class"),
     )
     turned = normal(device, dtype, 16, 6).t(), normal(device, dtype, 30, 16), integers(device, 30, 6)
-    yield from sample_table(CONSTANTS, ("transposed", turned, {}, "hidden is a transposed view"))
+    yield from table(("transposed", turned, {}, "hidden is a transposed view"))
     weight, nearest = torch.eye(20, 24, device=device).to(dtype) * 6, torch.arange(48, device=device) % 20
     hidden, target = weight[nearest] / 6 + normal(device, dtype, 48, 24, scale=0.05), nearest.clone()
     target[1::5], target[2::7] = (nearest[1::5] + 1) % 20, -100
     sure, metrics = (hidden, weight, target), {"return_metrics": True, "z_loss": 1e-3, "chunk": 4}
-    yield from sample_table(
-        CONSTANTS,
+    yield from table(
         ("metrics", sure, metrics, "z-loss, accuracy, arg-max and entropy of the tokens"),
         ("metrics_none", sure, {**metrics, "reduction": "none"}, "the metrics of each token"),
     )

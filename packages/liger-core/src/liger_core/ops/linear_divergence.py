@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -82,6 +83,7 @@ def _check_teacher(name: str, head: Head, teacher: Teacher) -> None:
 
 
 CONSTANTS = ("teacher_hidden", "teacher_weight", "teacher_bias", "normalizer")
+table = functools.partial(sample_table, CONSTANTS)
 # Options that change the logits of each side.
 CAPS = {"logit_scale": 0.5, "softcap": 3.0, "teacher_logit_scale": -2.0, "teacher_softcap": 2.0, "temperature": 0.7}
 
@@ -107,8 +109,7 @@ MODES: tuple[tuple[str, dict[str, Any], str], ...] = (
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     call, wide = _calls(device, dtype), accumulator(dtype)
     summed, row, why = {"chunk": 4, "accumulate_dtype": wide}, 50 * dtype.itemsize, "no work and no memory for the"
-    yield from sample_table(
-        CONSTANTS,
+    yield from table(
         ("one_chunk", call((6,), 32, 64, 16), {}, "one chunk: dW is written directly"),
         ("odd_sizes", call((7,), 33, 101, 21), {}, "nothing is a power of two"),
         ("leading_shape", call((2, 3), 16, 40, 8), {"reduction": "none"}, "any leading shape"),
@@ -122,8 +123,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield from _samples_of_options(device, dtype, lambda: call((7,), 24, 50, 16))
     short, none = {"budget": 3 * row + 20 * 50 * 4}, {"budget": 4 * row, "reduction": "none"}
     nothing = {"target": torch.full((5,), -100, device=device)}
-    yield from sample_table(
-        CONSTANTS,
+    yield from table(
         ("budget", call((9,), 20, 50, 16), short, "chunks of a few rows"),
         ("budget_none", call((9,), 20, 50, 16), none, "too little to keep the gradient"),
         ("frozen_hidden", call((9,), 20, 70, 16), {"chunk": 4}, f"{why} gradient of hidden", "hidden"),
@@ -139,8 +139,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     same, heads = (hidden, weight, hidden.clone(), weight.clone()), call((6,), 16, 30, 8)[1:]
     turned = (normal(device, dtype, 16, 6).t(), *heads)
     beyond = {"reduction": "none", "chunk": 4, "target": targets_with_ignored(device, 70, 9), "hard_weight": 0.3}
-    yield from sample_table(
-        CONSTANTS,
+    yield from table(
         ("same", same, {}, "a student that equals its teacher: 0, with zero gradients"),
         ("transposed", turned, {}, "hidden is a transposed view"),
         ("frozen_head", call((9,), 20, 70, 16), beyond, "the forward pass computes the derivative", "weight"),
@@ -155,8 +154,7 @@ def _samples_of_options(
     none, padding = {"reduction": "none"}, torch.zeros(50, device=device, dtype=dtype)
     padding[48:] = -torch.inf
     impossible, why = {"bias": padding, "teacher_bias": padding.clone()}, "classes that are impossible on both sides"
-    yield from sample_table(
-        CONSTANTS,
+    yield from table(
         ("beta_near_one", usual, near_one, "1 - beta of a rounded beta would be far off"),
         ("bias", call(), {"chunk": 3, **biases}, "both heads have a bias"),
         ("bias_none", call(), {**none, **biases}, "the gradient of the bias is weighed by row"),
@@ -168,8 +166,7 @@ def _samples_of_options(
     unpacked = {"target": targets_with_ignored(device, 50, 7, ignore_index=3), "ignore_index": 3, "pack": False}
     recomputed = {"kind": "jsd", **CAPS, **hard, **none, "chunk": 3}
     normalizer = {"normalizer": torch.tensor(37.0, device=device)}
-    yield from sample_table(
-        CONSTANTS,
+    yield from table(
         ("masked", masked[0], target, "rows of ignored targets count for nothing"),
         ("masked_none", masked[1], {**target, **none}, "they have 0, whatever arrives"),
         ("no_packing", call(), unpacked, "ignored rows stay in the products"),

@@ -102,6 +102,7 @@ def _check_allowed(name: str, allowed: Tensor, hidden: Tensor, target: Tensor, r
 # Options in the order in which they apply to a logit.
 ORDER = {"logit_scale": 2.0, "softcap": 5.0, "temperature": 0.7}
 ENTROPY, STATISTICS = {"return_entropy": True}, {"return_statistics": True}
+table = functools.partial(sample_table, ("temperature",))
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -110,8 +111,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     summed = {"chunk": 4, "accumulate_dtype": wide}
     temperatures = {"temperature": torch.linspace(0.4, 2.0, 9, device=device), "softcap": 5.0, **ENTROPY, "chunk": 4}
 
-    yield from sample_table(
-        ("temperature",),
+    yield from table(
         ("one_chunk", call((6,), 32, 64), {}, "one chunk: dW is written directly"),
         ("odd_sizes", call((7,), 33, 101), {}, "nothing is a power of two"),
         ("leading_shape", call((2, 3), 16, 40), {}, "any leading shape"),
@@ -138,8 +138,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     impossible, zeros = {"bias": padding, **ENTROPY}, "classes of probability 0 add no entropy and get no gradient"
     two_rows, unpacked = {"budget": 2 * 70 * size + 20 * 70 * 4, **ENTROPY}, {"pack": False, "chunk": 4, **ENTROPY}
     frozen, why = {"chunk": 4, **ENTROPY}, "no work and no memory for the gradient of"
-    yield from sample_table(
-        (),
+    yield from table(
         ("ignore_index", one_ignored, {"ignore_index": 3}, "a class can be the ignored one"),
         ("entropy", entropy, ENTROPY, "entropy and log-probability have a gradient each"),
         ("entropy_everything", longer, everything, "all options together, with entropy"),
@@ -170,12 +169,11 @@ def _samples_of_values(
     alone, (hidden, weight, target) = call((9,), 20, 300), call((9,), 20, 70)
     several = torch.stack((target, integers(device, 70, 9), integers(device, 70, 9)), -1)
     tiles, why = {"budget": 9 * (20 * 2 * accumulator(dtype).itemsize + 23 * size), **ORDER}, "the derivative is"
-    yield from sample_table(
-        (),
+    yield from table(
         ("peaked", coarse, ENTROPY, "softmax close to one class"),
         ("first_far", first_far, STATISTICS, "the first logit is far from all others"),
         ("transposed", transposed, {}, "hidden is a transposed view"),
-        ("frozen_head", alone, tiled, f"{why} summed in the forward pass", "weight", "bias", "temperature"),
+        ("frozen_head", alone, tiled, f"{why} summed in the forward pass", "weight", "bias"),
         ("frozen_head_several", (hidden, weight, several), tiles, f"{why} shared by several targets", "weight"),
     )
 
@@ -193,8 +191,7 @@ def _samples_of_classes(
     float32 = {"logits_dtype": wide, **ENTROPY}
     recomputed = {**float32, "budget": 9 * (20 * 4 + 23 * 6)}
     why = "blocks of classes, of which the first is kept and the last one is short"
-    yield from sample_table(
-        (),
+    yield from table(
         ("several_targets", (hidden, weight, several), ENTROPY, "three classes a row, some twice, some ignored"),
         ("several_targets_softcap", (hidden, weight, several), capped, "what is scattered passes through the cap"),
         ("statistics", (hidden, weight, several), {**STATISTICS, **ORDER}, "every statistic has a gradient"),
