@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core.ops._low_rank import TORCH_PASSES, RankPasses
-from liger_core.ops.lora_linear import implementation
+from liger_core.ops.lora_linear import lora_linear as composed
 from liger_triton.launch import Launcher, TritonKernel, cdiv, contiguous, power_of_two, processors, rows_of, supported
 
 # Tensor cores multiply at least 16 columns; wider adapters are matmuls like any other.
@@ -269,4 +269,4 @@ reduce_launch = Launcher(reduce_kernel)
 combine_launch = Launcher(combine_kernel)
 dot_launch = Launcher(dot_kernel)
 PASSES = RankPasses(project, reduce, right_factor, combine, dot)
-lora_linear = implementation(PASSES, TritonKernel, supported)
+lora_linear = composed.implementation(PASSES, TritonKernel, supported)

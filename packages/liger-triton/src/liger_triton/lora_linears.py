@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from liger_core.ops.lora_linears import implementation
+from liger_core.ops.lora_linears import lora_linears as composed
 from liger_triton.launch import TritonKernel, supported
 from liger_triton.lora_linear import PASSES
 
-lora_linears = implementation(PASSES, TritonKernel, supported)
+lora_linears = composed.implementation(PASSES, TritonKernel, supported)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
-from liger_core.kernels import Kernel, reference_kernel
 from liger_core.layout import Layout
-from liger_core.op import Dtypes, Misuse, Product, Sample, Work, Workload, accumulator, autocast_dtype, op
+from liger_core.op import Dtypes, Misuse, Product, Sample, Work, Workload, accumulator, autocast_dtype
 from liger_core.ops._adapter import check_dtypes, check_shapes, no_bias_beside
+from liger_core.ops._composed import Supported, composed_op
 from liger_core.ops._inputs import misuses_of, normal, sample_table, workload
-from liger_core.ops._low_rank import TORCH_PASSES, RankPasses, low_rank
+from liger_core.ops._low_rank import TORCH_PASSES, low_rank
 
 NAME = "lora_linear"
 # The linear layers of Llama 3 8B: rows, input and output columns.
@@ -25,16 +25,9 @@ USUAL = ((32768, 4096, 4096), (32768, 4096, 14336), (32768, 14336, 4096))
 
 
 def check(
-    x: Tensor,
-    weight: Tensor | None,
-    a: Tensor,
-    b: Tensor,
-    scale: float = 1.0,
-    *,
-    bias: Tensor | None = None,
-    base: Tensor | None = None,
-    column_scale: Tensor | None = None,
-) -> None:
+    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, *, bias: Tensor | None = None,
+    base: Tensor | None = None, column_scale: Tensor | None = None,
+) -> None:  # fmt: skip
     checks.floating(NAME, 3, x=x, a=a, b=b, weight=weight, bias=bias, base=base, column_scale=column_scale)
     checks.at_least_one_dimension(NAME, "x", x)
     checks.finite(NAME, "scale", scale)
@@ -227,8 +220,7 @@ def workloads() -> Iterator[Workload]:
 
 def work(
     x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, *, bias: Tensor | None = None,
-    base: Tensor | None = None,
-    column_scale: Tensor | None = None,
+    base: Tensor | None = None, column_scale: Tensor | None = None,
 ) -> Work:  # fmt: skip
     """The matmuls of the layer itself; what the adapter adds is small, and could be done in the same passes."""
     outer, inner, rows = b.shape[0], x.shape[-1], x.numel() // x.shape[-1]
@@ -257,78 +249,53 @@ LAYOUT = Layout(
 )  # fmt: skip
 
 
-# Without an annotation of what it returns, so that its signature is that of the op.
-def implementation(  # type: ignore[no-untyped-def]
-    passes: RankPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None
-):
-    """lora_linear for a backend that brings the passes over x and the upstream gradient; `supported(x, a)` may decline
-    a call."""
-    loop = low_rank(passes, make_kernel)
+@composed_op(
+    TORCH_PASSES, low_rank, check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    layout=LAYOUT, dtypes=Dtypes((("a", "b"),)),
+)  # fmt: skip
+def lora_linear(
+    loop: Callable[..., Any], supported: Supported, x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor,
+    scale: float = 1.0, *, bias: Tensor | None = None, base: Tensor | None = None, column_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Add a low-rank adapter to a linear layer.
 
-    def lora_linear(
-        x: Tensor,
-        weight: Tensor | None,
-        a: Tensor,
-        b: Tensor,
-        scale: float = 1.0,
-        *,
-        bias: Tensor | None = None,
-        base: Tensor | None = None,
-        column_scale: Tensor | None = None,
-    ) -> Tensor:
-        """Add a low-rank adapter to a linear layer.
+        y = x weightᵀ + bias + scale · (x aᵀ) bᵀ        or        y = base + scale · (x aᵀ) bᵀ
 
-            y = x weightᵀ + bias + scale · (x aᵀ) bᵀ        or        y = base + scale · (x aᵀ) bᵀ
+    With column_scale, for DoRA magnitude / ‖weight + scale · b a‖ (the norm of each row):
 
-        With column_scale, for DoRA magnitude / ‖weight + scale · b a‖ (the norm of each row):
+        y = column_scale · (x weightᵀ + scale · (x aᵀ) bᵀ) + bias        or        y = column_scale · (base + scale
+        · (x aᵀ) bᵀ) + bias
 
-            y = column_scale · (x weightᵀ + scale · (x aᵀ) bᵀ) + bias        or        y = column_scale · (base + scale
-            · (x aᵀ) bᵀ) + bias
+    x       (..., inner)   any floating dtype
+    weight  (outer, inner) dtype of x (under autocast both are cast to its dtype); its gradient is computed only
+            where it is required
+    a       (rank, inner)  dtype of x, or float32
+    b       (outer, rank)  dtype of a
+    scale   alpha / rank for LoRA, alpha / √rank for rank-stabilized LoRA
+    bias    (outer,)       dtype of x
+    base    (..., outer)   dtype of x, or float32: what the layer computes by itself, instead of weight and bias,
+            for weights that
+                           are quantized or sharded
+    column_scale (outer,)  dtype of x, or float32; with it, base does not include the bias
+    returns (..., outer), dtype of x, or of base
 
-        x       (..., inner)   any floating dtype
-        weight  (outer, inner) dtype of x (under autocast both are cast to its dtype); its gradient is computed only
-                where it is required
-        a       (rank, inner)  dtype of x, or float32
-        b       (outer, rank)  dtype of a
-        scale   alpha / rank for LoRA, alpha / √rank for rank-stabilized LoRA
-        bias    (outer,)       dtype of x
-        base    (..., outer)   dtype of x, or float32: what the layer computes by itself, instead of weight and bias,
-                for weights that
-                               are quantized or sharded
-        column_scale (outer,)  dtype of x, or float32; with it, base does not include the bias
-        returns (..., outer), dtype of x, or of base
+    x is never cast to the dtype of the adapter. A float32 adapter beside a bfloat16 x is the sum of three bfloat16
+    matrices, which tensor cores multiply in one pass over x: gradients of a and b are as accurate as in float32.
+    Kept for the backward pass are x and the rows of x aᵀ; with a column_scale, what the layer computes by itself,
+    too.
 
-        x is never cast to the dtype of the adapter. A float32 adapter beside a bfloat16 x is the sum of three bfloat16
-        matrices, which tensor cores multiply in one pass over x: gradients of a and b are as accurate as in float32.
-        Kept for the backward pass are x and the rows of x aᵀ; with a column_scale, what the layer computes by itself,
-        too.
-
-        Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
-        Hu et al. 2021, arXiv:2106.09685; scale by √rank: Kalajdzievski 2023, arXiv:2312.03732; DoRA: Liu et al. 2024,
-        arXiv:2402.09353.
-        """
-        if supported is not None:
-            supported(x, a)
-        low = autocast_dtype(x.device.type)
-        if low is not None:
-            x, weight, bias = (None if t is None else t.to(low) for t in (x, weight, bias))  # type: ignore[assignment]
-        if a.dtype not in (x.dtype, accumulator(x.dtype)):
-            a, b = a.to(x.dtype), b.to(x.dtype)
-        columns = None if column_scale is None else column_scale.to(accumulator(x.dtype))
-        rows = x.reshape(-1, x.shape[-1])
-        base_rows = None if base is None else base.reshape(-1, b.shape[0])
-        y: Tensor = loop(rows, weight, a, b, float(scale), bias, base_rows, columns)
-        return y.view(*x.shape[:-1], b.shape[0])
-
-    return lora_linear
-
-
-lora_linear = op(
-    check=check,
-    samples=samples,
-    misuses=misuses,
-    workloads=workloads,
-    work=work,
-    layout=LAYOUT,
-    dtypes=Dtypes((("a", "b"),)),
-)(implementation(TORCH_PASSES, reference_kernel))
+    Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
+    Hu et al. 2021, arXiv:2106.09685; scale by √rank: Kalajdzievski 2023, arXiv:2312.03732; DoRA: Liu et al. 2024,
+    arXiv:2402.09353.
+    """
+    supported(x, a)
+    low = autocast_dtype(x.device.type)
+    if low is not None:
+        x, weight, bias = (None if t is None else t.to(low) for t in (x, weight, bias))  # type: ignore[assignment]
+    if a.dtype not in (x.dtype, accumulator(x.dtype)):
+        a, b = a.to(x.dtype), b.to(x.dtype)
+    columns = None if column_scale is None else column_scale.to(accumulator(x.dtype))
+    rows = x.reshape(-1, x.shape[-1])
+    base_rows = None if base is None else base.reshape(-1, b.shape[0])
+    y: Tensor = loop(rows, weight, a, b, float(scale), bias, base_rows, columns)
+    return y.view(*x.shape[:-1], b.shape[0])

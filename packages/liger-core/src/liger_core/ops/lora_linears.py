@@ -12,12 +12,12 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
-from liger_core.kernels import Kernel, reference_kernel
 from liger_core.layout import Layout
-from liger_core.op import Dtypes, Misuse, Product, Sample, Work, Workload, accumulator, autocast_dtype, op
+from liger_core.op import Dtypes, Misuse, Product, Sample, Work, Workload, accumulator, autocast_dtype
 from liger_core.ops._adapter import check_dtypes, check_shapes, no_bias_beside
+from liger_core.ops._composed import Supported, composed_op
 from liger_core.ops._inputs import misuses_of, normal, sample_table, workload
-from liger_core.ops._low_rank import TORCH_PASSES, RankPasses
+from liger_core.ops._low_rank import TORCH_PASSES
 from liger_core.ops._low_rank_layers import Own, low_rank_layers
 
 NAME = "lora_linears"
@@ -211,67 +211,56 @@ LAYOUT = Layout(
 )  # fmt: skip
 
 
-# Without an annotation of what it returns, so that its signature is that of the op.
-def implementation(  # type: ignore[no-untyped-def]
-    passes: RankPasses, make_kernel: Callable[..., Kernel], supported: Callable[..., None] | None = None
-):
-    """lora_linears for a backend that brings the passes over x and the upstream gradients; `supported(x, a)` may
-    decline a call."""
-    loop = low_rank_layers(passes, make_kernel)
+@composed_op(
+    TORCH_PASSES, low_rank_layers, check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    layout=LAYOUT, dtypes=DTYPES,
+)  # fmt: skip
+def lora_linears(
+    loop: Callable[..., Any], supported: Supported,
+    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, weight_2: Tensor | None, a_2: Tensor, b_2: Tensor,
+    weight_3: Tensor | None = None, a_3: Tensor | None = None, b_3: Tensor | None = None, scale: float = 1.0, *,
+    bias: Tensor | None = None, bias_2: Tensor | None = None, bias_3: Tensor | None = None,
+    base: Tensor | None = None, base_2: Tensor | None = None, base_3: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Add low-rank adapters to two or three linear layers of one input, as `lora_linear` does for each.
 
-    def lora_linears(
-        x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, weight_2: Tensor | None, a_2: Tensor, b_2: Tensor,
-        weight_3: Tensor | None = None, a_3: Tensor | None = None, b_3: Tensor | None = None, scale: float = 1.0, *,
-        bias: Tensor | None = None, bias_2: Tensor | None = None, bias_3: Tensor | None = None,
-        base: Tensor | None = None, base_2: Tensor | None = None, base_3: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Add low-rank adapters to two or three linear layers of one input, as `lora_linear` does for each.
+        y_i = x weight_iᵀ + bias_i + scale · (x a_iᵀ) b_iᵀ        or        y_i = base_i + scale · (x a_iᵀ) b_iᵀ
 
-            y_i = x weight_iᵀ + bias_i + scale · (x a_iᵀ) b_iᵀ        or        y_i = base_i + scale · (x a_iᵀ) b_iᵀ
+    x        (..., inner)     any floating dtype
+    weight   (outer, inner)   dtype of x (under autocast all are cast to its dtype); gradients are computed only
+             where they are required
+    a        (rank, inner)    dtype of x, or float32, the same for all layers
+    b        (outer, rank)    dtype of a
+    scale    alpha / rank, the same for all layers
+    bias     (outer,)         dtype of x
+    base     (..., outer)     dtype of x, or float32, the same for all layers: what each computes by itself, instead
+             of weights and biases,
+                              for weights that are quantized or sharded
+    weight_2, weight_3 (outer, inner), with the sizes of their layer; the third is optional
+    a_2, a_3           (rank, inner)
+    b_2, b_3           (outer, rank)
+    bias_2, bias_3     (outer,)
+    base_2, base_3     (..., outer)
+    returns            (..., outer) for each layer, dtype of x, or of the bases
 
-        x        (..., inner)     any floating dtype
-        weight   (outer, inner)   dtype of x (under autocast all are cast to its dtype); gradients are computed only
-                 where they are required
-        a        (rank, inner)    dtype of x, or float32, the same for all layers
-        b        (outer, rank)    dtype of a
-        scale    alpha / rank, the same for all layers
-        bias     (outer,)         dtype of x
-        base     (..., outer)     dtype of x, or float32, the same for all layers: what each computes by itself, instead
-                 of weights and biases,
-                                  for weights that are quantized or sharded
-        weight_2, weight_3 (outer, inner), with the sizes of their layer; the third is optional
-        a_2, a_3           (rank, inner)
-        b_2, b_3           (outer, rank)
-        bias_2, bias_3     (outer,)
-        base_2, base_3     (..., outer)
-        returns            (..., outer) for each layer, dtype of x, or of the bases
+    All adapters meet x in one pass over it, and so do their gradients. The gradients that x gets through the layers
+    are added up inside the matmuls, instead of one after another. Kept for the backward pass are x and the rows of
+    every x aᵀ.
 
-        All adapters meet x in one pass over it, and so do their gradients. The gradients that x gets through the layers
-        are added up inside the matmuls, instead of one after another. Kept for the backward pass are x and the rows of
-        every x aᵀ.
-
-        Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
-        Hu et al. 2021, arXiv:2106.09685.
-        """
-        if supported is not None:
-            supported(x, a)
-        weights, terms = [weight, weight_2, weight_3], Own(bias, base, bias_2, base_2, bias_3, base_3)
-        first, second = [a, a_2, a_3], [b, b_2, b_3]
-        low = autocast_dtype(x.device.type)
-        if low is not None:
-            x, *weights = (None if t is None else t.to(low) for t in (x, *weights))  # type: ignore[assignment]
-            terms = Own._make(t if t is None or index % 2 else t.to(low) for index, t in enumerate(terms))
-        if a.dtype not in (x.dtype, accumulator(x.dtype)):
-            first, second = ([None if t is None else t.to(x.dtype) for t in factors] for factors in (first, second))
-        flat_terms = Own._make(
-            t if t is None or not index % 2 else t.reshape(-1, t.shape[-1]) for index, t in enumerate(terms)
-        )
-        outputs = loop(x.reshape(-1, x.shape[-1]), weights, first, second, float(scale), flat_terms)
-        return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in outputs)
-
-    return lora_linears
-
-
-lora_linears = op(
-    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work, layout=LAYOUT, dtypes=DTYPES
-)(implementation(TORCH_PASSES, reference_kernel))
+    Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
+    Hu et al. 2021, arXiv:2106.09685.
+    """
+    supported(x, a)
+    weights, terms = [weight, weight_2, weight_3], Own(bias, base, bias_2, base_2, bias_3, base_3)
+    first, second = [a, a_2, a_3], [b, b_2, b_3]
+    low = autocast_dtype(x.device.type)
+    if low is not None:
+        x, *weights = (None if t is None else t.to(low) for t in (x, *weights))  # type: ignore[assignment]
+        terms = Own._make(t if t is None or index % 2 else t.to(low) for index, t in enumerate(terms))
+    if a.dtype not in (x.dtype, accumulator(x.dtype)):
+        first, second = ([None if t is None else t.to(x.dtype) for t in factors] for factors in (first, second))
+    flat_terms = Own._make(
+        t if t is None or not index % 2 else t.reshape(-1, t.shape[-1]) for index, t in enumerate(terms)
+    )
+    outputs = loop(x.reshape(-1, x.shape[-1]), weights, first, second, float(scale), flat_terms)
+    return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in outputs)
