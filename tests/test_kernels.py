@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_core.autograd import differentiable
+from liger_core.autograd import differentiable, made_again
 from liger_core.kernels import Kernel
 
 NUMBERS = itertools.count()
@@ -158,3 +158,30 @@ def input_saved(grad_x: Tensor, /, grad_y: Tensor, x: Tensor, needs: list[bool])
 def test_saves_must_name_the_tensors_that_backward_takes(saves: tuple[str, ...]) -> None:
     with pytest.raises(TypeError, match=r"saves must name the tensors that it takes besides gradients \(x\), got"):
         differentiable(kernel(copy), kernel(input_saved), saves)
+
+
+def times(y: Tensor, /, x: Tensor, weight: Tensor) -> None:
+    torch.mul(x, weight, out=y)
+
+
+def times_backward(grad_x: Tensor, /, grad_y: Tensor, weight: Tensor, needs: list[bool]) -> None:
+    torch.mul(grad_y, weight, out=grad_x)
+
+
+def test_a_tensor_that_can_be_made_again_is_not_kept_for_the_backward_pass() -> None:
+    multiply = differentiable(kernel(times), kernel(times_backward), saves=("weight",))
+    made: list[Tensor] = []
+    kept: list[Tensor] = []
+
+    def make() -> Tensor:
+        made.append(torch.tensor([2.0, 3.0]))
+        return made[-1]
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        y = multiply(x, made_again(make))
+    assert (len(made), kept) == (1, [])
+    y.sum().backward()
+    assert len(made) == 2
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 3.0]

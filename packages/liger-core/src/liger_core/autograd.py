@@ -14,8 +14,20 @@ from liger_core.kernels import Kernel, define, library_of
 from liger_core.private_torch import is_exporting, is_legacy_batched
 from liger_core.schema import Field, Schema
 
-# (Forward kernel, number of its public outputs) → its backward kernel, and the custom op that stands for both.
+# An attribute of a tensor: a function that makes it again.
+_AGAIN = "liger_make_again"
+# Forward kernel and number of its public outputs → its backward kernel, and the custom op that stands for both.
 _DERIVATIVES: dict[tuple[Kernel, int], tuple[Kernel, Any]] = {}
+
+
+def made_again(make: Callable[[], Tensor]) -> Tensor:
+    """Return the tensor that `make` returns; backward passes do not keep it but call `make` again.
+
+    For arguments without a gradient, such as frozen weights that are dequantized for each use.
+    """
+    tensor = make()
+    setattr(tensor, _AGAIN, make)
+    return tensor
 
 
 def differentiable(
@@ -102,7 +114,9 @@ def _node(derivative: _Derivative, keep_first: bool) -> Any:
             results = forward(*args)
             values = (*args, *results)
             if ctx.before is None:
-                ctx.save_for_backward(*[values[i] for i in saved])
+                ctx.again = [getattr(values[i], _AGAIN, None) for i in saved]
+                ways = zip(saved, ctx.again, strict=True)
+                ctx.save_for_backward(*[values[i] if again is None else None for i, again in ways])
             ctx.options = [values[i] for i in options]
             ctx.set_materialize_grads(False)
             if constants:
@@ -117,7 +131,11 @@ def _node(derivative: _Derivative, keep_first: bool) -> Any:
                     break
             else:
                 return nothing
-            tensors = (ctx if ctx.before is None else ctx.before).saved_tensors
+            if ctx.before is None:
+                ways = zip(ctx.saved_tensors, ctx.again, strict=True)
+                tensors = tuple(tensor if again is None else again() for tensor, again in ways)
+            else:
+                tensors = ctx.before.saved_tensors
             values = (*[grads[i] for i in upstream], *tensors, *ctx.options)
             results = backward(*[values[i] for i in order], ctx.needs)
             answer: list[Any] = list(nothing)
