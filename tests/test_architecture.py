@@ -71,6 +71,7 @@ PUBLIC = {
         "compat",
         "head_log_prob",
         "inspect",
+        "quantize_experts",
         "trainers",
         "use_in_trl",
     ],

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from liger_hf.auto import AutoLigerModelForCausalLM
     from liger_hf.callback import LigerCallback
     from liger_hf.errors import LogitsError, ModelError
+    from liger_hf.four_bits import quantize_experts
     from liger_hf.inspection import inspect
     from liger_hf.report import Report, Row
     from liger_hf.rule import Candidate, Found, Rule
@@ -37,6 +38,7 @@ __all__ = [
     "compat",
     "head_log_prob",
     "inspect",
+    "quantize_experts",
     "trainers",
     "use_in_trl",
 ]
@@ -56,6 +58,7 @@ HOMES = {
     "apply": "application",
     "head_log_prob": "rules.head.log_prob",
     "inspect": "inspection",
+    "quantize_experts": "four_bits",
     "use_in_trl": "trl",
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from liger_core import Op, OptionError
 from liger_core.errors import nearest
@@ -19,11 +20,13 @@ from liger_core.versions import warn_if_untested
 from liger_hf import causal_mask, partial_gradients, recurrent, tiling
 from liger_hf.discovery import replaceable_ops, rules
 from liger_hf.errors import ModelError
+from liger_hf.four_bits import expert_matrices
 from liger_hf.patch import EARLIER, Patch
 from liger_hf.private_transformers import OFFLOADED, USES_KERNELS
 from liger_hf.rebinding import unwrapped
 from liger_hf.report import LEFT, REPLACED, Report, Row
 from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rules.experts import adapters
 from liger_hf.rules.lora import together
 from liger_hf.verification import Decision, decide
 
@@ -74,6 +77,7 @@ def apply(
         report.notes.append(together.NOTE.format(count=len(shared), s="s" * (len(shared) > 1)))
         report.patches += [patch.install() for patch in shared]
     report.notes.extend(together.unread_forwards(model))
+    report.patches += [patch.install() for patch in adapters.patches(model)]
     if mlp_rows is not None:
         # Around the forwards that were just installed.
         report.patches += [tiling.tiles(mlp, mlp_rows).install() for mlp in mlps]
@@ -127,8 +131,8 @@ def survey(
         if decision.candidate is not None:
             replacing = decision.candidate.op
             op, backend, outcome = replacing.name, _backend(replacing, module, device, home), verdict
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(the model itself)"
-        key = (pattern, type(module).__name__, op, backend, outcome, decision.reason)
+        kind = type_before_parametrizations(module).__name__
+        key = (_pattern(name), kind, op, backend, outcome, decision.reason)
         rows[key] = rows.get(key, 0) + 1
     report.rows = [Row(pattern, count, *rest) for (pattern, *rest), count in rows.items()]
     reasons = [row.reason for row in report.rows if row.op in wanted]
@@ -218,6 +222,12 @@ def _notes(model: nn.Module) -> list[str]:
         notes.append(
             f"accelerate has offloaded {len(untrained)} weights that require a gradient ({untrained[0]}): they get "
             "none, since its hooks drop them after each use; freeze them, or offload with FSDP2 or DeepSpeed ZeRO-3."
+        )
+    wide = sum(getattr(m, name).numel() for m in model.modules() for name in expert_matrices(m))
+    if wide and any(type(module).__name__ == "Linear4bit" for module in model.modules()):
+        notes.append(
+            f"{wide:,} weights of experts are not in 4 bits, since bitsandbytes quantizes linear layers only; "
+            "liger_hf.quantize_experts(model) quantizes them."
         )
     for kind in dict.fromkeys(type(module) for module in model.modules()):
         forward = unwrapped(kind.forward)

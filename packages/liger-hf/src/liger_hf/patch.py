@@ -10,6 +10,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from liger_hf.private_transformers import AUTOCAST_FORWARD, OFFLOADED, OFFLOADED_FORWARD
 from liger_hf.rebinding import checkpointed, same_forward, unwrapped
@@ -119,7 +120,7 @@ def replacement(module: nn.Module, function: Callable[..., Any], original: Calla
     name is `forward` because it then pickles as the forward of its class.
     """
     assert isinstance(function, FunctionType)
-    kind = type(module)
+    kind = type_before_parametrizations(module)
     # One function for all modules of a class, which torch.compile compiles once.
     forwards = function.__dict__.setdefault(OF_CLASSES, {})
     function = forwards[kind] if kind in forwards else forwards.setdefault(kind, _of_class(kind, function))

@@ -339,9 +339,11 @@ def leave_weights_of_tensor_parallelism(accelerator: Any) -> None:
     setattr(accelerator, _PREPARE_TP, lambda self, *prepared: prepared)
 
 
-LORA_FACTORS = TRANSFORMERS.word(
-    "peft.tuners.lora.layer:_LoraFactorsProxy",
-    "Finds the adapters of experts.",
+# -- PEFT and TRL
+
+ACTIVATE = TRANSFORMERS.word(
+    "peft.tuners.lora.layer:_activate_lora",
+    "Hands the adapters of experts to the op.",
     "They are merged into the weights in each call, as by PEFT.",
 )
 _DISABLED = TRANSFORMERS.word(

@@ -16,19 +16,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from liger_core import experts
 from liger_core.op import autocast_dtype
+from liger_hf.four_bits import DECLARED, matrices_of, quantized
 from liger_hf.passing import PASSED, hooked, may_pass, passed_over
 from liger_hf.patch import Patch, forward_of, replacement
-from liger_hf.private_transformers import GATE, LORA_FACTORS, experts_implementation, run_experts_in_a_loop
+from liger_hf.private_transformers import GATE, experts_implementation, run_experts_in_a_loop
 from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rules.experts.adapters import FACTORS, TAKES_FACTORS, added
 from liger_hf.rules.experts.unlike import unlike
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
 
 NOTHING = "no module holds experts"
-# The attributes by which the interface describes the weights.
-DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 # Other implementations were chosen by the user, or by generate() for the few tokens of a step.
 REPLACED = (None, "eager", "grouped_mm")
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu_squared")
@@ -90,7 +91,7 @@ def look(module: nn.Module) -> Found | None:
     first = getattr(module, weights.gate_up)
     return Found(
         "experts",
-        kind=(type(module), configuration(module), weights, first.dtype, str(first.device)),
+        kind=(type_before_parametrizations(module), configuration(module), weights, first.dtype, str(first.device)),
         original=original,
         candidates=lambda: _candidates(module, original, weights),
         cases=lambda device, dtypes: _cases(module, weights, device, dtypes),
@@ -137,42 +138,42 @@ def _forward(original: Callable[..., Any], weights: WeightLayout, unit: GateFunc
     names = tuple(inspect.signature(original).parameters)[1:]
 
     def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
-        (gate_up, down, *biases), factors = _stored(self, weights)
-        if not may_pass(self) or experts_implementation(self) not in REPLACED or hasattr(gate_up, "device_mesh"):
-            return original(self, *args, **named)
+        if not may_pass(self) or experts_implementation(self) not in REPLACED or _is_sharded(self, weights):
+            with added(self):
+                return original(self, *args, **named)
         tokens, index, weight = (*args, *(named[name] for name in names[len(args) :]))
-        if weights.transposed:
-            gate_up, down = gate_up.mT, down.mT
-        options = {"interleaved": weights.interleaved, **unit.options(self), **factors}
+        gate_up, down = (matrices_of(self, name, weights.transposed) for name in weights.names()[:2])
+        # In float32, where PEFT has prepared a model in 4 bits.
+        biases = [getattr(self, name).to(gate_up.dtype) for name in weights.names()[2:]]
+        options = {"interleaved": weights.interleaved, **unit.options(self), **_factors(self, weights, gate_up.dtype)}
+        compute = _uncompiled if quantized(self, weights.gate_up) or quantized(self, "down_proj") else experts
         # As in Transformers, the dtype is that of the weights; under autocast, the op would use autocast's.
         kind = tokens.device.type
         with nullcontext() if autocast_dtype(kind) is None else torch.autocast(kind, enabled=False):
-            return experts(tokens.to(gate_up.dtype), gate_up, down, index, weight, *biases, **options).to(tokens.dtype)
+            return compute(tokens.to(gate_up.dtype), gate_up, down, index, weight, *biases, **options).to(tokens.dtype)
 
+    forward.__dict__[TAKES_FACTORS] = True
     return forward
 
 
-def _stored(module: Any, weights: WeightLayout) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the parameters, and the low-rank factors that PEFT adds to the matrices in this call, as op arguments.
+@torch.compiler.disable
+def _uncompiled(*args: Any, **options: Any) -> Tensor:
+    """Call the op outside compiled graphs, which would keep the dequantized matrices for the backward pass."""
+    return experts(*args, **options)
 
-    During the call, PEFT parametrizes the matrices as W + s · lhs rhs. Reading such a parameter would compute this sum
-    for all experts.
-    """
-    tensors: list[Tensor] = []
+
+def _is_sharded(module: nn.Module, weights: WeightLayout) -> bool:
+    return hasattr(module._parameters.get(weights.gate_up), "device_mesh")
+
+
+def _factors(module: nn.Module, weights: WeightLayout, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the low-rank factors that PEFT adds to the matrices in this call, as arguments of the op."""
     factors: dict[str, Tensor] = {}
-    changed = getattr(module, "parametrizations", None)
-    for name, argument in zip(weights.names(), ("gate_up", "down", "", ""), strict=False):
-        steps = None if changed is None or name not in changed else changed[name]
-        # Biases, and parametrizations other than PEFT's, are read as the module reads them.
-        if not argument or steps is None or [type(step).__name__ for step in steps] != [LORA_FACTORS]:
-            tensors.append(getattr(module, name))
-            continue
-        tensors.append(steps.original)
-        lhs, rhs, scale = steps[0].lhs, steps[0].rhs, steps[0].scaling
-        a, b = (lhs.mT, rhs.mT) if weights.transposed else (rhs, lhs)
-        # In PEFT's order, the same element of all experts is adjacent.
-        factors |= {f"{argument}_a": a.contiguous(), f"{argument}_b": (b * scale).contiguous()}
-    return tensors, factors
+    for name, argument in ((weights.gate_up, "gate_up"), ("down_proj", "down")):
+        if (adapter := module.__dict__.get(FACTORS, {}).get(name)) is not None:
+            a, b = adapter.factors()
+            factors |= {f"{argument}_a": a.to(dtype), f"{argument}_b": b.to(dtype)}
+    return factors
 
 
 def _cases(
@@ -211,6 +212,9 @@ def _run(
 ) -> Run:
     def call(function: Callable[..., Any], drawn: Any, parameters: Any, cast: Any) -> dict[str, Tensor]:
         twin = replica(module, parameters=parameters)
+        if "parametrizations" in twin._modules:
+            twin.__class__ = type_before_parametrizations(module)
+            del twin._modules["parametrizations"]
         if hasattr(twin, "num_experts"):
             twin.num_experts = EXPERTS
         # The grouped matmul of torch does not support float64.

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts in 4 bits: their matrices are bitsandbytes' parametrized parameters, in a loaded model or while one loads.
+
+bitsandbytes and Transformers quantize linear layers only; Transformers 5 stores experts as parameters of three
+dimensions, which stay in 16 bits.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from liger_core.autograd import made_again
+from liger_hf.errors import ModelError
+
+# The attributes by which Transformers' experts interface describes the weights.
+DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+OPTIONS: dict[str, Any] = {"compress_statistics": True, "quant_type": "nf4"}
+
+
+def quantize_experts(model: nn.Module) -> int:
+    """Quantize the matrices of all experts to NF4 with double quantization, in place; return how many weights they are.
+
+    They are frozen from then on. The module computes as before, from matrices that are dequantized in each call; after
+    `apply`, nothing dequantized is kept for the backward pass. The parameters are those of
+    `bitsandbytes.nn.parametrize`, and reading one, such as `module.gate_up_proj`, dequantizes it. Call it before
+    `prepare_model_for_kbit_training`, which would make experts in 16 bits float32.
+
+    Raises ModelError if bitsandbytes is not installed, or experts are on the meta device or sharded.
+    """
+    count = 0
+    for path, module in model.named_modules():
+        for name in expert_matrices(module):
+            weight = getattr(module, name)
+            if weight.is_meta or hasattr(weight, "device_mesh") or hasattr(weight, "ds_id"):
+                where = "on the meta device" if weight.is_meta else "sharded"
+                raise ModelError(
+                    f"liger_hf.quantize_experts: experts must be whole and in memory, got {path}.{name} {where}"
+                )
+            count += weight.numel()
+            _parametrizations().replace_parameter_4bit(module, name, **OPTIONS)
+    return count
+
+
+def expert_matrices(module: nn.Module) -> list[str]:
+    """Return the names of the parameters that hold the matrices of a module of experts in floating point."""
+    if not all(isinstance(vars(module).get(name), bool) for name in DECLARED):
+        return []
+    return [name for name, p in module.named_parameters(recurse=False) if p.dim() == 3 and p.is_floating_point()]
+
+
+def packed(weight: Tensor) -> Any:
+    """Return a parameter of bitsandbytes that holds the weight in 4 bits."""
+    kind = importlib.import_module("bitsandbytes").nn.Params4bit
+    # Moving it to a device is what quantizes it.
+    return kind(weight, requires_grad=False, **OPTIONS).to(weight.device)
+
+
+def hold_in_four_bits(module: nn.Module, name: str, weight: Any) -> None:
+    """Make such a parameter one of the module that dequantizes itself where it is read."""
+    setattr(module, name, nn.Parameter(weight.data, requires_grad=False))
+    state = weight.quant_state.as_dict(packed=True)
+    _parametrizations().replace_parameter_4bit_prequantized(module, name, state, weight.device)
+
+
+def _parametrizations() -> Any:
+    try:
+        return importlib.import_module("bitsandbytes.nn.parametrize")
+    except ImportError as problem:
+        raise ModelError(
+            "liger_hf.quantize_experts: bitsandbytes 0.48 or later must be installed; pip install -U bitsandbytes"
+        ) from problem
+
+
+def quantized(module: Any, name: str) -> Any:
+    """Return the quantization state of a parameter that nothing but 4 bits parametrizes, else None."""
+    if not parametrize.is_parametrized(module, name):
+        return None
+    steps = module.parametrizations[name]
+    return getattr(steps[0], "quant_state", None) if len(steps) == 1 else None
+
+
+def in_four_bits(module: nn.Module) -> list[str]:
+    """Return the names of the parameters of a module that are in 4 bits."""
+    return [name for name in getattr(module, "parametrizations", ()) if quantized(module, name) is not None]
+
+
+def matrices_of(module: Any, name: str, transposed: bool) -> Tensor:
+    """Return a parameter; if it is in 4 bits, dequantized, and no backward pass keeps it but dequantizes it again."""
+    state = quantized(module, name)
+    if state is None:
+        matrices: Tensor = getattr(module, name)
+        return matrices.mT if transposed else matrices
+    return made_again(partial(_dequantized, module.parametrizations[name].original, state, transposed))
+
+
+@torch.no_grad()
+def _dequantized(packed: Tensor, state: Any, transposed: bool) -> Tensor:
+    matrices: Tensor = importlib.import_module("bitsandbytes.functional").dequantize_4bit(packed, state)
+    return matrices.mT if transposed else matrices
+
+
+@contextmanager
+def described(model: nn.Module) -> Iterator[None]:
+    """Within this context, weights of experts in 4 bits look like parameters in 16 bits, which take no memory.
+
+    PEFT then wraps experts in 4 bits as it wraps others, so an adapter of one is an adapter of the other, too.
+    """
+    quantized_modules: list[tuple[nn.Module, Any]] = [
+        (module, module._modules["parametrizations"]) for module in model.modules() if in_four_bits(module)
+    ]
+    kinds = [type(module) for module, _ in quantized_modules]
+    for module, parametrizations in quantized_modules:
+        weights: Any = {}
+        for name, steps in parametrizations.items():
+            state = steps[0].quant_state
+            zero = torch.zeros((), dtype=state.dtype, device=steps.original.device)
+            weights[name] = nn.Parameter(zero.expand(state.shape), requires_grad=False)
+        module.__class__ = parametrize.type_before_parametrizations(module)
+        del module._modules["parametrizations"]
+        # The order of the class, which determines the nesting of PEFT's wrappers.
+        module._parameters = {**weights, **module._parameters}
+    try:
+        yield
+    finally:
+        for (module, parametrizations), kind in zip(quantized_modules, kinds, strict=True):
+            for name in parametrizations:
+                del module._parameters[name]
+            module._modules["parametrizations"] = parametrizations
+            module.__class__ = kind
+
+
+def is_described(weight: Tensor) -> bool:
+    """Whether a weight is in 4 bits and looks like a parameter in 16 bits."""
+    return weight.dim() == 3 and not any(weight.stride())

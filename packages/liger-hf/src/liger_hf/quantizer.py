@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quantizer by which Transformers loads linear layers and experts in 4 bits, parameter by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+from liger_hf.four_bits import expert_matrices, hold_in_four_bits, packed
+
+# An attribute of a quantized parameter: it holds the matrices of experts.
+EXPERTS = "liger_experts"
+
+
+@contextmanager
+def loading_in_four_bits() -> Iterator[None]:
+    """Within this context, models that are loaded with bitsandbytes' 4 bits have their experts in 4 bits, too.
+
+    Each parameter is quantized while it is loaded: no more than one is on the device in 16 bits.
+    """
+    original = AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"]
+    AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = ExpertsQuantizer
+    try:
+        yield
+    finally:
+        AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = original
+
+
+class ExpertsQuantizer(Bnb4BitHfQuantizer):
+    """bitsandbytes' quantizer of Transformers, which also quantizes the matrices of experts."""
+
+    def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> bool:
+        is_matrix = _is_expert_matrix(model, param_name)
+        return is_matrix or super().param_needs_quantization(model, param_name, **options)
+
+    def get_quantize_ops(self) -> Any:
+        return _Quantize(self)
+
+    def postprocess_model(self, model: Any, **options: Any) -> Any:
+        for module in model.modules():
+            for name in [name for name, p in module.named_parameters(recurse=False) if getattr(p, EXPERTS, False)]:
+                hold_in_four_bits(module, name, getattr(module, name))
+        return super().postprocess_model(model, **options)
+
+
+class _Quantize(Bnb4bitQuantize):
+    """Quantizes one parameter of a layer when its values have been read."""
+
+    def convert(self, input_dict: dict[str, Any], model: Any = None, **options: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        experts = {name: value for name, value in input_dict.items() if _is_expert_matrix(model, name)}
+        rest = {name: value for name, value in input_dict.items() if name not in experts}
+        result: dict[str, Tensor] = super().convert(rest, model=model, **options) if rest else {}
+        for name, value in experts.items():
+            result[name] = packed(value[0] if isinstance(value, list) else value)
+            setattr(result[name], EXPERTS, True)
+        return result
+
+
+def _is_expert_matrix(model: Any, path: str) -> bool:
+    module, _, name = path.rpartition(".")
+    return name in expert_matrices(model.get_submodule(module))
