@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from liger_core.errors import OptionError
+from liger_hf.four_bits import in_four_bits
 from liger_train import techniques
 from liger_train.configs import config_of
 from liger_train.model import build
@@ -55,19 +57,19 @@ def test_a_run_with_such_adapters_learns(small: Setup, liger: str) -> None:
 
 EXPERTS = {
     "gpt_oss": (
-        "8 linear layers (q_proj, k_proj, v_proj, o_proj)",
-        "89 % of the layers' weights have none: gate_up_proj, down_proj,",
+        "8 linear layers (q_proj, k_proj, v_proj, o_proj) and 4 weights (down_proj, gate_up_proj)",
+        "3 % of the layers' weights have none: gate_up_proj_bias, router, down_proj_bias.",
     ),
     "qwen3_moe": (
-        "8 linear layers (q_proj, k_proj, v_proj, o_proj) and 6 weights (down_proj, gate_up_proj, gate)",
-        "in float32.",
+        "8 linear layers (q_proj, k_proj, v_proj, o_proj) and 4 weights (down_proj, gate_up_proj)",
+        "2 % of the layers' weights have none: gate.",
     ),
 }
 
 
 @pytest.fixture
 def experts(small: Setup, request: pytest.FixtureRequest, tmp_path: Path) -> Setup:
-    """A model with experts that peft adapts by itself, or does not."""
+    """A model with experts that peft would adapt by itself, or would not."""
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -87,6 +89,28 @@ def experts(small: Setup, request: pytest.FixtureRequest, tmp_path: Path) -> Set
 def test_the_note_counts_adapters_on_the_model(experts: Setup, places: str, left: str) -> None:
     (note,) = (note for note in build(experts, torch.device("cpu")).notes if "adapters of rank" in note)
     assert (f"rank 16 on {places}, in" in note, left in note) == (True, True), note
+
+
+@pytest.mark.parametrize("experts", EXPERTS, indirect=True)
+def test_experts_in_four_bits_are_trained_planned_and_saved_for_peft(experts: Setup, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    setup = replace(experts, adapter="qlora", precision="bf16")
+    built = build(setup, torch.device("cpu"))
+    experts_of = [module for module in built.model.modules() if in_four_bits(module)]
+    linear = [p.quant_state for p in built.model.parameters() if hasattr(p, "quant_state")]
+    matrices = [getattr(module, name) for module in experts_of for name in in_four_bits(module)]
+    packed = sum(math.prod(state.shape) for state in linear) + sum(matrix.numel() for matrix in matrices)
+    assert (len(linear), len(matrices)) == (8, 4)
+    assert f"the frozen weights are in 4 bits ({packed:,}) and float32 (" in built.notes[0]
+    built.model.save_pretrained(tmp_path / "adapter")
+    plain = build(replace(setup, adapter="none"), torch.device("cpu")).model
+    loaded = pytest.importorskip("peft").PeftModel.from_pretrained(plain, tmp_path / "adapter")
+    assert {name for name, _ in loaded.named_parameters() if "lora_" in name} == {
+        name for name, _ in built.model.named_parameters() if "lora_" in name
+    }
+    row, planned = run(setup), predict(setup)
+    assert not row.failed, row.reason
+    assert planned.trainable_parameters == row.trainable_parameters
 
 
 @pytest.mark.parametrize("experts", EXPERTS, indirect=True)

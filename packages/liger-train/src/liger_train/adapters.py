@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Iterable
 from math import prod
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from liger_core.errors import listed
+from liger_hf.four_bits import expert_matrices, is_described
 from liger_train.checkpoint import beside_text
 from liger_train.setup import ALL_LINEAR, Setup
 
@@ -19,17 +21,23 @@ def add_adapters(model: Any, setup: Setup) -> Any:
     """Add adapters by peft: to all linear layers of the language model, or to the layers and experts that the setup
     names."""
     peft = importlib.import_module("peft")
-    if setup.adapter == "qlora":
-        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     linear, experts = adaptable(model)
-    targets, parameters = (targeted(setup, names) for names in (linear, experts))
+    targets: list[str] | str
     beside = sorted(_linear_layers(model) - {*linear})
+    if setup.adapter_targets != ALL_LINEAR:
+        targets, parameters = (targeted(setup, names) for names in (linear, experts))
+    elif experts:
+        # By itself, peft would adapt routers, and experts of few types of models.
+        routers = _routers(model)
+        targets, parameters = (_last_parts(set(names) - routers) for names in (linear, experts))
+        beside = sorted({*beside, *routers & {*linear}})
+    else:
+        targets, parameters = ALL_LINEAR, []
     config = peft.LoraConfig(
         r=setup.adapter_rank,
         lora_alpha=setup.adapter_alpha,
-        target_modules=ALL_LINEAR if setup.adapter_targets == ALL_LINEAR else targets,
-        # With all-linear, peft chooses: experts that Transformers has merged from linear layers.
-        target_parameters=None if setup.adapter_targets == ALL_LINEAR else parameters or None,
+        target_modules=targets,
+        target_parameters=parameters or None,
         exclude_modules=beside or None,
         task_type="CAUSAL_LM",
     )
@@ -105,6 +113,16 @@ def note_of_adapters(model: Any, setup: Setup, frozen: str, trained: str) -> str
     )
 
 
+def frozen_widths(model: Any) -> str:
+    """Return how many frozen weights are in 4 bits, and how many in each dtype, in a few words."""
+    counts: Counter[str] = Counter()
+    for weight in model.parameters():
+        if not weight.requires_grad:
+            is_packed = hasattr(weight, "quant_state") or is_described(weight)
+            counts["4 bits" if is_packed else str(weight.dtype).removeprefix("torch.")] += _size(weight)
+    return " and ".join(f"{width} ({count:,})" for width, count in sorted(counts.items()))
+
+
 def _linear_layers(model: Any) -> set[str]:
     from transformers.pytorch_utils import Conv1D
 
@@ -112,6 +130,20 @@ def _linear_layers(model: Any) -> set[str]:
     return {
         name for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D) and layer is not head
     }
+
+
+def _routers(model: Any) -> set[str]:
+    """Return the names of the linear layers beside experts with one output for each expert."""
+    routers = set()
+    for path, module in model.named_modules():
+        counts = {getattr(child, name).shape[0] for child in module.children() for name in expert_matrices(child)}
+        linear = ((name, child) for name, child in module.named_children() if isinstance(child, nn.Linear))
+        routers |= {f"{path}.{name}" for name, layer in linear if layer.out_features in counts}
+    return routers
+
+
+def _last_parts(names: Iterable[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})
 
 
 def _is_of_a_parameter(layer: Any) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from liger_hf.four_bits import described
 from liger_hf.presets import PRESETS
 from liger_train import checkpoint, checkpointing, merging, tied
-from liger_train.adapters import add_adapters, note_of_adapters
+from liger_train.adapters import add_adapters, frozen_widths, note_of_adapters
 from liger_train.compiling import compile_layers
 from liger_train.configs import auto_class, config_of
 from liger_train.float8 import RECIPES, convert
@@ -147,29 +149,37 @@ def _comes_in_pieces(setup: Setup) -> bool:
 def _quantized(setup: Setup, device: torch.device, notes: list[str]) -> Any:
     from transformers import BitsAndBytesConfig
 
+    from liger_hf.quantizer import loading_in_four_bits
+
     config, low = config_of(setup), LOW.get(setup.precision, torch.float32)
     four_bits = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=low
     )
     options: dict[str, Any] = {"dtype": low, "quantization_config": four_bits, "device_map": {"": device}}
-    if not _is_random(setup):
-        return checkpoint.load(setup, config, notes, **options)
-    with device:
-        random = auto_class(config).from_config(config, dtype=low, trust_remote_code=setup.trust_remote_code)
-    return type(random).from_pretrained(None, config=config_of(setup), state_dict=random.state_dict(), **options)
+    with loading_in_four_bits():
+        if not _is_random(setup):
+            return checkpoint.load(setup, config, notes, **options)
+        with device:
+            random = auto_class(config).from_config(config, dtype=low, trust_remote_code=setup.trust_remote_code)
+        return type(random).from_pretrained(None, config=config_of(setup), state_dict=random.state_dict(), **options)
 
 
 def adapt(model: Any, setup: Setup, notes: list[str]) -> Any:
     """Return the model with the adapters of the setup."""
-    model = add_adapters(model, setup)
-    notes.append(adapter_note(model, setup))
+    if setup.adapter == "qlora":
+        prepare = importlib.import_module("peft").prepare_model_for_kbit_training
+        model = prepare(model, use_gradient_checkpointing=False)
+    with described(model):
+        model = add_adapters(model, setup)
+        notes.append(adapter_note(model, setup))
     return model
 
 
 def adapter_note(model: Any, setup: Setup) -> str:
     """Return a sentence that says which layers of the model have adapters, and in which dtypes."""
-    frozen = "4 bits" if setup.adapter == "qlora" else str(weights_dtype(setup)).removeprefix("torch.")
-    return note_of_adapters(model, setup, frozen, frozen if setup.shard in ZERO else "float32")
+    low = str(weights_dtype(setup)).removeprefix("torch.")
+    frozen = frozen_widths(model) if setup.adapter == "qlora" else low
+    return note_of_adapters(model, setup, frozen, low if setup.shard in ZERO else "float32")
 
 
 def _patched(model: nn.Module, setup: Setup, notes: list[str]) -> str:

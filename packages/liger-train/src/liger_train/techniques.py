@@ -227,8 +227,10 @@ TABLE: dict[str, Technique] = {
         packages=("peft",),
         problem=combinations.adapted,
     ),
-    "adapter qlora": Technique(
-        "As `lora`, with the frozen linear layers in 4 bits (NF4).",
+    Technique(
+        "adapter",
+        "qlora",
+        "As `lora`, with the frozen linear layers and experts in 4 bits (NF4).",
         "as `lora`, and three quarters of the weights",
         "lower-precision frozen weights, dequantized at each use",
         packages=("peft", "bitsandbytes"),

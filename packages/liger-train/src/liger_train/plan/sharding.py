@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from liger_core.private_torch import storage_id
+from liger_hf.four_bits import expert_matrices
 from liger_train.plan.gathering import Gathering, Layerwise
 from liger_train.plan.ledger import GRADIENTS, Ledger, rounded
 from liger_train.plan.optimizers import OPTIMIZERS, Optimizer, Weight, weights_of
@@ -216,21 +217,19 @@ def optimizer_memory(setup: Setup, kind: Optimizer, weights: Sequence[Weight]) -
     return sum(map(kind.state, parts)), max(map(kind.step, parts), default=0)
 
 
-def held_in_four_bits(model: Any) -> list[nn.Linear]:
-    """The layers that are quantized: frozen linear ones, with an adapter or without, but not the LM head."""
+def held_in_four_bits(model: Any) -> list[Tensor]:
+    """Return the weights that are quantized: those of frozen linear layers, except the LM head, and of experts."""
     head = model.get_output_embeddings()
-    return [
-        layer
-        for layer in model.modules()
-        if isinstance(layer, nn.Linear) and layer is not head and not layer.weight.requires_grad
-    ]
+    linear = (m.weight for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
+    experts = (getattr(module, name) for module in model.modules() for name in expert_matrices(module))
+    return [weight for weight in (*linear, *experts) if not weight.requires_grad]
 
 
 def in_four_bits(model: Any, ledger: Ledger) -> set[int]:
-    """Record frozen linear weights as 4 bits; returns their storages, which are dequantized at each use."""
+    """Record frozen weights as 4 bits; returns their storages, which are dequantized at each use."""
     storages = set()
-    for module in held_in_four_bits(model):
-        size = rounded(module.weight.numel() * module.weight.itemsize)
-        ledger.move(module.weight, size - rounded(int(module.weight.numel() * BITS_OF_NF4 / 8)))
-        storages.add(storage_id(module.weight.untyped_storage()))
+    for weight in held_in_four_bits(model):
+        size = rounded(weight.numel() * weight.itemsize)
+        ledger.move(weight, size - rounded(int(weight.numel() * BITS_OF_NF4 / 8)))
+        storages.add(storage_id(weight.untyped_storage()))
     return storages

@@ -263,12 +263,10 @@ def _prepare_for_four_bits(model: Any) -> None:
 
     This is what peft.prepare_model_for_kbit_training does.
     """
-    quantized = set(held_in_four_bits(model))
-    for module in model.modules():
-        if module not in quantized:
-            for weight in module.parameters(recurse=False):
-                if not weight.requires_grad:
-                    weight.data = weight.data.float()
+    quantized = {id(weight) for weight in held_in_four_bits(model)}
+    for weight in model.parameters():
+        if not weight.requires_grad and id(weight) not in quantized:
+            weight.data = weight.data.float()
 
 
 def _logits_of(model: Any, classes: int) -> Callable[[Tensor], str | None]:
