@@ -14,7 +14,7 @@ PACKAGES = {
     "liger_hf": "Apply Liger to Hugging Face models. `liger_hf.compat` stands in for the package liger-kernel, `liger_hf.trainers` has heads for verl, prime-rl and Megatron-core.",
     "liger_core": "Select backends, explain a call, and describe ops and backends. The ops themselves are under [Ops](../ops/index.md).",
     "liger_core.losses": "Preference, policy and fine-tuning losses on log-probabilities or heads; [Losses](../../losses.md) explains them.",
-    "liger_core.nn": "Modules for models of your own; [a recipe](../../how-to/own-models.md) builds one.",
+    "liger_core.nn": "Modules for your own models; [a recipe](../../how-to/own-models.md) builds one.",
     "liger_core.kernels": "Custom ops and autograd for kernels: what a backend with kernels of its own builds on.",
 }
 
