@@ -73,12 +73,11 @@ TABLE: dict[str, Technique] = {
         "updates below 1/256 of a weight are lost",
         problem=combinations.pure,
     ),
-    **{
-        f"precision {value}": Technique(
-            (
-                f"As `{as_}`, with the matmuls of linear layers in float8 and {scales}; the LM head and the loss stay "
-                "in bfloat16."
-            ),
+    *(
+        Technique(
+            "precision",
+            value,
+            f"As `{as_}`, with the matmuls of linear layers in float8 and {scales}.",
             f"as `{as_}`",
             f"as `{as_}`, {costs}; compiles in the first step; faster",
             packages=("torchao",),
@@ -104,7 +103,7 @@ TABLE: dict[str, Technique] = {
     ),
     "checkpoint auto": Technique(
         (
-            "As `full` in the first steps, or as `offload` where inputs take over an eighth of the memory; then each "
+            "As `full` in the first steps, or as `offload` if inputs take over an eighth of the memory. Then each "
             "layer keeps, recomputes or offloads, by measured memory, bandwidth and time."
         ),
         "as much as the batch needs",
