@@ -467,52 +467,45 @@ def page(results: list[Result]) -> str:
     lines = [
         "# Supported models",
         "",
-        (
-            "Liger finds modules by their structure, so a model needs no entry in a list. The best-known ones, and "
-            "what is replaced in them, wherever a model has it (left: it has it, and it is not replaced; partly: in "
-            "some):"
-        ),
+        "Find out which modules of a model Liger replaces. It finds modules by structure, so any other model works too.",
+        "",
+        "* ✓: replaced wherever the model has it",
+        "* partly: replaced in some layers",
+        "* left: present, but not replaced",
+        "* –: not present",
         "",
         *families(results),
         "",
-        (
-            "Vision-language models are supported in the same way, and so are encoder-decoder models: see "
-            "[below](#models-of-several-parts)."
-        ),
+        "Vision-language and encoder-decoder models are [below](#models-of-several-parts).",
         "For your own model, run `liger inspect path/or/name`, which loads no weights.",
         "",
         "## Model types",
         "",
         (
-            f"Written by `nox -s sweep`: every causal language model type of Transformers {transformers.__version__}, "
-            "as a tiny random model, unpatched and"
+            f"`nox -s sweep` compares every causal language model type of Transformers {transformers.__version__}, as a "
+            "tiny random model, with and without Liger."
         ),
-        (
-            "patched: loss, logits and the gradient of every parameter, in training and in evaluation. In float64 both "
-            "must agree to 1e-9; in"
-        ),
-        (
-            f"float32 the patched model must be as accurate as the unpatched one, with one of {DRAWS} draws of "
-            "weights; after `undo` the two must agree bit for bit."
-        ),
+        "It compares loss, logits and the gradient of every parameter, in training and in evaluation.",
+        "",
+        "* In float64, both must agree to 1e-9.",
+        f"* In float32, the patched model must be as accurate as the original, with one of {DRAWS} draws of weights.",
+        "* After `undo`, both must agree bit for bit.",
         "",
         f"**{summary(parts[0])}.**",
         "",
+        "| cell | meaning |",
+        "| --- | --- |",
+        "| ✓ n | all n modules are replaced |",
+        "| n of m | the others are not, for [the reasons below](#why-modules-were-left) |",
+        "| – | no module has the structure that is [replaced](../packages/liger-hf/README.md#what-is-replaced) |",
+        "",
         (
-            "✓ n: all n modules are replaced. n of m: the others are not, for [the reasons "
-            "below](#why-modules-were-left). –: no module has the"
+            "For norm, MLP (SiLU and GELU gates, squared ReLUs), experts and rope, – means that the model has none. Every "
+            "model adds residuals: – means that no forward passes such a sum directly to a norm."
         ),
         (
-            "structure that is [replaced](../packages/liger-hf/README.md#what-is-replaced). For norm, MLP (SiLU and "
-            "GELU gates, squared ReLUs), experts and rope this"
-        ),
-        (
-            "means that the model has none. Every model adds residuals: a – says that no forward passes such a sum "
-            "straight to a norm, as where layers norm what"
-        ),
-        (
-            "they add (OLMo 2, EXAONE 4), add in a function (BLOOM), have statements between the two (GPT-2), or one "
-            "norm for two sums (Falcon)."
+            "Some layers norm the terms of a sum (OLMo 2, EXAONE 4), or add in a function (BLOOM). GPT-2 has statements "
+            "between sum and norm, and Falcon has one norm for two sums."
         ),
         "",
         *heading,
