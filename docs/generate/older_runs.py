@@ -28,7 +28,8 @@ COMMAND = "python docs/generate/older_runs.py"
 LORA: dict[str, Any] = {"model": "llama-3-8b", "adapter": "lora"}
 GIB = 1 << 30
 ABOUT = """
-Random weights and tokens, every layer recomputed, **no optimizer**: forward and backward alone. The commands at the end measure the same runs with AdamW.
+Random weights and tokens, bfloat16 weights, every layer recomputed, forward and backward **without an optimizer**. The commands at the end measure the
+same runs with AdamW.
 """.strip()
 
 

@@ -41,8 +41,7 @@ def where(rows: Sequence[Record]) -> list[str]:
     dates = sorted({row["date"][:10] for row in rows})
     commits = distinct(rows, "commit")
     return [
-        "Measured on "
-        f"{' and '.join(_machine(m, d) for m, d in dict.fromkeys((r['machine'], r['device']) for r in rows))}.",
+        f"Measured on {' and '.join(_machines(rows))}.",
         f"* {'date' if len(dates) == 1 else 'dates'}: {', '.join(dates)}",
         f"* {'commit' if len(commits) == 1 else 'commits'}: {', '.join(commits)}",
     ]
@@ -52,6 +51,10 @@ def escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _machine(machine: str, device: str) -> str:
-    first, _, host = machine.partition("; ")
-    return f"one {first} ({host})" if device == "cuda" else f"a CPU ({machine})"
+def _machines(rows: Sequence[Record]) -> list[str]:
+    """Return each card with the hosts that had it, and the CPUs."""
+    hosts: dict[str, list[str]] = {}
+    for machine, device in dict.fromkeys((row["machine"], row["device"]) for row in rows):
+        name, _, host = (f"one {machine}" if device == "cuda" else f"a CPU; {machine}").partition("; ")
+        hosts.setdefault(name, []).append(host)
+    return [f"{name} ({' or '.join(each)})" for name, each in hosts.items()]

@@ -13,18 +13,23 @@ MIB = 1 << 20
 PASSES = ("forward", "full", "evaluation")
 OURS = ("triton",)
 ABOUT = """
-`triton` is Liger's backend, and `eager` what Transformers computes. `roofline` is the fraction of the roofline that is
-reached: the least time that the work can take on this machine, divided by the median time. The roofline is measured in
-the same run: copy bandwidth and the rate of a large matmul; for ops that cannot avoid matmuls, the time of exactly
-these matmuls. `full` is forward and backward, `forward` a forward pass whose inputs require gradients, `evaluation` one
-without gradients. The first line of a shape is a plain copy of as many bytes as the op must move: a short copy does not
-reach the bandwidth of a long one, so a kernel that moves as few bytes cannot either. Times are medians with the L2
-cache flushed, with the 20th and 80th percentiles in brackets; the implementations are interleaved. `graph` is the
-fraction of the roofline when the call is replayed as a CUDA graph, and `enqueue` the time that the host takes to
-enqueue it. `extra` is the peak memory beyond the inputs, `beyond gradients` the same without the returned gradients.
-`error` is the largest relative error (Frobenius norm) of outputs and of gradients against float64; `÷ eager` is the
-largest ratio of a gradient's error to that of eager PyTorch in the same dtype. A `–` was not measured, or has no
-meaning there.
+| column | meaning |
+| --- | --- |
+| `triton`, `eager` | Liger's backend; plain PyTorch as in Transformers |
+| `full` | forward and backward |
+| `forward`, `evaluation` | a forward pass with inputs that require gradients; one without gradients |
+| `ms` | the median with the L2 cache flushed, and the 20th and 80th percentiles in brackets |
+| `roofline` | the least time of the work on this machine ÷ the median time |
+| `graph` | the fraction of the roofline when a CUDA graph replays the call |
+| `enqueue` | the host's time to enqueue the call |
+| `extra`, `beyond gradients` | the peak memory beyond the inputs; the same without the returned gradients |
+| `error` | the largest relative error (Frobenius norm) of outputs and of gradients against float64 |
+| `÷ eager` | the largest ratio of a gradient's error to that of eager PyTorch in the same dtype |
+
+The same run measures the roofline: copy bandwidth and the rate of a large matmul. If an op needs matmuls, the roofline
+is the time of exactly these matmuls. The first line of a shape is a plain copy of as many bytes as the op must move. A
+short copy does not reach the bandwidth of a long one, and neither can a kernel that moves as few bytes. Implementations
+are interleaved. A `–` was not measured, or has no meaning there.
 """.strip()
 # Implementation → its name in pictures.
 NAMES = {"triton": "Liger (Triton)", "reference": "Liger (reference)"}
@@ -87,8 +92,8 @@ def _ops_compared(rows: Sequence[Record]) -> str:
         "extra MiB, eager → Liger",
     )
     about = (
-        "Each op at the largest shape that eager PyTorch can run, forward and backward. *Eager* is what Transformers "
-        "computes; *extra* is the peak memory beyond inputs and gradients."
+        "Each op at the largest shape that eager PyTorch can run, forward and backward. *Eager* is plain PyTorch as in "
+        "Transformers. *Extra* is the peak memory beyond inputs and gradients."
     )
     return f"## Ops\n\n{about}\n\n{markdown.table(head, table, right=range(2, len(head)))}"
 
@@ -111,10 +116,10 @@ def _range(values: Sequence[float], form: str) -> str:
 
 
 SHARDED_ABOUT = """
-The vocabulary of the head is divided over the ranks, one GPU each. Forward and backward; the time is that of the
-slowest rank, *efficiency* the time of one rank divided by ranks × time, and *peak* the most memory that a rank holds
-beyond hidden states and weight, gradients included. *Gathered* collects the logits of all ranks on each, as
-`tp_plan="auto"` does; *loss-parallel* is PyTorch's loss parallelism on all logits.
+The ranks share the classes of the head, one GPU each. Times are forward and backward on the slowest rank. *Efficiency*
+is the time of one rank ÷ (ranks × time). *Peak* is the largest memory of a rank beyond hidden states and weight,
+including gradients. *Gathered* collects all logits on every rank, as `tp_plan="auto"` does. *Loss-parallel* is
+PyTorch's loss parallelism on all logits.
 """.strip()
 
 

@@ -24,10 +24,10 @@ from liger_train.setup import Setup
 GIB = 1 << 30
 FIGURES = 6
 ABOUT = """
-Every run has its own process. Throughput is that of the median step after the first two, summed over ranks. Peak memory
-is the most memory that the allocator had allocated at any time of the run; on the CPU, of the second step. The baseline
-is Transformers without Liger at the same size. `≈` marks a speedup within the spread of the steps: the 20th to 80th
-percentiles of the two runs overlap. A cross in a picture marks a run that ran out of memory.
+Every run has its own process. Throughput is the median step after the first two, summed over ranks. Peak memory is the
+allocator's maximum over the whole run; on the CPU, in the second step. The baseline is Transformers without Liger at
+the same size. `≈` marks a speedup within the spread of the steps: the 20th to 80th percentiles of the two runs overlap.
+A cross in a picture marks a run that was out of memory.
 """.strip()
 STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --paper: #ffffff; --line: #d0d0d0; --soft: #f3f3f3; }
