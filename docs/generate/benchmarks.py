@@ -182,16 +182,19 @@ def slower_training(rows: Sequence[Record]) -> Iterator[tuple[str, ...]]:
                     )
 
 
-FIGURES = "Forward and backward, activation checkpointing, no optimizer. The figures are in:"
+FIGURES = """
+Forward and backward with bfloat16 weights and activation checkpointing, without an optimizer; [training results](training-results.md) include it. The
+figures are in:
+""".strip()
 OPS = """
-Forward and backward in {dtype}, at the largest shape of the newest run: the time of the other implementation ÷ Liger's. More than 1 is faster. *Plain
-PyTorch* is what Transformers computes. The fastest other is the fastest other library or compiler of the same run. A `–` was not measured, mostly because
-no other library has the op.
+The time of another implementation ÷ Liger's: more than 1 is faster. The times are forward and backward in {dtype}, at the largest shape of the newest
+run. *Plain PyTorch* is the computation of Transformers. The fastest other is the fastest other library or compiler of the same run. A `–` was not
+measured, mostly because no other library has the op.
 """.strip()
 NOT_FASTER = """
-These are all committed measurements in which Liger is slower by more than {percent}, beyond the spread of the steps or calls, without calls shorter than
-{shortest}. With few tokens per step, eager models are host-bound: [compile](how-to/compile.md) them. With offloaded weights, copies to and from the host
-bound a small step. Workloads named `lean` keep logits in a budget of 300 MiB.
+The table lists all committed measurements in which Liger is slower by more than {percent}, beyond the spread of steps or calls. It omits calls shorter
+than {shortest}. With few tokens per step, eager models are host-bound: [compile](how-to/compile.md) them. With offloaded weights, copies to and from
+the host bound a small step. Workloads named `lean` keep logits in a budget of 300 MiB.
 """.strip()
 
 

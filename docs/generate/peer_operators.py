@@ -203,7 +203,7 @@ def _below(found: Sequence[Pair]) -> list[str]:
     return [
         _list(f"Slower than {PEER}, its time ÷ Liger's:", slow),
         _list(
-            f"Below {COPY} of copy bandwidth: the share; that of a CUDA graph of the call, whose results always lie in the same memory; time of a copy ÷ Liger's:",
+            f"Below {COPY} of copy bandwidth: the share; the share of a CUDA graph, whose results keep their memory; time of a copy ÷ Liger's:",
             [
                 f"{pair.op} {pair.shape}, {name}: {'; '.join(_form(part, digits=3) for part in (value, pair.replayed(name), pair.of_copy(name)))}"
                 for pair, name, value in low
@@ -292,19 +292,23 @@ def _range(values: Sequence[float], unit: str = " ×") -> str:
 
 
 ABOUT = """
-What liger-kernel {version} has as functions of tensors, and what Liger has for it. All figures are in {dtype}, from an {first} unless they are said to be from
-{others}, each from one interleaved run of both; *not measured* means that no committed run has both, and *not compared* that no single op does the same.
-*Forward* and *full* (forward and backward) are liger-kernel's time ÷ Liger's from the lowest to the highest of the shapes: more than 1 is faster.
-Losses have the pass without gradients as *forward*. *Error* is the largest ratio of Liger's error to liger-kernel's, both relative to float64, among
-outputs and among gradients; errors up to {precision:.1e}, the precision of float32, count as equal. *Of copy bandwidth* is the least traffic of a call ÷ its time, as a fraction of the bandwidth of a plain copy, at shapes at which a
-copy of as many bytes reaches {copy} of it; ops that are limited by matmuls have none.
+Each function of tensors in liger-kernel {version}, and Liger's op for it. Both ran interleaved in {dtype}, on an {first} unless {others} is named.
+
+| column | meaning |
+| --- | --- |
+| *forward*, *full* | liger-kernel's time ÷ Liger's, from the lowest to the highest shape: more than 1 is faster. *Full* is forward and backward. The *forward* of losses has no gradients |
+| *error* | the largest ratio of Liger's error to liger-kernel's against float64, of outputs and of gradients. Errors up to {precision:.1e}, the precision of float32, count as equal |
+| *of copy bandwidth* | the least traffic of a call ÷ its time, as a fraction of a plain copy's bandwidth. Only shapes whose copy reaches {copy} of it; none for ops limited by matmuls |
+| *not measured* | no committed run has both |
+| *not compared* | no single op does the same |
 """.strip()
 SHAPES = """
-Each shape in its newest run. Errors are those of outputs / of gradients. In brackets, for shapes so short that a plain copy of as many bytes stays below
-{copy} of copy bandwidth, the time of that copy ÷ Liger's. A `–` was not measured, or has no meaning there. Variants of liger-kernel: `fp32` accumulates
-in float32, as Liger does; `long chunks` has `chunk_mem_const=32`; `soft labels` is `liger_fused_linear_kl_div`.
+The tables have each shape in its newest run. Errors are those of outputs / of gradients. For some shapes, a plain copy of as many bytes stays below {copy} of
+copy bandwidth. They have the copy's time ÷ Liger's in brackets. A `–` was not measured, or has no meaning there.
 
-Below each table is what is beyond the bounds: at least {speed:.1f} × the speed, errors no larger, and for memory-bound ops at least {copy} of copy bandwidth.
+Variants of liger-kernel: `fp32` accumulates in float32, as Liger does; `long chunks` has `chunk_mem_const=32`; `soft labels` is `liger_fused_linear_kl_div`.
+
+Below each table are the shapes beyond the bounds. The bounds are {speed:.1f} × the speed, no larger errors, and for memory-bound ops {copy} of copy bandwidth.
 Times are equal within the spread if each median is between the other's 20th and 80th percentiles.
 """.strip()
 

@@ -63,13 +63,13 @@ ANYWHERE: dict[str, tuple[str, ...]] = {
 }
 INTRODUCTION = """# Private names
 
-Liger uses some names that PyTorch, Transformers and the libraries around it do not document. A release of theirs may drop one. Each is
-therefore looked up once, in `liger_core/private_torch.py` or `liger_hf/private_transformers.py`, with a fallback: without it, the packages still
-import, and a model still trains with the right numbers. `tests/test_private_names.py` removes all of them and checks that, and that no other
-file uses a private name.
+This page lists the names that Liger uses and that PyTorch, Transformers and related libraries do not document. Their releases may drop such a
+name. Liger therefore looks each name up once, in `liger_core/private_torch.py` or `liger_hf/private_transformers.py`, with a fallback. Without the
+name, the packages still import, and a model still trains with correct results. `tests/test_private_names.py` removes all names to check this. It also
+checks that no other file uses a private name.
 
-A name is private if it begins with an underscore, or is in a module whose name does. A word is a name that the source of a module has, such as
-that of an attribute that it sets on other objects.
+* A private name begins with an underscore, or belongs to a module whose name does.
+* A word is a name in the source of a module, such as an attribute that it sets on other objects.
 
 `python docs/generate/private_names.py` writes this page, and records which names the installed versions have.
 """
