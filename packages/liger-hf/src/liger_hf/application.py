@@ -131,8 +131,9 @@ def survey(
         if decision.candidate is not None:
             replacing = decision.candidate.op
             op, backend, outcome = replacing.name, _backend(replacing, module, device, home), verdict
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(the model itself)"
         kind = type_before_parametrizations(module).__name__
-        key = (_pattern(name), kind, op, backend, outcome, decision.reason)
+        key = (pattern, kind, op, backend, outcome, decision.reason)
         rows[key] = rows.get(key, 0) + 1
     report.rows = [Row(pattern, count, *rest) for (pattern, *rest), count in rows.items()]
     reasons = [row.reason for row in report.rows if row.op in wanted]

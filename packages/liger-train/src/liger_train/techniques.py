@@ -73,10 +73,8 @@ TABLE: dict[str, Technique] = {
         "updates below 1/256 of a weight are lost",
         problem=combinations.pure,
     ),
-    *(
-        Technique(
-            "precision",
-            value,
+    **{
+        f"precision {value}": Technique(
             f"As `{as_}`, with the matmuls of linear layers in float8 and {scales}.",
             f"as `{as_}`",
             f"as `{as_}`, {costs}; compiles in the first step; faster",
@@ -226,9 +224,7 @@ TABLE: dict[str, Technique] = {
         packages=("peft",),
         problem=combinations.adapted,
     ),
-    Technique(
-        "adapter",
-        "qlora",
+    "adapter qlora": Technique(
         "As `lora`, with the frozen linear layers and experts in 4 bits (NF4).",
         "as `lora`, and three quarters of the weights",
         "lower-precision frozen weights, dequantized at each use",
