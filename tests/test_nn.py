@@ -41,14 +41,10 @@ def test_a_docstring_describes_every_argument_of_the_constructor(name: str) -> N
 NORMS = {
     "RMSNorm": (liger_core.rms_norm, 1, {"weight_offset": 1.0, "cast": "float32"}),
     "AddRMSNorm": (liger_core.add_rms_norm, 2, {"weight_offset": 1.0, "cast": "float32"}),
-    "GatedRMSNorm": (
-        liger_core.gated_rms_norm,
-        2,
-        {"weight_offset": 1.0, "activation": "sigmoid", "gate_first": True, "group_size": 4},
-    ),
+    "GatedRMSNorm": (liger_core.gated_rms_norm, 2, {"weight_offset": 1.0, "activation": "sigmoid", "gate_first": True, "group_size": 4}),
     "LayerNorm": (liger_core.layer_norm, 1, {}),
     "AddLayerNorm": (liger_core.add_layer_norm, 2, {}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NORMS)
@@ -82,6 +78,15 @@ def test_a_norm_takes_the_state_of_the_one_in_torch(name: str, options: dict[str
     assert ours.load_state_dict(theirs.state_dict()) == theirs.load_state_dict(ours.state_dict())
     x = torch.randn(5, 16)
     torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_modules_begin_as_their_papers_say(device: torch.device) -> None:
+    x = torch.randn(5, 3, 24, device=device)
+    begun = {nn.AttentionResidual(24): x.mean(0), nn.DyT(24): torch.tanh(0.5 * x)}
+    begun[nn.PolyNorm()] = sum(liger_core.rms_norm(x**k) for k in (1, 2, 3)) / 3
+    for module, expected in begun.items():
+        torch.testing.assert_close(module.to(device)(x), expected)
+    assert nn.DyT(8, bias=False, alpha=2.0).bias is None
 
 
 def of_transformers(module: str, name: str) -> Any:
@@ -185,17 +190,9 @@ HEAD = (torch.ones(3, 8), torch.ones(9, 8), torch.arange(3))
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (
-            lambda: nn.LinearCrossEntropyLoss(label_smooting=0.1)(*HEAD),
-            TypeError,
-            "linear_cross_entropy: .* 'label_smoothing'",
-        ),
+        (lambda: nn.LinearCrossEntropyLoss(label_smooting=0.1)(*HEAD), TypeError, "linear_cross_entropy: .* 'label_smoothing'"),
         (lambda: nn.GatedMLP(8, 8, limt=7.0)(torch.ones(8)), TypeError, "swiglu: .* Did you mean 'limit'"),
-        (
-            lambda: nn.GatedMLP(8, 8, activation="gelu", limit=7.0)(torch.ones(8)),
-            TypeError,
-            "geglu: arguments must be .* 'limit'",
-        ),
+        (lambda: nn.GatedMLP(8, 8, activation="gelu", limit=7.0)(torch.ones(8)), TypeError, "geglu: arguments must be .* 'limit'"),
         (lambda: nn.RMSNorm(8, eps=-1.0)(torch.ones(8)), OptionError, "rms_norm: eps must be a finite number > 0"),
         (lambda: nn.GatedMLP(8, 8, activation="relu"), OptionError, "GatedMLP: activation must be .* got 'relu'"),
         (lambda: nn.LayerNorm((4, 8)), OptionError, r"LayerNorm: width must be an integer, got \(4, 8\)"),
@@ -203,13 +200,10 @@ HEAD = (torch.ones(3, 8), torch.ones(9, 8), torch.arange(3))
         (lambda: nn.RotaryEmbedding(7), OptionError, "RotaryEmbedding: rotary must be even and > 0, got 7"),
         (lambda: nn.Embedding(5, 8, sparse=True)(torch.tensor(1)), OptionError, "sparse=True; use torch.nn.Embedding"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_option_is_an_error_that_names_it(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
-
-
-# -- modules in a model
 
 
 class Model(torch.nn.Module):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_core import LossMetrics, cross_entropy, explain
+from liger_core import cross_entropy, explain
 from liger_core.plugins import registry
 from ops.agreement import disagreements, leaf
 from ops.allocations import allocations
@@ -82,7 +82,6 @@ def test_the_loss_of_equal_logits_is_the_logarithm_of_their_number(level: float,
     loss = cross_entropy(logits, torch.arange(3, device=device), reduction="none")
     loss.sum().backward()
     torch.testing.assert_close(loss, torch.full_like(loss, 50).log())
-    assert logits.grad is not None
     torch.testing.assert_close(logits.grad, 1 / 50 - torch.eye(3, 50, device=device))
 
 
@@ -105,26 +104,6 @@ def test_logits_may_be_the_lowest_numbers_there_are(device: torch.device) -> Non
     torch.testing.assert_close(loss, torch.tensor([0.0, 40.0], device=device).clamp(min=1).log())
 
 
-@REDUCTIONS
-def test_metrics_are_their_definitions(reduction: Literal["mean", "sum", "none"], device: torch.device) -> None:
-    logits, target = torch.randn(8, 30, device=device) * 2, some_targets(30, 8, device=device)
-    target[3] = logits[3].argmax()
-    counted = target != -100
-    loss, metrics = cross_entropy(logits, target, z_loss=0.01, reduction=reduction, return_metrics=True)
-    penalty = torch.where(counted, 0.01 * logits.logsumexp(-1).square(), 0.0)
-    entropy = torch.where(counted, torch.distributions.Categorical(logits=logits).entropy(), 0.0)
-    hit = (counted & (logits.argmax(-1) == target)).float()
-    expected = {
-        "mean": (penalty.sum() / counted.sum(), hit.sum() / counted.sum(), entropy.sum() / counted.sum()),
-        "sum": (penalty.sum(), hit.sum() / counted.sum(), entropy.sum() / counted.sum()),
-        "none": (penalty, hit, entropy),
-    }[reduction]
-    assert isinstance(metrics, LossMetrics)
-    torch.testing.assert_close((metrics.z_loss, metrics.accuracy, metrics.entropy), expected)
-    assert metrics.prediction.tolist() == torch.where(counted, logits.argmax(-1), -1).tolist()
-    torch.testing.assert_close(loss, cross_entropy(logits, target, z_loss=0.01, reduction=reduction))
-
-
 def test_the_first_of_equal_logits_is_predicted(device: torch.device) -> None:
     logits = torch.zeros(2, 300, device=device)
     logits[1, [7, 260]] = 1.0
@@ -137,7 +116,6 @@ def test_all_ignored_is_zero_with_zero_gradients(device: torch.device) -> None:
     loss = cross_entropy(logits, torch.full((4,), -100, device=device))
     loss.backward()
     assert loss.item() == 0.0
-    assert logits.grad is not None
     assert not logits.grad.any()
 
 
@@ -151,7 +129,6 @@ def test_an_ignored_row_is_not_looked_at(poison: float, device: torch.device) ->
     loss = cross_entropy(logits, torch.tensor([4, -100, 2], device=device))
     loss.backward()
     assert torch.isfinite(loss)
-    assert logits.grad is not None
     assert torch.isfinite(logits.grad).all()
     assert not logits.grad[1].any()
 
@@ -161,7 +138,6 @@ def test_large_logits_do_not_overflow(device: torch.device) -> None:
     loss = cross_entropy(logits, torch.tensor([1], device=device))
     loss.backward()
     assert loss.item() == 120000.0
-    assert logits.grad is not None
     assert logits.grad.tolist() == [[1.0, -1.0, 0.0]]
 
 

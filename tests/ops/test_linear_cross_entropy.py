@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_core import LossMetrics, cross_entropy, explain, linear_cross_entropy
+from liger_core import explain, linear_cross_entropy
 from liger_core.plugins import registry
 from ops.agreement import disagreements, leaf
 from ops.test_cross_entropy import REDUCTIONS, some_targets
@@ -72,23 +72,6 @@ def test_token_weights_of_lower_precision_are_multiplied_in_that_of_the_loss(
         return op(hidden, weight, target, token_weight=token_weight, normalizer=normalizer)
 
     assert disagreements(call, formula, **head(device, dtype=dtype)) == []
-
-
-@CHUNKS
-@REDUCTIONS
-def test_metrics_are_those_of_the_logits(
-    chunk: Any, reduction: Literal["mean", "sum", "none"], device: torch.device
-) -> None:
-    given, target = head(device), some_targets(30, 9, device=device)
-    with torch.no_grad():
-        target[3] = (given["hidden"][3] @ given["weight"].t()).argmax()
-        loss, metrics = linear_cross_entropy(
-            **given, target=target, z_loss=0.01, reduction=reduction, chunk=chunk, return_metrics=True
-        )
-        logits = given["hidden"] @ given["weight"].t()
-        expected = cross_entropy.reference(logits, target, z_loss=0.01, reduction=reduction, return_metrics=True)
-    assert isinstance(metrics, LossMetrics)
-    torch.testing.assert_close((loss, metrics), expected)
 
 
 def test_an_ignored_row_is_not_looked_at(device: torch.device) -> None:
@@ -240,30 +223,3 @@ def test_main_grad_is_refused_where_the_call_is_traced(device: torch.device) -> 
 
     with pytest.raises(Exception, match="main_grad must be given in an eager call, got one that is traced"):
         torch.compile(call, fullgraph=True, backend="eager")()
-
-
-@CHUNKS
-def test_stacked_depths_are_the_weighted_sum_of_their_means(
-    chunk: int | Literal["report"] | None, device: torch.device
-) -> None:
-    """Multi-token prediction: several hidden states, targets and factors, and one weight."""
-    depths, factors = 3, (1.0, 0.3, 0.1)
-    given = head(device, rows=depths * 12)
-    hidden, weight = (
-        given["hidden"].reshape(depths, 2, 6, 20).detach().requires_grad_(),
-        given["weight"].requires_grad_(),
-    )
-    target = torch.randint(30, (depths, 2, 6), device=device)
-    for depth in range(depths):
-        target[depth, :, 6 - depth :] = -100
-    counted = (target != -100).sum((1, 2))
-    token_weight = (torch.tensor(factors, device=device) / counted)[:, None, None].expand(target.shape)
-    together = linear_cross_entropy(hidden, weight, target, token_weight=token_weight, reduction="sum", chunk=chunk)
-    alone = sum(
-        f * F.cross_entropy((hidden[k] @ weight.t()).flatten(0, 1), target[k].flatten()) for k, f in enumerate(factors)
-    )
-    torch.testing.assert_close(together, alone)
-    for got, expected in zip(
-        torch.autograd.grad(together, (hidden, weight)), torch.autograd.grad(alone, (hidden, weight)), strict=True
-    ):  # fmt: skip
-        torch.testing.assert_close(got, expected)

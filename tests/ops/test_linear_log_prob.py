@@ -248,21 +248,6 @@ def test_the_prediction_is_the_first_largest_logit(options: dict[str, int], devi
 
 
 @HELD
-def test_each_token_may_have_its_own_temperature(options: dict[str, int], device: torch.device) -> None:
-    target, temperature = some_targets(30, 9, device=device), torch.linspace(0.3, 3.0, 9, device=device)
-
-    def formula(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return plain(4.0 * torch.tanh(hidden @ weight.t() / 4.0) / temperature[:, None], target)
-
-    def call(hidden: Tensor, weight: Tensor) -> Any:
-        return linear_log_prob(
-            hidden, weight, target, softcap=4.0, temperature=temperature, return_entropy=True, **options
-        )
-
-    assert disagreements(call, formula, **head(device)) == []
-
-
-@HELD
 def test_truncated_sampling_is_replayed_over_the_allowed_classes(options: dict[str, int], device: torch.device) -> None:
     target = some_targets(30, 9, device=device)
     allowed = torch.stack([torch.randperm(30, device=device)[:5] for _ in range(9)])
@@ -364,11 +349,6 @@ def test_recomputed_logits_come_from_matmuls_of_the_same_sizes(options: dict[str
 def test_chunks_never_hold_all_the_logits(measured_device: torch.device) -> None:
     pair = tensors(measured_device)
     assert allocations(lambda: step(*pair, chunk=32), measured_device).largest < LOGITS_BYTES // 4
-
-
-def test_one_chunk_holds_them_as_the_measurement_must_notice(measured_device: torch.device) -> None:
-    pair = tensors(measured_device)
-    assert allocations(lambda: step(*pair, chunk=ROWS), measured_device).largest >= LOGITS_BYTES
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["recomputed", "kept"])

@@ -58,19 +58,6 @@ def test_it_is_a_layer_of_peft(dtype: torch.dtype, adapter: torch.dtype | None, 
     assert disagreements(lora_linear, peft, **call(device, dtype, adapter or dtype)) == []
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
-)
-def test_with_factors_of_columns_it_is_a_dora_layer_of_peft(
-    dtype: torch.dtype, bias: bool, device: torch.device
-) -> None:
-    given = call(device, dtype, torch.float32) | {"column_scale": leaf(OUTER, device=device, dtype=torch.float32)}
-    if bias:
-        given["bias"] = leaf(OUTER, device=device, dtype=dtype)
-    assert disagreements(lora_linear, peft, **given) == []
-
-
 @pytest.mark.parametrize("columns", [False, True], ids=["lora", "dora"])
 def test_gradients_of_a_float32_adapter_are_as_close_to_float64_as_those_of_peft(
     columns: bool, device: torch.device
@@ -184,7 +171,6 @@ def test_a_bias_that_is_trained_alone_gets_its_gradient(device: torch.device) ->
     }
     bias = torch.zeros(OUTER, device=device, requires_grad=True)
     lora_linear(**given, bias=bias).sum().backward()
-    assert bias.grad is not None
     assert bias.grad.tolist() == [ROWS] * OUTER
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from liger_core import lora_linear, lora_linears
 from liger_core.accuracy import error
-from ops.agreement import disagreements, leaf, products
+from ops.agreement import leaf, products
 
 ROWS, INNER = 200, 64
 # Outputs and rank of each layer.
@@ -45,17 +44,6 @@ def written_out(x: Tensor, scale: float, **given: Any) -> tuple[Tensor, ...]:
             y = torch.nn.functional.linear(x, weight)
             results.append((y + x.to(a.dtype) @ a.t() @ b.t() * scale).to(y.dtype))
     return tuple(results)
-
-
-@pytest.mark.parametrize("layers", [2, 3], ids=["two", "three"])
-@pytest.mark.parametrize("adapter", [torch.float32, None], ids=["float32_adapters", "adapters_as_x"])
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
-)
-def test_they_are_layers_of_peft(
-    dtype: torch.dtype, adapter: torch.dtype | None, layers: int, device: torch.device
-) -> None:
-    assert disagreements(lora_linears, written_out, **call(device, dtype, adapter or dtype, layers)) == []
 
 
 def test_gradients_of_float32_adapters_are_as_close_to_float64_as_those_of_one_layer_at_a_time(

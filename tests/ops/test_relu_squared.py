@@ -7,13 +7,7 @@ import torch
 from torch import Tensor
 
 from liger_core import explain, relu_squared
-from ops.agreement import disagreements, leaf
-
-
-def test_relu_squared_is_the_activation_of_transformers(device: torch.device) -> None:
-    from transformers.activations import ACT2FN
-
-    assert disagreements(relu_squared, lambda x: ACT2FN["relu2"](x), x=leaf(5, 77, device=device)) == []
+from ops.agreement import leaf
 
 
 def test_a_nan_stays_one_and_infinities_are_those_of_relu(device: torch.device) -> None:
@@ -26,7 +20,6 @@ def test_a_nan_stays_one_and_infinities_are_those_of_relu(device: torch.device) 
 def test_no_gradient_reaches_what_is_not_positive_even_from_an_infinite_one(device: torch.device) -> None:
     x = torch.tensor([-1.0, 0.0, 2.0], device=device, requires_grad=True)
     relu_squared(x).backward(torch.tensor([float("inf"), float("inf"), 3.0], device=device))
-    assert x.grad is not None
     assert x.grad.tolist() == [0.0, 0.0, 12.0]
 
 
@@ -48,7 +41,6 @@ def test_nothing_but_the_input_is_kept(device: torch.device) -> None:
 def test_the_gradient_does_not_overflow_before_the_upstream_gradient_is_met(device: torch.device) -> None:
     x = torch.tensor([60000.0], dtype=torch.float16, device=device, requires_grad=True)
     relu_squared(x).backward(torch.tensor([0.25], dtype=torch.float16, device=device))
-    assert x.grad is not None
     assert x.grad.tolist() == [30000.0]
 
 
@@ -57,6 +49,4 @@ def test_a_small_up_brings_a_square_back_that_is_too_large_for_the_dtype(device:
     y = relu_squared(x, up)
     assert y.tolist() == [(90000 * up.double()).half().item()] == [90.0625]
     y.backward(torch.tensor([0.25], dtype=torch.float16, device=device))
-    assert x.grad is not None
-    assert up.grad is not None
     assert (x.grad.tolist(), up.grad.tolist()) == ([(150 * up.double()).half().item()], [22496.0])

@@ -115,47 +115,6 @@ def test_low_precision_angles_are_not_needed(device: torch.device) -> None:
     assert (wide[0] - exact[0]).norm() < (low[0] - exact[0]).norm()
 
 
-def test_complex_angles_are_interleaved_tables(device: torch.device) -> None:
-    """Llama 4 and DeepSeek V2: neighboring columns are a complex number."""
-    q, k, angle = (torch.randn(*shape, device=device) for shape in ((2, 4, 5, 16), (2, 2, 5, 16), (5, 8)))
-    cis = torch.polar(torch.ones_like(angle), angle)
-    expected = [torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * cis).flatten(-2) for x in (q, k)]
-    for got, wanted in zip(
-        rope(q, k, *(t.repeat_interleave(2, -1) for t in (cis.real, cis.imag)), interleaved=True), expected, strict=True
-    ):
-        torch.testing.assert_close(got, wanted)
-
-
-def test_sections_of_several_positions_are_columns_of_the_tables(device: torch.device) -> None:
-    """mRoPE of Qwen-VL, and 2-D RoPE of images: each section of columns has the angles of its own position (time,
-    height, width)."""
-    sections, frequency = (2, 3, 3), 10.0 ** -torch.arange(8, device=device)
-    position = torch.randint(50, (3, 2, 5), device=device)
-    q, k = torch.randn(2, 4, 5, 16, device=device), torch.randn(2, 2, 5, 16, device=device)
-    angle = torch.cat([(position[i][..., None] * f) for i, f in enumerate(frequency.split(sections))], dim=-1)
-    tables = [torch.cat((t, t), dim=-1) for t in (angle.cos(), angle.sin())]
-    of_pair = torch.arange(3, device=device).repeat_interleave(torch.tensor(sections, device=device))
-    for got, x in zip(rope(q, k, *tables), (q, k), strict=True):
-        for pair, section in enumerate(of_pair.tolist()):
-            cos, sin = (f(position[section] * frequency[pair])[:, None] for f in (torch.cos, torch.sin))
-            first, second = x[..., pair], x[..., pair + 8]
-            torch.testing.assert_close(got[..., pair], first * cos - second * sin)
-            torch.testing.assert_close(got[..., pair + 8], second * cos + first * sin)
-
-
-def test_packed_tokens_are_one_sequence_whose_positions_begin_again(device: torch.device) -> None:
-    """(tokens, heads, width), as attention on packed sequences takes them."""
-    lengths, (cos, sin) = (3, 4), (torch.randn(4, 16, device=device), torch.randn(4, 16, device=device))
-    q, k = torch.randn(7, 4, 16, device=device), torch.randn(7, 2, 16, device=device)
-    position = torch.cat([torch.arange(n, device=device) for n in lengths])
-    packed = rope(*(x.transpose(0, 1)[None] for x in (q, k)), cos[position], sin[position])
-    for got, x in zip(packed, (q, k), strict=True):
-        alone = [
-            rope(*2 * (part.transpose(0, 1)[None],), cos[: len(part)], sin[: len(part)])[0] for part in x.split(lengths)
-        ]
-        torch.testing.assert_close(got, torch.cat(alone, dim=2))
-
-
 @pytest.mark.parametrize("total", [torch.positive, torch.square], ids=["sum", "squares"])
 def test_a_second_derivative_in_place_is_right_or_refused(
     total: Callable[[Tensor], Tensor], device: torch.device

@@ -78,17 +78,11 @@ def test_rows_of_weight_past_the_classes_are_padding() -> None:
     ("message", "options"),
     [
         ("linear_cross_entropy: reduction='mean' needs a normalizer where rows are distributed", {}),
-        (
-            "linear_cross_entropy: weight must be replicated, or sharded over its classes",
-            {"dimension": 1, "reduction": "sum"},
-        ),
-        (
-            "linear_cross_entropy: target must be a DTensor like hidden, whose rows are distributed",
-            {"plain": True, "reduction": "sum"},
-        ),
+        ("linear_cross_entropy: weight must be replicated, or sharded over its classes", {"dimension": 1, "reduction": "sum"}),
+        ("linear_cross_entropy: target must be a DTensor like hidden, whose rows are distributed", {"plain": True, "reduction": "sum"}),
     ],
     ids=["mean", "width", "plain_target"],
-)
+)  # fmt: skip
 def test_what_would_be_wrong_in_silence_is_refused(message: str, options: dict[str, Any]) -> None:
     on_ranks(4, work.on_gloo, work.refuses, message, options)
 

@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about swiglu that its samples do not say."""
+"""Facts about swiglu and geglu that their samples do not say."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from liger_core import explain, swiglu
+from liger_core import explain, geglu, swiglu
 from liger_core.plugins import PROJECT, registry
-from ops.agreement import disagreements, leaf
+from ops.agreement import leaf
 from ops.allocations import allocations
-
-
-def test_swiglu_is_silu_of_the_gate_times_up(device: torch.device) -> None:
-    def formula(gate: Tensor, up: Tensor) -> Tensor:
-        return F.silu(gate) * up
-
-    assert disagreements(swiglu, formula, gate=leaf(3, 50, device=device), up=leaf(3, 50, device=device)) == []
 
 
 def test_the_gate_comes_first_in_a_packed_tensor(device: torch.device) -> None:
@@ -28,9 +23,10 @@ def test_the_gate_comes_first_in_a_packed_tensor(device: torch.device) -> None:
     assert swiglu(torch.cat((up, up), dim=-1)).gt(0).all()
 
 
-def test_large_gates_pass_or_close(device: torch.device) -> None:
+@pytest.mark.parametrize("op", [swiglu, geglu, partial(geglu, approximate="none")], ids=["swiglu", "tanh", "exact"])
+def test_large_gates_pass_or_close(op: Any, device: torch.device) -> None:
     gate = torch.tensor([100.0, -100.0], device=device)
-    assert swiglu(gate, torch.ones(2, device=device)).tolist() == [100.0, pytest.approx(0.0, abs=1e-30)]
+    assert op(gate, torch.ones(2, device=device)).tolist() == [100.0, pytest.approx(0.0, abs=1e-30)]
 
 
 def gradients(
@@ -86,16 +82,3 @@ def test_a_fused_backward_that_may_overwrite_needs_no_memory(measured_device: to
 def test_a_nan_stays_one_whichever_tensor_holds_it(options: dict[str, float], device: torch.device) -> None:
     gate, up = (torch.tensor(x, device=device) for x in ([float("nan"), 1.0, 1.0], [1.0, float("nan"), 1.0]))
     assert swiglu(gate, up, **options).isnan().tolist() == [True, True, False]
-
-
-def test_the_options_are_those_of_gpt_oss(device: torch.device) -> None:
-    modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
-    config = pytest.importorskip("transformers").GptOssConfig(hidden_size=8, intermediate_size=16, num_local_experts=2)
-    module = modeling.GptOssExperts(config)
-
-    def interleaved(gate: Tensor, up: Tensor) -> Tensor:
-        return module._apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))
-
-    options = {"limit": module.limit, "alpha": module.alpha, "shift": 1.0}
-    given = {name: leaf(5, 77, device=device, scale=6.0) for name in ("gate", "up")}
-    assert disagreements(lambda gate, up: swiglu(gate, up, **options), interleaved, **given) == []
