@@ -8,12 +8,9 @@ Every run is compared in float64 with the unpatched model on one process: the lo
 from __future__ import annotations
 
 import inspect
-import json
-import os
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,12 +46,7 @@ class Setup:
 def shifted(**options: Any) -> dict[str, Any]:
     """Labels that somebody has shifted already."""
     batch = tokens()
-    return {
-        "input_ids": batch["input_ids"],
-        "labels": batch["labels"],
-        "shift_labels": batch["labels"].roll(-1, -1),
-        **options,
-    }
+    return {**batch, "shift_labels": batch["labels"].roll(-1, -1), **options}
 
 
 def ignored(rows: int) -> dict[str, Any]:
@@ -228,21 +220,6 @@ def memory_of_a_step(rank: int) -> None:
                 )
 
 
-def uneven(rank: int) -> None:
-    with ranks(2) as mesh:
-        base = make("llama", torch.float64, vocab_size=301).train()
-        expected = exact(twin(base), (tokens(),))
-        try:
-            model = distributed(base, mesh)
-        except ValueError as refusal:
-            if "must be divisible" not in str(refusal):
-                raise
-            return
-        liger_hf.apply(model)
-        with no_logits():
-            compare("uneven", exact(model, (tokens(),)), expected)
-
-
 def applied_before_the_plan(rank: int) -> None:
     """Right, and it says that the logits are gathered."""
     with ranks(2) as mesh:
@@ -255,19 +232,18 @@ def applied_before_the_plan(rank: int) -> None:
         compare("applied before", got, expected)
 
 
-def accumulated_gradients_undone(rank: int) -> None:
-    """Norms whose gradients the ranks add up get one hook on the module and one on the weight, which `undo` takes away."""
+def undone(rank: int) -> None:
+    """The head is given back to the plan. Norms whose gradients the ranks add up get one hook on the module and one on the weight, which `undo` takes away."""
     with ranks(2) as mesh:
         model = distributed(make("qwen3").train(), mesh)
-        norms = [layer.self_attn.q_norm for layer in model.model.layers] + [
-            layer.self_attn.k_norm for layer in model.model.layers
-        ]
+        norms = [norm for layer in model.model.layers for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm)]
 
         def hooks() -> list[tuple[int, int]]:
             return [(len(norm._forward_pre_hooks), len(norm.weight._backward_hooks or ())) for norm in norms]
 
-        before = hooks()
+        before, head = hooks(), dict(model.lm_head.__dict__)
         report = liger_hf.apply(model)
+        assert model.lm_head.__dict__ != head
         liger_hf.apply(model)
         model(**tokens())
         assert f"Gradients of {len(norms)} norms over the heads of a rank stay right when they are accumulated" in str(
@@ -275,16 +251,7 @@ def accumulated_gradients_undone(rank: int) -> None:
         )
         assert hooks() == [(module + 1, weight + 1) for module, weight in before]
         report.undo()
-        assert hooks() == before
-
-
-def undone(rank: int) -> None:
-    with ranks(2) as mesh:
-        model = distributed(make().train(), mesh)
-        before = dict(model.lm_head.__dict__)
-        with liger_hf.apply(model):
-            assert model.lm_head.__dict__ != before
-        assert model.lm_head.__dict__ == before
+        assert (hooks(), model.lm_head.__dict__) == (before, head)
         assert type(model(**tokens()).logits) is Tensor
 
 
@@ -402,83 +369,3 @@ def shifts_in_a_shard(rank: int) -> None:
         logits = distribute_tensor(torch.randn(2, 12, 300), mesh, [Shard(1)])
         with pytest.raises(liger_hf.LogitsError, match=r"hidden states are sharded: \(Shard\(dim=1\),\)\), got labels"):
             causal_lm_loss(logits, batch["labels"][:, :6], 300)
-
-
-def trainer_run(rank: int, folder: str, out: str, tp: int, patched: bool) -> None:
-    """Writes losses and gradient norms of a short run of the Trainer."""
-    from accelerate import ParallelismConfig
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-    from transformers.distributed import DistributedConfig
-
-    ids = torch.randint(3, 300, (16, 12), generator=torch.Generator().manual_seed(5))
-    data = [{"input_ids": row, "labels": torch.where(torch.arange(12) < i % 9, -100, row)} for i, row in enumerate(ids)]
-    if tp == 1:
-        for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-            os.environ.pop(name)
-    with ranks(2) if tp > 1 else use("reference"), pytest.MonkeyPatch.context() as patch:
-        # accelerate refuses to shard on CPUs, though nothing of it needs a GPU.
-        patch.setattr(ParallelismConfig, "_validate_accelerator", lambda self, accelerator: None)
-        options = {"distributed_config": DistributedConfig(tp_size=tp)} if tp > 1 else {}
-        model = AutoModelForCausalLM.from_pretrained(folder, **options)
-        if patched:
-            assert liger_hf.apply(model).replaced["linear_cross_entropy"] == 1
-        arguments = TrainingArguments(
-            output_dir=out, use_cpu=True, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4,
-            logging_steps=1,
-            report_to=[], learning_rate=1e-2, save_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
-        with no_logits() if patched else nullcontext():
-            trainer = Trainer(model=model, args=arguments, train_dataset=data)
-            trainer.train()
-        steps = [[entry["loss"], entry["grad_norm"]] for entry in trainer.state.log_history if "loss" in entry]
-        Path(out, f"{tp}_{rank}.json").write_text(json.dumps(steps))
-
-
-def context_parallel(rank: int) -> None:
-    """Half of each sequence, with attention over all keys; the last rank may have no label that counts."""
-    from torch.distributed.nn.functional import all_reduce
-    from transformers import AttentionInterface
-
-    def everywhere(local: Tensor) -> Tensor:
-        length = local.shape[2]
-        return all_reduce(nn.functional.pad(local, (0, 0, rank * length, (1 - rank) * length)))
-
-    def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float,
-        **options: Any,
-    ) -> tuple[Tensor, None]:
-        length = query.shape[2]
-        keys = torch.arange(2 * length)
-        seen = keys <= (rank * length + torch.arange(length))[:, None]
-        whole = (everywhere(key), everywhere(value))
-        found = nn.functional.scaled_dot_product_attention(
-            query, *whole, attn_mask=seen, scale=scaling, enable_gqa=True
-        )
-        return found.transpose(1, 2), None
-
-    AttentionInterface.register("over_all_keys", attention)
-    with ranks(2):
-        for ignored_from in (12, 6):
-            batch = tokens(length=12)
-            batch["labels"][:, ignored_from:] = -100
-            count = int((batch["labels"][:, 1:] != -100).sum())
-            base = make(dtype=torch.float64).train()
-            expected = exact(twin(base), ({**batch, "num_items_in_batch": count},))
-            liger_hf.apply(base)
-            base.set_attn_implementation("over_all_keys")
-            whole = {
-                **batch,
-                "shift_labels": nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:],
-                "position_ids": torch.arange(12).expand(2, 12),
-            }
-            local = {name: value[:, 6 * rank : 6 * rank + 6] for name, value in whole.items()}
-            with no_logits():
-                got = exact(base, ({**local, "num_items_in_batch": count},))
-            for value in got.values():
-                dist.all_reduce(value)
-            compare(f"labels ignored from {ignored_from}", got, expected)

@@ -28,9 +28,6 @@ def same(patched: Any, plain: Any, **inputs: Any) -> bool:
     return step_disagreements(patched, plain, **inputs) == {}
 
 
-# -- evaluation and labels
-
-
 @pytest.mark.parametrize("keep", [1, 5])
 def test_logits_to_keep_is_honoured_while_training(keep: int) -> None:
     patched, plain = pair()
@@ -62,9 +59,6 @@ def test_items_of_an_accumulated_batch_may_be_a_vector_of_one_number() -> None:
     torch.testing.assert_close(results.reshape(()), expected.reshape(()))
 
 
-# -- heads
-
-
 def test_replicas_of_data_parallel_are_refused_with_a_sentence() -> None:
     # What DataParallel does to a model for more than one GPU.
     patched, plain = pair()
@@ -77,10 +71,7 @@ def test_replicas_of_data_parallel_are_refused_with_a_sentence() -> None:
     patched._replicate_for_data_parallel()
 
 
-# -- sharded models
-
-
-def fsdp1(rank: int, store: str, patch: bool) -> None:
+def fsdp1(rank: int, store: str) -> None:
     import torch.distributed as dist
 
     from liger_core import use
@@ -90,8 +81,7 @@ def fsdp1(rank: int, store: str, patch: bool) -> None:
     model = make(tie_word_embeddings=False).train()
     expected = step(twin(model), **tokens())["loss"]
     with use("reference"):
-        if patch:
-            liger_hf.apply(model)
+        liger_hf.apply(model)
         wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
         loss = wrapped(**tokens()).loss
         loss.backward()
@@ -102,10 +92,7 @@ def fsdp1(rank: int, store: str, patch: bool) -> None:
 
 @pytest.mark.slow
 def test_fsdp1_has_the_whole_head_within_the_forward(tmp_path: Path) -> None:
-    two_ranks.on_two_ranks(fsdp1, str(tmp_path / "store"), True)
-
-
-# -- the rest
+    two_ranks.on_two_ranks(fsdp1, str(tmp_path / "store"))
 
 
 def test_norms_one_after_the_other_do_not_overwrite_what_a_backward_needs() -> None:

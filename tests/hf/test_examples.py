@@ -53,7 +53,6 @@ def test_an_example_trains_with_liger(name: str, tmp_path: Path) -> None:
     forks.on_ranks(count, example, tmp_path / "output", *words)
     printed = (tmp_path / "output").read_text()
     found = re.search(r"1 × linear_cross_entropy.* replaced", printed)
-    assert found is not None
     assert found[0].replace(f", {ADAPTED.get(name, 0)} × lora_linear", "") == REPLACED
     assert ("lora_linear" in found[0]) == (name in ADAPTED)
     losses = [float(value) for value in re.findall(r"step \d+: loss ([\d.]+)", printed)]

@@ -175,14 +175,8 @@ def test_weights_that_an_offloaded_model_cannot_train_are_named() -> None:
 
 PLACES: dict[str, dict[str, str]] = {
     "head": {"": "cpu", "lm_head": "disk"},
-    "second_half": {
-        "model.embed_tokens": "cpu",
-        "model.rotary_emb": "cpu",
-        "model.layers.0": "cpu",
-        "model.layers.1": "disk",
-    }
-    | {"model.norm": "disk", "lm_head": "disk"},
-}
+    "second_half": {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"} | {"model.norm": "disk", "lm_head": "disk"},
+}  # fmt: skip
 
 
 @pytest.mark.cpu
@@ -302,13 +296,9 @@ def test_what_is_not_quantized_gets_the_gradients_of_the_unpatched_model(
     ("model_type", "kind", "reason"),
     [
         ("blt", "BltPatcher", "its forward has neither labels nor a loss"),
-        (
-            "prophetnet",
-            "ProphetNetForCausalLM",
-            "it works on output 1 of its base model, its head must take the last hidden states",
-        ),
+        ("prophetnet", "ProphetNetForCausalLM", "it works on output 1 of its base model, its head must take the last hidden states"),
     ],
-)
+)  # fmt: skip
 def test_the_report_says_what_a_model_has_instead_of_a_head_with_a_loss(
     model_type: str, kind: str, reason: str
 ) -> None:

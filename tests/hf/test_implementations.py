@@ -4,6 +4,8 @@ ones."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -24,29 +26,23 @@ def llama(attention: str) -> nn.Module:
         )
 
 
-def test_attention_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sentences(llama("sdpa")) == ["Attention runs by sdpa."]
-
-
 def test_eager_attention_comes_with_advice() -> None:
     (sentence,) = sentences(llama("eager"))
     assert "attn_implementation='sdpa'" in sentence
 
 
-def test_a_kernel_whose_package_is_missing_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("liger_hf.implementations.find_spec", lambda package: None)
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [(None, ["pip install causal-conv1d (CUDA only).", "pip install mamba-ssm (CUDA only)."]), (object(), [])],
+    ids=["missing", "installed"],
+)
+def test_a_kernel_is_named_once_where_its_package_is_missing(
+    spec: Any, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("liger_hf.implementations.find_spec", lambda package: spec)
     with torch.device("meta"):
         found = sentences(MambaForCausalLM(MambaConfig(**SMALL)))
-    assert [sentence.rpartition("; ")[2] for sentence in found] == [
-        "pip install causal-conv1d (CUDA only).",
-        "pip install mamba-ssm (CUDA only).",
-    ]
-
-
-def test_a_kernel_whose_package_is_installed_is_not_mentioned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("liger_hf.implementations.find_spec", lambda package: object())
-    with torch.device("meta"):
-        assert sentences(MambaForCausalLM(MambaConfig(**SMALL))) == []
+    assert [sentence.rpartition("; ")[2] for sentence in found] == expected
 
 
 @pytest.mark.parametrize(

@@ -40,17 +40,13 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
 
 USES: dict[str, Callable[[Any], Any]] = {
     "last_token": lambda z: z[:, -1] + 0,
-    "all_but_last": lambda z: z[:, :-1] + 0,
     "ellipsis": lambda z: z[..., :-1, :] + 0,
     "some_classes": lambda z: z[..., 3:7],
     "mask": lambda z: z[torch.tensor([True, False])],
     "argmax": lambda z: z.argmax(-1),
-    "torch_argmax": lambda z: torch.argmax(z, dim=-1),
-    "softmax": lambda z: torch.softmax(z, -1),
     "log_softmax": lambda z: torch.nn.functional.log_softmax(z.float(), dim=-1),
     "view": lambda z: z.view(-1, VOCABULARY),
     "cat": lambda z: torch.cat([z, z], dim=1),
-    "stack": lambda z: torch.stack([z[:, 0], z[:, 1]]),
     "add": lambda z: 1 + z + 1,
     "subtract": lambda z: 1 - z,
     "multiply": lambda z: (2 * z * 3) + 0,
@@ -64,7 +60,6 @@ USES: dict[str, Callable[[Any], Any]] = {
     "cast_and_back": lambda z: z.to(torch.bfloat16).float() + 0,
     "where": lambda z: torch.where(z > 0, z, torch.zeros(())),
     "iterate": lambda z: torch.stack(list(z)),
-    "transpose": lambda z: z.transpose(1, 2),
     "detach": lambda z: z.detach(),
     "topk": lambda z: z.topk(3).values,
     "numpy": lambda z: torch.from_numpy(z.detach().numpy()),
@@ -76,19 +71,13 @@ USES: dict[str, Callable[[Any], Any]] = {
     "flatten_all": lambda z: z.flatten(),
     "cross_entropy": lambda z: F.cross_entropy(z.view(-1, VOCABULARY), TARGET),
     "cross_entropy_ignoring": lambda z: F.cross_entropy(z.view(-1, VOCABULARY), TARGET, ignore_index=7),
-    "cross_entropy_module": lambda z: torch.nn.CrossEntropyLoss()(
-        z[..., :-1, :].contiguous().view(-1, VOCABULARY), TARGET[2:]
-    ),
+    "cross_entropy_module": lambda z: torch.nn.CrossEntropyLoss()(z[..., :-1, :].contiguous().view(-1, VOCABULARY), TARGET[2:]),
     "cross_entropy_smoothed": lambda z: F.cross_entropy(z.flatten(0, 1), TARGET, label_smoothing=0.1),
-    "cross_entropy_weighted": lambda z: F.cross_entropy(
-        z.flatten(0, 1), TARGET, weight=torch.arange(1.0, VOCABULARY + 1)
-    ),
+    "cross_entropy_weighted": lambda z: F.cross_entropy(z.flatten(0, 1), TARGET, weight=torch.arange(1.0, VOCABULARY + 1)),
     "cross_entropy_summed": lambda z: F.cross_entropy(z.flatten(0, 1), TARGET, reduction="sum"),
     "cross_entropy_per_token": lambda z: F.cross_entropy(z.transpose(1, 2), TARGET.view(2, 11), reduction="none"),
-    "cross_entropy_with_probabilities": lambda z: F.cross_entropy(
-        z.flatten(0, 1), torch.full((22, VOCABULARY), 1 / VOCABULARY)
-    ),
-}
+    "cross_entropy_with_probabilities": lambda z: F.cross_entropy(z.flatten(0, 1), torch.full((22, VOCABULARY), 1 / VOCABULARY)),
+}  # fmt: skip
 TARGET = torch.arange(22) % 9
 
 
@@ -117,17 +106,6 @@ def test_the_logits_while_training_are_lazy_and_known_by_shape(pair: tuple[Any, 
     )
     assert "LazyLogits(shape=(2, 11, 300)" in repr(logits)
     assert logits.real is None
-
-
-def test_outputs_by_key_attribute_and_position_are_the_same_object(pair: tuple[Any, Any]) -> None:
-    outputs = pair[1](**tokens())
-    assert outputs["logits"] is outputs.logits
-    assert outputs[1] is outputs.logits
-
-
-def test_reading_twice_computes_once(pair: tuple[Any, Any]) -> None:
-    logits = pair[1](**tokens()).logits
-    assert logits.materialize() is logits.materialize()
 
 
 @pytest.mark.parametrize("model_type", ["opt", "bert", "bart", "xlm", "electra"])
@@ -191,13 +169,7 @@ def test_a_tuple_is_returned_where_one_is_asked_for(pair: tuple[Any, Any]) -> No
     torch.testing.assert_close(results[1] + 0, expected[1])
 
 
-def test_without_labels_the_logits_are_the_plain_bits(pair: tuple[Any, Any]) -> None:
-    plain, patched = pair
-    ids = tokens()["input_ids"]
-    assert torch.equal(patched(ids).logits, plain(ids).logits)
-
-
-@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize("keep", [0, 1, 3])
 def test_only_the_requested_logits_are_computed(pair: tuple[Any, Any], keep: int) -> None:
     plain, patched = pair
     ids = tokens()["input_ids"]
@@ -264,12 +236,6 @@ def test_evaluation_with_gradients_gives_real_logits(pair: tuple[Any, Any]) -> N
     assert torch.equal(patched(**tokens()).logits, plain(**tokens()).logits)
 
 
-def test_the_head_called_by_itself_gives_real_logits(pair: tuple[Any, Any]) -> None:
-    plain, patched = pair
-    hidden = torch.randn(3, 64)
-    assert torch.equal(patched.lm_head(hidden), plain.lm_head(hidden))
-
-
 def test_the_head_is_itself_again_after_a_forward_that_failed(pair: tuple[Any, Any]) -> None:
     patched = pair[1]
     with pytest.raises((ValueError, TypeError)):
@@ -277,20 +243,18 @@ def test_the_head_is_itself_again_after_a_forward_that_failed(pair: tuple[Any, A
     assert isinstance(patched.lm_head(torch.randn(3, 64)), Tensor)
 
 
-@pytest.mark.parametrize("way", ["pickle", "torch_save", "deepcopy"])
-def test_outputs_can_be_stored(pair: tuple[Any, Any], way: str) -> None:
+def saved_and_loaded(logits: Any) -> Tensor:
+    file = io.BytesIO()
+    torch.save(logits, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("way", [lambda z: pickle.loads(pickle.dumps(z)), saved_and_loaded, copy.deepcopy])
+def test_outputs_can_be_stored(pair: tuple[Any, Any], way: Callable[[Any], Tensor]) -> None:
     plain, patched = pair
     outputs, expected = patched(**tokens()), plain(**tokens()).logits
-    if way == "pickle":
-        stored = pickle.loads(pickle.dumps(outputs.logits))
-    elif way == "torch_save":
-        file = io.BytesIO()
-        torch.save({"logits": outputs.logits}, file)
-        file.seek(0)
-        stored = torch.load(file)["logits"]
-    else:
-        stored = copy.deepcopy(outputs.logits)
-    assert torch.equal(stored, expected.detach())
+    assert torch.equal(way(outputs.logits), expected.detach())
 
 
 WRITES: dict[str, Callable[[Any], Any]] = {
@@ -439,19 +403,7 @@ def test_logits_beside_the_first_ones_are_treated_alike(monkeypatch: pytest.Monk
         ((("tanh",), ("add", torch.ones(1))), None),
         ((("add", torch.ones(1)), ("add", torch.ones(1))), None),
     ],
-    ids=[
-        "none",
-        "scale",
-        "two_scales",
-        "cap",
-        "scale_and_cap",
-        "negative_cap",
-        "two_caps",
-        "zero",
-        "bias",
-        "late_bias",
-        "two_biases",
-    ],
+    ids=str,
 )
 def test_steps_become_scale_and_cap(steps: tuple[Any, ...], expected: Any) -> None:
     assert scale_and_cap(steps) == expected

@@ -35,9 +35,6 @@ def patched() -> Any:
     return model
 
 
-# -- optimizers
-
-
 class ByData(torch.optim.Optimizer):
     """Writes where autograd does not look, as kernels of other libraries do."""
 
@@ -199,9 +196,6 @@ def test_logits_cannot_be_read_after_the_hidden_states_were_changed_in_place(pat
             read(outputs.logits)
 
 
-# -- functional_call
-
-
 def others(model: Any, kind: str) -> dict[str, Tensor]:
     """Other weights for the model."""
     generator = torch.Generator().manual_seed(7)
@@ -274,9 +268,6 @@ def test_gradients_by_torch_func_are_those_of_the_unpatched_model() -> None:
         return torch.func.grad(loss)({name: p.detach() for name, p in model.named_parameters()})
 
     assert disagreements(*(gradients(model) for model in (patched, plain, twin(plain).double()))) == {}
-
-
-# -- undo, copies, threads
 
 
 def test_logits_can_be_read_after_undo() -> None:

@@ -186,37 +186,13 @@ def test_adapters_whose_scales_are_tensors_are_left_to_peft_with_the_reason() ->
     assert step_disagreements(patched, plain, **inputs) == {}
 
 
-def disabled(model: Any) -> None:
-    model.base_model.disable_adapter_layers()
+def hooked(*ends: str) -> Callable[[Any], None]:
+    def hook(model: Any) -> None:
+        for name, module in model.named_modules():
+            if name.endswith(ends):
+                module.register_forward_hook(lambda module, args, output: 2 * output)
 
-
-def merged(model: Any) -> None:
-    model.merge_adapter()
-
-
-def unmerged(model: Any) -> None:
-    model.merge_adapter()
-    model.unmerge_adapter()
-
-
-def switched(model: Any) -> None:
-    model.set_adapter("other")
-
-
-def both(model: Any) -> None:
-    model.base_model.set_adapter(["default", "other"])
-
-
-def hooked(model: Any) -> None:
-    for name, module in model.named_modules():
-        if name.endswith("lora_A.default"):
-            module.register_forward_hook(lambda module, args, output: 2 * output)
-
-
-def hooked_base(model: Any) -> None:
-    for name, module in model.named_modules():
-        if name.endswith("base_layer"):
-            module.register_forward_hook(lambda module, args, output: 2 * output)
+    return hook
 
 
 def swappable(model: Any) -> None:
@@ -224,26 +200,34 @@ def swappable(model: Any) -> None:
     hotswap.prepare_model_for_compiled_hotswap(model, target_rank=8)
 
 
-# What is done to a model after `apply`, and whether the op computes its layers then.
-CHANGES: dict[Callable[[Any], None], bool] = {
-    disabled: False, merged: False, unmerged: True, switched: True, both: False, hooked: False, hooked_base: True,
-    swappable: False
-}  # fmt: skip
+# What is done to a model after `apply`, whether the op computes its layers then, and how many it computes together.
+CHANGES: dict[str, tuple[Callable[[Any], Any], bool, list[int] | None]] = {
+    "disabled": (lambda model: model.base_model.disable_adapter_layers(), False, []),
+    "merged": (lambda model: model.merge_adapter(), False, []),
+    "unmerged": (lambda model: (model.merge_adapter(), model.unmerge_adapter()), True, None),
+    "switched": (lambda model: model.set_adapter("other"), True, [3, 2]),
+    "both": (lambda model: model.base_model.set_adapter(["default", "other"]), False, []),
+    "hooked": (hooked("lora_A.default"), False, []),
+    "hooked_base": (hooked("base_layer"), True, [3, 2]),
+    "watched": (hooked("q_proj", "gate_proj"), True, [2]),
+    "swappable": (swappable, False, None),
+}
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_what_is_active_is_looked_at_in_every_call(change: Callable[[Any], None], calls: list[Any]) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_active_is_looked_at_in_every_call(change: str, calls: list[Any]) -> None:
+    do, runs, _ = CHANGES[change]
     model = adapted(make(tie_word_embeddings=False))
     model.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=3, target_modules="all-linear"))
     plain = random_adapters(model)
     patched, inputs = twin(plain), tokens()
     liger_hf.apply(patched, **ONLY)
-    change(plain)
-    change(patched)
+    do(plain)
+    do(patched)
     calls.clear()
     logits, expected = (m(**inputs).logits for m in (patched, plain))
     torch.testing.assert_close(logits, expected)
-    assert bool(calls) == CHANGES[change]
+    assert bool(calls) == runs
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
@@ -346,9 +330,6 @@ def test_a_compiled_model_has_no_graph_break(dora: bool, options: dict[str, Any]
         )
 
 
-# -- layers that read the same input
-
-
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of layers in each call of lora_linears."""
@@ -388,29 +369,16 @@ def test_layers_with_one_input_are_computed_together_and_get_the_gradients_of_pe
     assert shared == 2 * expected
 
 
-def watched(model: Any) -> None:
-    for name, module in model.named_modules():
-        if name.endswith(("q_proj", "gate_proj")):
-            module.register_forward_hook(lambda module, args, output: 2 * output)
-
-
-# What is done to a model after `apply`, and how many layers are computed together then.
-AFTERWARDS: dict[Callable[[Any], None], list[int]] = {
-    disabled: [], merged: [], switched: [3, 2], both: [], hooked: [], hooked_base: [3, 2], watched: [2]
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("change", AFTERWARDS, ids=lambda change: change.__name__)
-def test_what_can_be_computed_together_is_looked_at_in_every_call(
-    change: Callable[[Any], None], shared: list[int]
-) -> None:
+@pytest.mark.parametrize("change", [name for name, (_, _, together) in CHANGES.items() if together is not None])
+def test_what_can_be_computed_together_is_looked_at_in_every_call(change: str, shared: list[int]) -> None:
+    do, _, expected = CHANGES[change]
     model = adapted(make(tie_word_embeddings=False))
     model.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=3, target_modules="all-linear"))
     plain = random_adapters(model)
     patched, inputs = twin(plain), tokens()
     liger_hf.apply(patched, exclude=["linear_cross_entropy"])
-    change(plain)
-    change(patched)
+    do(plain)
+    do(patched)
     shared.clear()
     outcomes = []
     for m in (patched, plain):
@@ -419,7 +387,7 @@ def test_what_can_be_computed_together_is_looked_at_in_every_call(
         outcomes.append(
             [loss, *torch.autograd.grad(loss, trained, allow_unused=True)] if loss.requires_grad else [loss]
         )
-    assert shared == 2 * AFTERWARDS[change]
+    assert shared == 2 * expected
     torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-5)
 
 
@@ -523,8 +491,3 @@ def test_only_calls_that_surely_come_with_one_input_are_rewritten(name: str, exp
     if function is not None:
         torch.testing.assert_close(function(module, x), getattr(module, name)(x))
     assert groups == expected
-
-
-def test_a_note_counts_a_single_module_in_the_singular() -> None:
-    report = liger_hf.apply(adapted(make()).get_submodule("base_model.model.model.layers.0"))
-    assert "In 1 module, linear layers with adapters that read the same input read it once." in report.notes

@@ -56,14 +56,9 @@ MODULES: dict[str, tuple[Any, str, int, bool]] = {
     "qwen_omni_last": (lambda: omni.Qwen2_5_OmniAdaLayerNormZero_Final(WIDTH), "modulated_layer_norm", 1, False),
     "vibevoice": (vibevoice, "modulated_rms_norm", 1, True),
     "block_of_esmfold2": (block(EsmFold2RMSNorm), "modulated_rms_norm", 2, False),
-    "block_with_layer_norms": (
-        block(lambda: nn.LayerNorm(WIDTH, elementwise_affine=False)),
-        "modulated_layer_norm",
-        2,
-        False,
-    ),
+    "block_with_layer_norms": (block(lambda: nn.LayerNorm(WIDTH, elementwise_affine=False)), "modulated_layer_norm", 2, False),
     "block_with_weights": (block(lambda: nn.RMSNorm(WIDTH, eps=1e-6)), "modulated_rms_norm", 2, False),
-}
+}  # fmt: skip
 EACH = pytest.mark.parametrize(("make", "op", "count", "tokens"), MODULES.values(), ids=MODULES)
 
 
@@ -108,7 +103,7 @@ def run(module: nn.Module, tokens: bool, dtype: torch.dtype) -> dict[str, Tensor
 
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_a_modulated_norm_is_one_op_and_as_accurate_as_before(
+def test_a_modulated_norm_is_one_op_as_accurate_as_before_and_undo_restores_it(
     make: Any, op: str, count: int, tokens: bool, dtype: torch.dtype, calls: Any
 ) -> None:
     plain = drawn(make, dtype)
@@ -119,23 +114,10 @@ def test_a_modulated_norm_is_one_op_and_as_accurate_as_before(
         exact = run(copy.deepcopy(plain).double(), tokens, torch.float64)
     assert disagreements(run(patched, tokens, dtype), run(plain, tokens, dtype), exact) == {}
     assert calls == [True] * count
-
-
-@EACH
-def test_in_float64_outputs_and_gradients_are_those_of_the_module_and_undo_restores_it(
-    make: Any, op: str, count: int, tokens: bool, calls: Any
-) -> None:
-    plain = drawn(make, torch.float32)
-    patched = copy.deepcopy(plain)
-    report = liger_hf.apply(patched)
-    assert report.replaced[op] == 1
-    with DoublePrecision():
-        results, exact = (run(copy.deepcopy(module).double(), tokens, torch.float64) for module in (patched, plain))
-    torch.testing.assert_close(results, exact, rtol=1e-10, atol=1e-12)
     report.undo()
     calls.clear()
-    results, expected = (run(module, tokens, torch.float32) for module in (patched, plain))
-    assert [name for name in expected if not torch.equal(results[name], expected[name])] == []
+    patched.zero_grad(), plain.zero_grad()
+    torch.testing.assert_close(run(patched, tokens, dtype), run(plain, tokens, dtype), rtol=0, atol=0)
     assert calls == []
 
 

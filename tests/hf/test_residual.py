@@ -44,9 +44,6 @@ def applied(model: nn.Module, calls: list[Any], **options: Any) -> liger_hf.Repo
     return liger_hf.apply(model, **options)
 
 
-# -- whole models
-
-
 @pytest.mark.parametrize(("architecture", "offset"), OFFSETS.items(), ids=OFFSETS)
 def test_every_layer_adds_and_norms_in_one_step_and_trains_like_the_unpatched_model(
     architecture: str, offset: int, calls: Any
@@ -150,9 +147,6 @@ def test_a_compiled_layer_runs_the_hooks_on_its_norm() -> None:
         torch.testing.assert_close(torch.compile(model, backend="eager")(**inputs).logits, model(**inputs).logits)
 
 
-# -- a norm that somebody uses otherwise
-
-
 class Doubled(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -219,9 +213,6 @@ def test_a_hook_that_is_there_when_apply_comes_is_a_reason() -> None:
     ]
 
 
-# -- forwards
-
-
 class Norm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -233,8 +224,6 @@ class Norm(nn.Module):
 
 
 class Layer(nn.Module):
-    """Its subclasses have the forwards; what they compute depends on all that they assign."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.second = Norm(), Norm()
@@ -242,99 +231,6 @@ class Layer(nn.Module):
 
     def work(self, x: Tensor) -> Tensor:
         return torch.tanh(self.linear(x))
-
-
-class NormedUnderTheNameOfTheSum(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        residual = x
-        x = self.work(x)
-        x = residual + x
-        residual = x
-        x = self.norm(x)
-        return residual - 2 * self.work(x)
-
-
-class NormedUnderANameOfItsOwn(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.work(x)
-        y = self.norm(x)
-        return x - 2 * self.work(y)
-
-
-class SumThatNobodyKeeps(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.work(x) + x
-        x = self.norm(x)
-        return self.work(x)
-
-
-class SumOfSeveralNames(Layer):
-    def forward(self, x: Tensor, factor: float = 3.0, *, shift: float = 0.5) -> Tensor:
-        """A text
-        of two lines."""
-        x = 2 * x + factor * self.work(x) * self.linear.weight[0]
-        first = x
-        second = x
-        x = self.norm(x)
-        return first - second * x + shift
-
-
-class Twice(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dim() > 1:
-            y = x + self.work(x)
-            x = y
-            y = self.norm(y)
-        else:
-            y = x
-        for _ in range(2):
-            x = x + y
-            y = self.second(x)
-        return x * y
-
-
-class SumInTheCall(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.work(x) + x)
-        x = self.second(x + y)
-        return x * y
-
-
-class KeywordOfTheNorm(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.work(x)
-        y = self.norm(x=x)
-        return x * y
-
-
-class SomethingBetween(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.work(x)
-        x = x * 2
-        return x * self.norm(x)
-
-
-class InPlace(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        x = 1 * x
-        x += self.linear.bias
-        y = self.norm(x)
-        return x * y
-
-
-class CopyIsLost(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.work(x)
-        y = x
-        y = self.norm(x)
-        return x * y
-
-
-class Difference(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        x = x - self.work(x)
-        y = self.norm(x)
-        return x * y
 
 
 def decorated(function: Any) -> Any:
@@ -369,55 +265,124 @@ def hidden(function: Any) -> Any:
     return wrapper
 
 
-class DecoratedTwice(Layer):
+class Forwards(Layer):
+    """Forwards that add and norm; what they compute depends on all that they assign."""
+
+    def normed_under_the_name_of_the_sum(self, x: Tensor) -> Tensor:
+        residual = x
+        x = self.work(x)
+        x = residual + x
+        residual = x
+        x = self.norm(x)
+        return residual - 2 * self.work(x)
+
+    def normed_under_a_name_of_its_own(self, x: Tensor) -> Tensor:
+        x = x + self.work(x)
+        y = self.norm(x)
+        return x - 2 * self.work(y)
+
+    def sum_that_nobody_keeps(self, x: Tensor) -> Tensor:
+        x = self.work(x) + x
+        x = self.norm(x)
+        return self.work(x)
+
+    def sum_of_several_names(self, x: Tensor, factor: float = 3.0, *, shift: float = 0.5) -> Tensor:
+        """A text
+        of two lines."""
+        x = 2 * x + factor * self.work(x) * self.linear.weight[0]
+        first = x
+        second = x
+        x = self.norm(x)
+        return first - second * x + shift
+
+    def twice(self, x: Tensor) -> Tensor:
+        if x.dim() > 1:
+            y = x + self.work(x)
+            x = y
+            y = self.norm(y)
+        else:
+            y = x
+        for _ in range(2):
+            x = x + y
+            y = self.second(x)
+        return x * y
+
+    def sum_in_the_call(self, x: Tensor) -> Tensor:
+        y = self.norm(self.work(x) + x)
+        x = self.second(x + y)
+        return x * y
+
+    def keyword_of_the_norm(self, x: Tensor) -> Tensor:
+        x = x + self.work(x)
+        y = self.norm(x=x)
+        return x * y
+
+    def something_between(self, x: Tensor) -> Tensor:
+        x = x + self.work(x)
+        x = x * 2
+        return x * self.norm(x)
+
+    def in_place(self, x: Tensor) -> Tensor:
+        x = 1 * x
+        x += self.linear.bias
+        y = self.norm(x)
+        return x * y
+
+    def copy_is_lost(self, x: Tensor) -> Tensor:
+        x = x + self.work(x)
+        y = x
+        y = self.norm(x)
+        return x * y
+
+    def difference(self, x: Tensor) -> Tensor:
+        x = x - self.work(x)
+        y = self.norm(x)
+        return x * y
+
     @halving(0.5)
     @decorated
-    def forward(self, x: Tensor) -> Tensor:
+    def decorated_twice(self, x: Tensor) -> Tensor:
         x = x + self.work(x)
         y = self.norm(x)
         return x * y
 
-
-class DecoratedByTransformers(Layer):
     @deprecate_kwarg("hidden", version="99.0.0", new_name="x")
-    def forward(self, x: Tensor) -> Tensor:
+    def decorated_by_transformers(self, x: Tensor) -> Tensor:
         x = x + self.work(x)
         y = self.norm(x)
         return x * y
 
-
-class DecoratedFromAList(Layer):
     @hidden
-    def forward(self, x: Tensor) -> Tensor:
+    def decorated_from_a_list(self, x: Tensor) -> Tensor:
         x = x + self.work(x)
         y = self.norm(x)
         return x * y
 
-
-class CallsItsBase(Layer):
-    def forward(self, x: Tensor) -> Tensor:
+    def calls_its_base(self, x: Tensor) -> Tensor:
         x = x + super().work(x)
         y = self.norm(x)
         return x * y
 
 
-TAKEN: dict[type[Layer], int] = {
-    NormedUnderTheNameOfTheSum: 1,
-    NormedUnderANameOfItsOwn: 1,
-    SumThatNobodyKeeps: 1,
-    SumOfSeveralNames: 1,
-    Twice: 3,
-    SumInTheCall: 2,
-    KeywordOfTheNorm: 0,
-    SomethingBetween: 0,
-    InPlace: 0,
-    CopyIsLost: 0,
-    Difference: 0,
-    DecoratedTwice: 1,
-    DecoratedByTransformers: 1,
-    DecoratedFromAList: 0,
-    CallsItsBase: 0,
-}
+@functools.cache
+def layer_with(forward: Any) -> type[nn.Module]:
+    """The class of a layer with this forward."""
+    return type(forward.__name__, (Forwards,), {"forward": forward})
+
+
+# How many norms after sums a forward has, where it is not one.
+NORMS = {"twice": 3, "sum_in_the_call": 2} | dict.fromkeys(
+    (
+        "keyword_of_the_norm",
+        "something_between",
+        "in_place",
+        "copy_is_lost",
+        "difference",
+        "decorated_from_a_list",
+        "calls_its_base",
+    ),
+    0,
+)
 
 
 def outcome(layer: nn.Module, x: Tensor) -> list[Tensor]:
@@ -428,9 +393,10 @@ def outcome(layer: nn.Module, x: Tensor) -> list[Tensor]:
     return [y.detach(), leaf.grad, *[p.grad.clone() for p in layer.parameters() if p.grad is not None]]  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize(("kind", "count"), TAKEN.items(), ids=[kind.__name__ for kind in TAKEN])
-def test_a_forward_keeps_its_meaning(kind: type[Layer], count: int, calls: Any) -> None:
-    layer, x = kind().double(), torch.randn(5, 8, dtype=torch.float64)
+@pytest.mark.parametrize("forward", [forward for forward in vars(Forwards).values() if callable(forward)])
+def test_a_forward_keeps_its_meaning(forward: Any, calls: Any) -> None:
+    count = NORMS.get(forward.__name__, 1)
+    layer, x = layer_with(forward)().double(), torch.randn(5, 8, dtype=torch.float64)
     expected = outcome(layer, x)
     report = applied(layer, calls, exclude=["rms_norm"])
     assert ("add_rms_norm" in report.replaced) == (count > 0)
@@ -441,7 +407,7 @@ def test_a_forward_keeps_its_meaning(kind: type[Layer], count: int, calls: Any) 
 
 
 def test_a_rebuilt_forward_keeps_its_decorators(calls: Any) -> None:
-    layer, x = DecoratedByTransformers(), torch.randn(5, 8)
+    layer, x = layer_with(Forwards.decorated_by_transformers)(), torch.randn(5, 8)
     expected = layer(x)
     applied(layer, calls)
     torch.testing.assert_close(layer(hidden=x), expected)
@@ -450,7 +416,7 @@ def test_a_rebuilt_forward_keeps_its_decorators(calls: Any) -> None:
 
 @pytest.mark.parametrize("other", [torch.ones(8), torch.ones(5, 8, dtype=torch.float32)], ids=["broadcast", "promoted"])
 def test_a_sum_of_unlike_tensors_stays_a_sum(other: Tensor, calls: Any) -> None:
-    layer, x = NormedUnderANameOfItsOwn().double(), torch.randn(5, 8, dtype=torch.float64)
+    layer, x = layer_with(Forwards.normed_under_a_name_of_its_own)().double(), torch.randn(5, 8, dtype=torch.float64)
     layer.work = lambda x: other * 2  # type: ignore[method-assign]
     expected = layer(x)
     applied(layer, calls)
@@ -460,7 +426,7 @@ def test_a_sum_of_unlike_tensors_stays_a_sum(other: Tensor, calls: Any) -> None:
 
 @pytest.mark.parametrize("transposed", ["left", "right"])
 def test_results_are_laid_out_like_those_of_the_plain_layer(transposed: str, calls: Any) -> None:
-    layer, seen = NormedUnderTheNameOfTheSum(), []
+    layer, seen = layer_with(Forwards.normed_under_the_name_of_the_sum)(), []
     layer.work = lambda x: seen.append(x.stride()) or torch.ones(5, 4, 8).transpose(0, 1)  # type: ignore[method-assign]
     x = torch.randn(4, 5, 8)
     if transposed == "left":
@@ -474,14 +440,15 @@ def test_results_are_laid_out_like_those_of_the_plain_layer(transposed: str, cal
 
 
 def test_two_layers_of_a_kind_share_one_code() -> None:
-    model = nn.Sequential(NormedUnderANameOfItsOwn(), NormedUnderANameOfItsOwn())
+    kind = layer_with(Forwards.normed_under_a_name_of_its_own)
+    model = nn.Sequential(kind(), kind())
     liger_hf.apply(model)
     first, second = (layer.forward.__func__ for layer in model)
     assert first.__code__ is second.__code__
 
 
 def test_the_new_forward_says_where_it_was_written() -> None:
-    original = SumOfSeveralNames.forward
+    original = Forwards.sum_of_several_names
     made = with_one_call(original, ("norm",), lambda norm, a, b: (norm(a + b), a + b))
     assert made.__code__.co_filename == original.__code__.co_filename
     assert made.__code__.co_firstlineno == original.__code__.co_firstlineno
@@ -494,10 +461,10 @@ def test_the_new_forward_says_where_it_was_written() -> None:
 
 
 def test_a_source_that_is_not_that_of_the_code_is_not_believed() -> None:
-    original = NormedUnderANameOfItsOwn.forward
+    original = Forwards.normed_under_a_name_of_its_own
     assert norms_of_sums(original) == ("norm",)
     swapped = FunctionType(
-        Difference.forward.__code__.replace(co_firstlineno=original.__code__.co_firstlineno), globals()
+        Forwards.difference.__code__.replace(co_firstlineno=original.__code__.co_firstlineno), globals()
     )
     assert norms_of_sums(swapped) == ()
 
@@ -515,7 +482,7 @@ def test_norms_of_two_classes_in_one_layer_are_left() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x)
 
-    layer = Twice()
+    layer = layer_with(Forwards.twice)()
     layer.second = Another()
     (reason,) = [row.reason for row in liger_hf.apply(layer).rows if row.op == "add_rms_norm"]
     assert reason == "the norms after its sums must be of one class, norm, second are not"

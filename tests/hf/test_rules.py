@@ -81,17 +81,11 @@ def test_the_report_says_what_a_rule_of_a_plugin_looked_for_in_vain(install: Ins
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"op": "swiglo"},
-            r"rule 'silu': each of its ops must be a known op, got 'swiglo'; .* Did you mean 'swiglu'\?",
-        ),
-        (
-            {"name": "norm"},
-            r"rule 'norm' must be offered once, got it from plugin 'hf' of liger-hf and plugin 'silu' of liger-silu",
-        ),
+        ({"op": "swiglo"}, r"rule 'silu': each of its ops must be a known op, got 'swiglo'; .* Did you mean 'swiglu'\?"),
+        ({"name": "norm"}, r"rule 'norm' must be offered once, got it from plugin 'hf' of liger-hf and plugin 'silu' of liger-silu"),
     ],
     ids=["unknown op", "name of another rule"],
-)
+)  # fmt: skip
 def test_a_rule_with_a_fault_is_left_out_with_a_warning(
     install: Install, changes: dict[str, str], message: str
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.utils import is_liger_kernel_available
 
@@ -35,24 +36,14 @@ def stand_in() -> Iterator[list[liger_hf.Report]]:
 
 
 def trainer(model: Any, folder: Path, callbacks: Any = None, **options: Any) -> Trainer:
-    settings = {
-        "max_steps": 1,
-        "report_to": [],
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        **options,
-    }
-    return Trainer(
-        model,
-        TrainingArguments(str(folder), **settings),
-        train_dataset=Rows(8),
-        eval_dataset=Rows(8),
-        callbacks=callbacks,
-    )
+    """model: one, or what makes one for each run."""
+    fixed = {"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
+    arguments = TrainingArguments(str(folder), **fixed, **({"max_steps": 1} | options))
+    given = {"model": model} if isinstance(model, nn.Module) else {"model_init": model}
+    return Trainer(**given, args=arguments, train_dataset=Rows(8), eval_dataset=Rows(8), callbacks=callbacks)
 
 
-# -- the callback
+PRECISIONS = pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "bf16"])
 
 
 def test_the_callback_applies_before_training_and_shows_one_report(tmp_path: Path) -> None:
@@ -76,26 +67,21 @@ def test_training_with_the_callback_has_the_losses_of_the_unpatched_model(tmp_pa
 def test_the_callback_applies_the_requested_ops(tmp_path: Path) -> None:
     callback = liger_hf.LigerCallback(only=["swiglu"], show=None)
     trainer(make(), tmp_path, [callback]).train()
-    assert callback.report is not None
     assert callback.report.replaced == {"swiglu": 2}
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "bf16"])
+@PRECISIONS
 def test_the_callback_undoes_everything_at_the_end_if_asked(precision: dict[str, Any], tmp_path: Path) -> None:
     model = make().train()
     callback = liger_hf.LigerCallback(undo=True, show=None)
     made = trainer(model, tmp_path, [callback], **precision)
     before = {name for name, state in instance_state(model.model).items() if "forward" in state}
     made.train()
-    assert callback.report is not None
     assert callback.report.replaced == ALL
     assert before != set()
     assert [name for name, state in instance_state(model.model).items() if "forward" in state] == []
     assert not hasattr(model, "liger_head")
     assert torch.isfinite(model(input_ids=Rows(1).ids, labels=Rows(1).labels).loss)
-
-
-PRECISIONS = pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["float32", "bf16"])
 
 
 @PRECISIONS
@@ -108,7 +94,6 @@ def test_a_callback_that_is_added_later_applies_when_training_begins(precision: 
         made.train()
         losses.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
         if callback is not None:
-            assert callback.report is not None
             assert callback.report.replaced == ALL
             assert "liger_head" not in vars(made.model)
     assert losses[0] == pytest.approx(losses[1], abs=2e-2 if precision else 2e-4)
@@ -119,21 +104,7 @@ def test_a_model_that_is_created_for_each_training_run_is_patched_each_time(
     precision: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[liger_hf.Report] = []
-    settings = {
-        "max_steps": 1,
-        "report_to": [],
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        **precision,
-    }
-    made = Trainer(
-        model_init=lambda: make().train(),
-        args=TrainingArguments(str(tmp_path), **settings),
-        train_dataset=Rows(8),
-        eval_dataset=Rows(8),
-        callbacks=[liger_hf.LigerCallback(show=shown.append)],
-    )
+    made = trainer(lambda: make().train(), tmp_path, [liger_hf.LigerCallback(show=shown.append)], **precision)
     models = [made.model]
     for _ in range(2):
         made.train()
@@ -142,9 +113,6 @@ def test_a_model_that_is_created_for_each_training_run_is_patched_each_time(
     assert [report.replaced for report in shown] == [ALL] * 3
     assert [model.liger_report for model in models] == shown
     largest_of_an_evaluation(made, monkeypatch)
-
-
-# -- use_liger_kernel=True
 
 
 def test_nothing_stands_in_unless_it_is_installed(tmp_path: Path) -> None:
@@ -200,13 +168,9 @@ def test_predictions_of_a_trainer_are_the_logits_of_the_unpatched_model(tmp_path
 
 
 def test_the_config_leaves_ops_out(stand_in: list[liger_hf.Report], tmp_path: Path) -> None:
-    config = {
-        "rope": False,
-        "fused_linear_cross_entropy": False,
-        "cross_entropy": True,
-        "rms_norm": True,
-        "tiled_mlp": True,
-    }
+    config = {"rope": False, "fused_linear_cross_entropy": False} | dict.fromkeys(
+        ("cross_entropy", "rms_norm", "tiled_mlp"), True
+    )
     trainer(make(), tmp_path, use_liger_kernel=True, liger_kernel_config=config).train()
     assert stand_in[0].replaced == {"rms_norm": 5, "add_rms_norm": 2, "swiglu": 2}
     assert stand_in[0].notes[-2:] == [

@@ -97,20 +97,10 @@ def rows(model: nn.Module) -> list[tuple[str, str, str, str]]:
 # The model, its class that cannot be read, the op, and what is left.
 MODELS: dict[str, tuple[Callable[[], nn.Module], str, str, str]] = {
     "residual": (make, "LlamaDecoderLayer", "add_rms_norm", "sums before its norms are left alone"),
-    "layer_norm": (
-        lambda: nn.Sequential(Layer(nn.LayerNorm)),
-        "Layer",
-        "add_layer_norm",
-        "sums before its norms are left alone",
-    ),
-    "rotary_norm": (
-        lambda: make("qwen3"),
-        "Qwen3Attention",
-        "qk_norm_rope",
-        "norms of queries and keys are left alone",
-    ),
+    "layer_norm": (lambda: nn.Sequential(Layer(nn.LayerNorm)), "Layer", "add_layer_norm", "sums before its norms are left alone"),
+    "rotary_norm": (lambda: make("qwen3"), "Qwen3Attention", "qk_norm_rope", "norms of queries and keys are left alone"),
     "gate": (lambda: nn.Sequential(Gate()), "Gate", "swiglu", "products with an activation are left alone"),
-}
+}  # fmt: skip
 
 
 # The code of a compiled one does not show that it rotates.

@@ -142,12 +142,9 @@ UNITS: dict[str, tuple[Callable[[Unit, Tensor, Tensor], Tensor], bool]] = {
     "dropout_before": (lambda unit, gate, up: unit.dropout(gate * up), True),
     "dropout_of_one_factor": (lambda unit, gate, up: unit.dropout(gate) * up, False),
     "dropout_unused": (lambda unit, gate, up: gate * up, False),
-    "dropout_as_a_function": (
-        lambda unit, gate, up: unit.dropout(nn.functional.dropout(gate * up, 0.5, unit.training)),
-        False,
-    ),
+    "dropout_as_a_function": (lambda unit, gate, up: unit.dropout(nn.functional.dropout(gate * up, 0.5, unit.training)), False),
     "limited": (lambda unit, gate, up: unit.dropout(gate * up.clamp(-7, 7)), False),
-}
+}  # fmt: skip
 
 
 class Packed(nn.Module):
@@ -207,32 +204,14 @@ def child_first(unit: Odd, x: Tensor) -> Tensor:
 
 
 ODD: dict[str, tuple[Odd, str]] = {
-    "norm_in_training_only": (
-        Odd(nn.LayerNorm(24), lambda unit, x: unit.child(x) if unit.training else x, same),
-        "its forward calls child 1 times in training, 0 times in evaluation",
-    ),
-    "norm_of_long_inputs_only": (
-        Odd(nn.LayerNorm(24), child_first, lambda unit, y: unit.child(y) if y.shape[1] > 64 else y),
-        "length 300",
-    ),
-    "norm_of_one_token_only": (
-        Odd(nn.LayerNorm(24), child_first, lambda unit, y: unit.child(y) if y.shape[1] == 1 else y),
-        "length 1,",
-    ),
-    "norm_of_columns": (
-        Odd(nn.BatchNorm1d(24), lambda unit, x: unit.child(x.transpose(1, 2)).transpose(1, 2), same),
-        "it gives child something else than rows: of shape (2, 24, 9), where its input has rows (2, 9)",
-    ),
-    "factor_after_a_norm": (
-        Odd(nn.LayerNorm(24), same, lambda unit, y: unit.child(y) * unit.down_multiplier),
-        "no op computes",
-    ),
-    "random_function": (
-        Odd(nn.LayerNorm(24), lambda unit, x: unit.child(nn.functional.dropout(x, 0.5, unit.training)), same),
-        "float64 run gives another result",
-    ),
+    "norm_in_training_only": (Odd(nn.LayerNorm(24), lambda unit, x: unit.child(x) if unit.training else x, same), "its forward calls child 1 times in training, 0 times in evaluation"),
+    "norm_of_long_inputs_only": (Odd(nn.LayerNorm(24), child_first, lambda unit, y: unit.child(y) if y.shape[1] > 64 else y), "length 300"),
+    "norm_of_one_token_only": (Odd(nn.LayerNorm(24), child_first, lambda unit, y: unit.child(y) if y.shape[1] == 1 else y), "length 1,"),
+    "norm_of_columns": (Odd(nn.BatchNorm1d(24), lambda unit, x: unit.child(x.transpose(1, 2)).transpose(1, 2), same), "it gives child something else than rows: of shape (2, 24, 9), where its input has rows (2, 9)"),
+    "factor_after_a_norm": (Odd(nn.LayerNorm(24), same, lambda unit, y: unit.child(y) * unit.down_multiplier), "no op computes"),
+    "random_function": (Odd(nn.LayerNorm(24), lambda unit, x: unit.child(nn.functional.dropout(x, 0.5, unit.training)), same), "float64 run gives another result"),
     "unused": (Odd(nn.LayerNorm(24), same, same), "its forward does not call child, which may be for other calls"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("unit", "reason"), ODD.values(), ids=ODD)
@@ -466,15 +445,9 @@ LIMITS: dict[str, tuple[Callable[[Unit, Tensor, Tensor], Tensor], bool]] = {
     "up_from_above": (lambda unit, gate, up: nn.functional.silu(gate.clamp(max=7)) * up.clamp(max=7), False),
     "gate_on_both_sides": (lambda unit, gate, up: nn.functional.silu(gate.clamp(-7, 7)) * up.clamp(-7, 7), False),
     "another_limit": (lambda unit, gate, up: nn.functional.silu(gate.clamp(max=6)) * up.clamp(-7, 7), False),
-    "no_gradient_at_the_limit": (
-        lambda unit, gate, up: nn.functional.silu(gate.clamp(max=7)) * (up - (up - up.clamp(-7, 7)).detach()),
-        False,
-    ),
-    "a_slope": (
-        lambda unit, gate, up: gate.clamp(max=7) * (1.7 * gate.clamp(max=7)).sigmoid() * (up.clamp(-7, 7) + 1),
-        False,
-    ),
-}
+    "no_gradient_at_the_limit": (lambda unit, gate, up: nn.functional.silu(gate.clamp(max=7)) * (up - (up - up.clamp(-7, 7)).detach()), False),
+    "a_slope": (lambda unit, gate, up: gate.clamp(max=7) * (1.7 * gate.clamp(max=7)).sigmoid() * (up.clamp(-7, 7) + 1), False),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("between", "fits"), LIMITS.values(), ids=LIMITS.keys())
@@ -582,46 +555,19 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
         liger_hf.ModelError,
         "liger_hf.apply: model must be a torch.nn.Module, got dict",
     ),
-    "unknown_op": (
-        lambda: liger_hf.apply(make(), only=["rms_nrom"]),
-        OptionError,
-        (
-            f"liger_hf.apply: only must name ops among {', '.join(replaceable_ops())}, got 'rms_nrom'. Did you mean "
-            "'rms_norm'?"
-        ),
-    ),
-    "one_name": (
-        lambda: liger_hf.apply(make(), exclude="rope"),
-        OptionError,
-        "liger_hf.apply: exclude must be an iterable of ops, got 'rope'; write exclude=['rope']",
-    ),
-    "cross_entropy": (
-        lambda: liger_hf.apply(make(), only=["cross_entropy"]),
-        OptionError,
-        "liger_hf.apply: only must name ops that are put into models, cross_entropy comes with linear_cross_entropy",
-    ),
+    "unknown_op": (lambda: liger_hf.apply(make(), only=["rms_nrom"]), OptionError, f"liger_hf.apply: only must name ops among {', '.join(replaceable_ops())}, got 'rms_nrom'. Did you mean 'rms_norm'?"),
+    "one_name": (lambda: liger_hf.apply(make(), exclude="rope"), OptionError, "liger_hf.apply: exclude must be an iterable of ops, got 'rope'; write exclude=['rope']"),
+    "cross_entropy": (lambda: liger_hf.apply(make(), only=["cross_entropy"]), OptionError, "liger_hf.apply: only must name ops that are put into models, cross_entropy comes with linear_cross_entropy"),
     "no_head": (
         lambda: liger_hf.apply(make().model, only=["linear_cross_entropy"]),
         liger_hf.ModelError,
         "liger_hf.apply: only= must name something that LlamaModel has, it has none of it: linear_cross_entropy: "
         "no module is a model with an output head",
     ),
-    "auto_option": (
-        lambda: liger_hf.AutoLigerModelForCausalLM.from_config(None, liger={"onyl": []}),
-        OptionError,
-        "AutoLigerModelForCausalLM: liger must be a mapping with keys among only, exclude, verify, got ['onyl']",
-    ),
-    "auto_option_outside": (
-        lambda: liger_hf.AutoLigerModelForCausalLM.from_config(None, only=["rope"]),
-        OptionError,
-        "AutoLigerModelForCausalLM: only must be given in liger=, write liger={'only': ['rope']}",
-    ),
-    "auto_call": (
-        liger_hf.AutoLigerModelForCausalLM,
-        OptionError,
-        "AutoLigerModelForCausalLM: a model must be made with from_pretrained or from_config, got a call of the class",
-    ),
-}
+    "auto_option": (lambda: liger_hf.AutoLigerModelForCausalLM.from_config(None, liger={"onyl": []}), OptionError, "AutoLigerModelForCausalLM: liger must be a mapping with keys among only, exclude, verify, got ['onyl']"),
+    "auto_option_outside": (lambda: liger_hf.AutoLigerModelForCausalLM.from_config(None, only=["rope"]), OptionError, "AutoLigerModelForCausalLM: only must be given in liger=, write liger={'only': ['rope']}"),
+    "auto_call": (liger_hf.AutoLigerModelForCausalLM, OptionError, "AutoLigerModelForCausalLM: a model must be made with from_pretrained or from_config, got a call of the class"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "error", "message"), MISTAKES.values(), ids=MISTAKES.keys())

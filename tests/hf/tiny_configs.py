@@ -43,28 +43,16 @@ SIZES: tuple[tuple[str, Any], ...] = (
     (r"bos_token_id|decoder_start_token_id", 1),
     (r"(.*_)?eos_token_id|sep_token_id", 2),
     (r".*drop(out)?(_prob|_p|_rate|_ratio)?|.*_pdrop|.*layerdrop|.*jitter_noise|mlp_dropout|dropout_p", 0.0),
-    (
-        r"num_key_value_heads|num_kv_heads|swa_num_key_value_heads|num_query_groups|num_global_key_value_heads|.*n_kv_heads",
-        2,
-    ),
-    (
-        r"(.*_)?(num_)?attention_heads|num_heads|n_heads?|(en|de)coder_attention_heads|num_(en|de)coder_attention_heads",
-        4,
-    ),
+    (r"num_key_value_heads|num_kv_heads|swa_num_key_value_heads|num_query_groups|num_global_key_value_heads|.*n_kv_heads", 2),
+    (r"(.*_)?(num_)?attention_heads|num_heads|n_heads?|(en|de)coder_attention_heads|num_(en|de)coder_attention_heads", 4),
     (r"index_n_heads", 2),
     (r"qk_rope_head_dim|index_rope_head_dim", 8),
     (r"qk_head_dim", 24),
     (r"(.*_)?head_dim|d_head|dim_head|kv_channels|v_head_dim|qk_nope_head_dim|attention_head_size", 16),
     (r"rotary_dim", 8),
     (r"q_lora_rank|kv_lora_rank|o_lora_rank", 24),
-    (
-        r"hidden_size(_global)?|d_model|n_embd|emb_dim|embedding_dim|embedding_size|(in|out)put_embedding_size|word_embed_proj_dim|backbone_hidden_size",
-        64,
-    ),
-    (
-        r"(moe_|shared_|shared_expert_|moe_shared_expert_|dense_)?intermediate_size(_mlp)?|(.*_)?ffn_dim|(expert_)?ffn_hidden_size",
-        96,
-    ),
+    (r"hidden_size(_global)?|d_model|n_embd|emb_dim|embedding_dim|embedding_size|(in|out)put_embedding_size|word_embed_proj_dim|backbone_hidden_size", 64),
+    (r"(moe_|shared_|shared_expert_|moe_shared_expert_|dense_)?intermediate_size(_mlp)?|(.*_)?ffn_dim|(expert_)?ffn_hidden_size", 96),
     (r"dff|dim_ff|n_inner|d_inner|feed_forward_size", 96),
     (r"num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers|num_(en|de)coder_layers|num_blocks|depth", 2),
     (r"n_routed_experts|(moe_)?num_(local_)?experts|num_experts", 4),
@@ -75,7 +63,7 @@ SIZES: tuple[tuple[str, Any], ...] = (
     (r"sliding_window(_size)?|attention_window_size|window_size|attention_chunk_size|keep_window_size", 8),
     (r"index_topk", 8),
     (r"chunk_size", 8),
-)
+)  # fmt: skip
 
 
 def tiny_config(model_type: str, **options: Any) -> PretrainedConfig:
@@ -164,26 +152,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8}},
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},
     "falcon_h1": {**MAMBA, **FALCON_H1, "mamba_d_ssm": 128, "mamba_d_head": 16, "mamba_expand": 2},
-    **dict.fromkeys(
-        ("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text", "glm4v_text", "glm_ocr_text", "qwen2_5_omni_text"),
-        MROPE,
-    ),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text", "glm4v_text", "glm_ocr_text", "qwen2_5_omni_text"), MROPE),
     **dict.fromkeys(("cosmos3_edge_text", "hunyuan_vl_text"), MROPE),
     "deepseek_ocr2_text": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]},
-    "ernie4_5_vl_moe_text": {
-        "num_hidden_layers": 2,
-        "mlp_layer_types": ["dense", "sparse"],
-        "moe_intermediate_size": [96, 48],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
-    },
-    "glm4v_moe_text": {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [1, 1, 2],
-        }
-    },
+    "ernie4_5_vl_moe_text": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"], "moe_intermediate_size": [96, 48], "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}},
+    "glm4v_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
     "glm5_next_text": {"index_topk": 16, "qk_rope_head_dim": 0},
     "step3p5": {"sliding_window": 8},
     "gemma3n_text": {
@@ -197,18 +170,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": {**SLIDING_AND_FULL, "global_head_dim": 16, "hidden_size_per_layer_input": 16},
     "gemma4_unified_text": {**SLIDING_AND_FULL, "global_head_dim": 16},
-    "granitemoehybrid": {
-        **MAMBA,
-        "layer_types": ["linear_attention", "full_attention"],
-        "shared_intermediate_size": 96,
-    },
-    "jamba": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "mamba_d_state": 16,
-        "mamba_dt_rank": 8,
-        "use_mamba_kernels": False,
-    },
+    "granitemoehybrid": {**MAMBA, "layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 96},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 16, "mamba_dt_rank": 8, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"head_dim": 8, "num_layers": 2, "num_hidden_layers": 4, "zero_expert_num": 2},
     "qwen4_exp_text": {
@@ -230,18 +193,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [32, 32], "num_buckets": 2},
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     "xmod": {"default_language": "en_XX"},
-    "xlstm": {
-        "hidden_size": 128,
-        "embedding_dim": 128,
-        "qk_dim_factor": 0.5,
-        "num_heads": 4,
-        "autocast_kernel_dtype": "float32",
-    },
-    "zamba": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["mamba", "hybrid"] * 2,
-        "attention_hidden_size": 128,
-        "attention_head_dim": 32,
-    },
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "qk_dim_factor": 0.5, "num_heads": 4, "autocast_kernel_dtype": "float32"},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "attention_hidden_size": 128, "attention_head_dim": 32},
     "zaya": {"num_experts_per_tok": 1},
-}
+}  # fmt: skip

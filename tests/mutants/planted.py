@@ -382,7 +382,7 @@ MODELS = (
         "(step.result, holders[0])",
         "(holders[0], step.result)",
         "tests/hf/test_residual.py::test_a_forward_keeps_its_meaning",
-        "OfItsOwn",
+        "of_its_own",
     ),
     Mutant(
         "residual: a source is believed that is not that of the code",
