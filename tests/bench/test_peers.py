@@ -60,14 +60,16 @@ def measured(
     return Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.0, WHERE, rounds=2).rows(case, implementations, show)
 
 
+def assert_agrees(case: Case, implementation: Implementation, most: float) -> None:
+    errors = case.errors(Run(case, implementation).full())
+    assert max(errors.worst_output, errors.worst_gradient) < most
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(("variant", "op"), PLAIN, ids=[f"{variant.name}-{op.name}" for variant, op in PLAIN])
 def test_a_peer_agrees_with_float64(variant: Peer, op: Op[..., Any]) -> None:
     case = quick_case(op)
-    errors = case.errors(CaseRun(case, peer(op, variant)).full())
-    assert errors is not None
-    assert errors.worst_output < 1e-6
-    assert errors.worst_gradient < 1e-6
+    assert_agrees(case, peer(op, variant), 1e-6)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -84,10 +86,7 @@ def test_eager_computes_the_log_probabilities_of_every_mode(mode: str) -> None:
     case = make_case(linear_log_prob, head_workload(16, 8, 64, mode=mode, **OPTIONS[mode]), CPU, torch.float32)
     case.set_exact()
     for implementation in (peer(linear_log_prob, peers.peers("eager")[0]), backend(linear_log_prob, "reference")):
-        errors = case.errors(CaseRun(case, implementation).full())
-        assert errors is not None
-        assert errors.worst_output < 1e-6
-        assert errors.worst_gradient < 1e-6
+        assert_agrees(case, implementation, 1e-6)
 
 
 def stand_in_for_liger_kernel() -> SimpleNamespace:
@@ -153,12 +152,7 @@ def test_liger_kernel_is_asked_for_the_divergence_of_the_op(op: Op[..., Any], op
     case = quick_case(op)
     case.arguments.update(options)
     case.set_exact()
-    errors = case.errors(
-        CaseRun(case, peer(op, Peer("liger-kernel", liger_kernel._divergences(stand_in_for_liger_kernel())))).full()
-    )
-    assert errors is not None
-    assert errors.worst_output < 1e-5
-    assert errors.worst_gradient < 1e-5
+    assert_agrees(case, peer(op, Peer("liger-kernel", liger_kernel._divergences(stand_in_for_liger_kernel()))), 1e-5)
 
 
 @pytest.mark.matrix
@@ -167,14 +161,9 @@ def test_liger_kernel_is_asked_for_the_divergence_from_the_probabilities_of_the_
     case = quick_case(linear_divergence)
     case.arguments.update(kind="forward_kl", temperature=temperature)
     case.set_exact()
-    errors = case.errors(
-        CaseRun(
-            case, peer(linear_divergence, Peer("soft", liger_kernel._soft_labels(stand_in_for_liger_kernel())))
-        ).full()
+    assert_agrees(
+        case, peer(linear_divergence, Peer("soft", liger_kernel._soft_labels(stand_in_for_liger_kernel()))), 1e-5
     )
-    assert errors is not None
-    assert errors.worst_output < 1e-5
-    assert errors.worst_gradient < 1e-5
 
 
 def log_prob_of_liger_kernel(function: Any, monkeypatch: pytest.MonkeyPatch) -> Peer:
@@ -194,12 +183,7 @@ def test_liger_kernel_is_asked_for_the_log_probabilities_of_the_op(
     case = make_case(linear_log_prob, head_workload(16, 8, 64, mode="options", **options), CPU, torch.float32)
     case.arguments["target"][:4] = options.get("ignore_index", -100)
     case.set_exact()
-    errors = case.errors(
-        CaseRun(case, peer(linear_log_prob, log_prob_of_liger_kernel(ScaledCrossEntropy, monkeypatch))).full()
-    )
-    assert errors is not None
-    assert errors.worst_output < 1e-5
-    assert errors.worst_gradient < 1e-5
+    assert_agrees(case, peer(linear_log_prob, log_prob_of_liger_kernel(ScaledCrossEntropy, monkeypatch)), 1e-5)
 
 
 class ScaledCrossEntropyInChunks:
@@ -220,10 +204,7 @@ def test_liger_kernel_is_asked_for_log_probabilities_in_chunks(
     case = make_case(linear_log_prob, head_workload(16, 8, 64, mode="options", **options), CPU, torch.float32)
     case.arguments["target"][:4] = options.get("ignore_index", -100)
     case.set_exact()
-    errors = case.errors(CaseRun(case, peer(linear_log_prob, Peer("chunks", liger_kernel._chunks()))).full())
-    assert errors is not None
-    assert errors.worst_output < 1e-5
-    assert errors.worst_gradient < 1e-5
+    assert_agrees(case, peer(linear_log_prob, Peer("chunks", liger_kernel._chunks())), 1e-5)
 
 
 @pytest.mark.parametrize(("value", "name"), [("0", "liger-kernel untuned"), ("1", "liger-kernel")])
@@ -274,10 +255,7 @@ def test_trl_is_asked_for_what_the_op_computes(op: Op[..., Any], options: dict[s
     case = quick_case(op)
     case.arguments.update(options)
     case.set_exact()
-    errors = case.errors(CaseRun(case, peer(op, variant)).full())
-    assert errors is not None
-    assert errors.worst_output < 1e-5
-    assert errors.worst_gradient < 1e-5
+    assert_agrees(case, peer(op, variant), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -407,13 +385,6 @@ def test_frozen_arguments_of_a_workload_get_no_gradient() -> None:
     workload = next(w for w in swiglu.workloads() if w.quick)
     frozen = type(workload)(workload.name, workload.make, frozen=("up",))
     assert make_case(swiglu, frozen, CPU, torch.float32).trained == ("gate",)
-
-
-def test_an_unknown_library_ends_with_2_and_the_nearest_name(liger: InProcess) -> None:
-    code, errors = liger("bench", "swiglu", "--quick", "--peer", "eagre")
-    assert code == 2
-    assert "bench: no library named 'eagre'" in errors
-    assert "Did you mean 'eager'?" in errors
 
 
 @pytest.mark.skipif(peers.unavailable("cut-cross-entropy", CPU) is None, reason="the peer runs here")

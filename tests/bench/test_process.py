@@ -44,26 +44,14 @@ def test_a_process_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (
-            RuntimeError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 1 GiB. Of it"),
-            "Tried to allocate 2 GiB. GPU 0 has 1 GiB",
-        ),
-        (
-            RuntimeError(
-                "CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 9 GiB of which 7 GiB is free. It uses 2 GiB. "
-                "3.00 GiB allowed; Of"
-            ),
-            "Tried to allocate 2 GiB. 3.00 GiB allowed",
-        ),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 1 GiB. Of it"), "Tried to allocate 2 GiB. GPU 0 has 1 GiB"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has 9 GiB of which 7 GiB is free. It uses 2 GiB. 3.00 GiB allowed; Of"), "Tried to allocate 2 GiB. 3.00 GiB allowed"),
         (RuntimeError("CUDA error: out of memory\nmore"), "CUDA error: out of memory"),
-        (
-            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
-            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling",
-        ),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"),
         (MemoryError(), "of the host"),
     ],
     ids=["pytorch", "limited", "cuda", "cublas", "host"],
-)
+)  # fmt: skip
 def test_out_of_memory_is_recognized_in_the_words_of_every_library(error: Exception, reason: str) -> None:
     state, results = failure(error)
     assert (state, results["out_of_memory"]) == (FAILED, True)
