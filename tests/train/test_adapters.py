@@ -7,7 +7,6 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -56,15 +55,9 @@ def test_a_run_with_such_adapters_learns(small: Setup, liger: str) -> None:
 
 
 EXPERTS = {
-    "gpt_oss": (
-        "8 linear layers (q_proj, k_proj, v_proj, o_proj) and 4 weights (down_proj, gate_up_proj)",
-        "3 % of the layers' weights have none: gate_up_proj_bias, router, down_proj_bias.",
-    ),
-    "qwen3_moe": (
-        "8 linear layers (q_proj, k_proj, v_proj, o_proj) and 4 weights (down_proj, gate_up_proj)",
-        "2 % of the layers' weights have none: gate.",
-    ),
-}
+    "gpt_oss": ("8 linear layers (q_proj, k_proj, v_proj, o_proj)", "89 % of the layers' weights have none: gate_up_proj, down_proj,"),
+    "qwen3_moe": ("8 linear layers (q_proj, k_proj, v_proj, o_proj) and 6 weights (down_proj, gate_up_proj, gate)", "in float32."),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -141,19 +134,3 @@ def test_an_adapter_as_a_model_says_what_to_do(small: Setup, model: Path, tmp_pa
         OptionError, match=r"--model must be a whole model, got .*, an adapter of peft; .*merge_and_unload"
     ):
         config_of(replace(small, model=str(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"adapter_rank": 8}, "--adapter-rank needs --adapter lora or qlora, got none"),
-        ({"adapter": "lora", "adapter_rank": 0}, "--adapter-rank must be from 1 to"),
-        ({"adapter": "lora", "adapter_targets": " "}, "--adapter-targets must not be empty"),
-        ({"adapter": "lora", "adapter_targets": "q_proj,v_prj"}, "down_proj, .*, got 'v_prj'. Did you mean 'v_proj'?"),
-        ({"adapter": "lora", "adapter_targets": "lm_head"}, "got 'lm_head'"),
-        ({"adapter": "lora", "adapter_targets": "proj"}, "got 'proj'"),
-    ],
-)
-def test_adapters_that_cannot_be_made_are_a_clear_error(small: Setup, options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(OptionError, match=sentence.replace("?", r"\?")):
-        techniques.check(replace(small, **options))

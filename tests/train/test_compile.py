@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from liger_core.errors import DeviceError, OptionError
-from liger_train import checkpointing, combinations, compiling, techniques
+from liger_core.errors import DeviceError
+from liger_train import checkpointing, combinations, compiling
 from liger_train.model import build
 from liger_train.plan.step import COMPILED, predict
 from liger_train.setup import Setup
@@ -101,41 +101,6 @@ def test_compiled_graphs_are_kept_for_later_runs(monkeypatch: pytest.MonkeyPatch
             assert os.environ[compiling.CACHE] == str(tmp_path / "liger" / "compiled")
     monkeypatch.setenv(compiling.CACHE, "/my/own")
     assert compiling.cache() == "/my/own"
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"compile": "max"}, "--compile must be one of none, default, graphs, got 'max'"),
-        ({"compile": "default", "shard": "zero3"}, "--compile default cannot be combined with --shard zero3"),
-        ({"compile": "default", "tp": 2, "ranks": 2}, "--compile default cannot be combined with --tp 2"),
-        ({"compile": "graphs", "packing": True}, "--compile graphs cannot be combined with --packing"),
-        (
-            {"compile": "graphs", "ranks": 2},
-            "--compile graphs needs a single GPU, got 2 ranks, .*use --compile default",
-        ),
-        ({"compile": "graphs", "shard": "fsdp2"}, "--compile graphs cannot be combined with --shard fsdp2"),
-        (
-            {"compile": "graphs", "checkpoint": "offload"},
-            "--compile graphs cannot be combined with --checkpoint offload",
-        ),
-        (
-            {"compile": "graphs", "optimizer": "galore-layerwise"},
-            "--compile graphs cannot be combined with --optimizer galore-layerwise",
-        ),
-        (
-            {"compile": "default", "set": "torch_compile_mode=max-autotune"},
-            "--set cannot set torch_compile_mode; use --compile",
-        ),
-    ],
-)
-def test_what_cannot_be_compiled_is_refused_before_loading(
-    small: Setup, options: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Whether a library is installed here does not matter.
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    with pytest.raises(OptionError, match=sentence):
-        techniques.check(replace(small, device="cuda", **options))
 
 
 def test_cuda_graphs_need_a_gpu(small: Setup) -> None:

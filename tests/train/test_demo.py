@@ -23,16 +23,9 @@ from liger_train.setup import Setup
 from train.answers import WHERE
 
 KEYS = (
-    "loss_hf",
-    "loss_liger",
-    "max_loss_difference",
-    "peak_memory_hf_bytes",
-    "peak_memory_liger_bytes",
-    "tokens_per_second_hf",
-    "tokens_per_second_liger",
-    "backend",
-    "device",
-)
+    "loss_hf", "loss_liger", "max_loss_difference", "peak_memory_hf_bytes", "peak_memory_liger_bytes",
+    "tokens_per_second_hf", "tokens_per_second_liger", "backend", "device",
+)  # fmt: skip
 
 
 # The environment of the demo has none of these libraries, which warn when they are imported.
@@ -53,47 +46,26 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Installed
 def tiny_demo(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A demo of six short steps on the CPU: enough for the loss to fall whatever the text."""
     folder = tmp_path_factory.mktemp("demo")
-    command = (
-        "demo",
-        "--steps",
-        "6",
-        "--batch",
-        "2",
-        "--sequence",
-        "64",
-        "--device",
-        "cpu",
-        "--out",
-        str(folder),
-        "--json",
-    )
+    command = f"demo --steps 6 --batch 2 --sequence 64 --device cpu --json --out {folder}".split()
     # Includes what libraries print while they are imported.
     start = [sys.executable, "-c", f"{AS_IN_THE_DEMO}\n{START}"]
     done = subprocess.run([*start, *command], capture_output=True, text=True, timeout=300)
     return Finished(done.returncode, done.stdout, done.stderr, folder)
 
 
-def test_demo_ends_well(tiny_demo: Finished) -> None:
+def test_demo_prints_one_json_object_with_the_results_that_its_file_has(tiny_demo: Finished) -> None:
     assert tiny_demo.code == 0, tiny_demo.errors
+    printed = json.loads(tiny_demo.printed)
+    assert json.loads((tiny_demo.folder / "result.json").read_text()) == printed == tiny_demo.result
+    assert [key for key in KEYS if printed.get(key) is None] == []
+    assert "linear_cross_entropy" in printed["replaced"]
 
 
-def test_demo_prints_one_json_object(tiny_demo: Finished) -> None:
-    assert isinstance(json.loads(tiny_demo.printed), dict)
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_demo_result_has_key(tiny_demo: Finished, key: str) -> None:
-    assert tiny_demo.result[key] is not None
-
-
-def test_demo_trains_on_every_step(tiny_demo: Finished) -> None:
+def test_demo_trains_on_every_step_from_the_loss_of_a_uniform_guess_on(tiny_demo: Finished) -> None:
     losses = tiny_demo.result["losses_hf"]
     assert len(losses) == 6
+    assert losses[0] == pytest.approx(math.log(32000), abs=0.1)
     assert losses[-1] < losses[0] - 0.1
-
-
-def test_demo_starts_at_the_loss_of_a_uniform_guess(tiny_demo: Finished) -> None:
-    assert tiny_demo.result["losses_hf"][0] == pytest.approx(math.log(32000), abs=0.1)
 
 
 def test_liger_has_the_loss_of_the_baseline(tiny_demo: Finished) -> None:
@@ -134,19 +106,13 @@ def test_an_unclear_speed_is_called_so(tiny_demo: Finished, tmp_path: Path, caps
         assert "On a CPU Liger saves memory, not time" in text
 
 
-def test_demo_replaces_something(tiny_demo: Finished) -> None:
-    assert "linear_cross_entropy" in tiny_demo.result["replaced"]
-
-
 def test_memory_of_the_baseline_loss_is_three_times_the_logits(tiny_demo: Finished) -> None:
     logits = 2 * 64 * 32000 * 4
     # Beside the logits and what the loss makes of them there are the gradients of head and hidden states.
     gradients = (32000 + 2 * 64) * 256 * 4
-    assert 3 * logits <= tiny_demo.result["peak_loss_memory_hf_bytes"] <= 3 * logits + gradients + logits // 2
-
-
-def test_a_step_holds_parameters_gradients_and_optimizer_state(tiny_demo: Finished) -> None:
     result = tiny_demo.result
+    assert 3 * logits <= result["peak_loss_memory_hf_bytes"] <= 3 * logits + gradients + logits // 2
+    # Parameters, gradients and the state of the optimizer.
     assert result["peak_memory_liger_bytes"] >= 4 * 4 * result["parameters"]
 
 
@@ -157,38 +123,24 @@ def test_picture_shows_something(tiny_demo: Finished, name: str) -> None:
     assert pixels[..., :3].std() > 0.05
 
 
-def test_result_file_holds_what_was_printed(tiny_demo: Finished) -> None:
-    assert json.loads((tiny_demo.folder / "result.json").read_text()) == tiny_demo.result
-
-
 @pytest.mark.parametrize(
     ("option", "value", "sentence"),
     [
-        (
-            "--model",
-            "7b",
-            (
-                "demo: --model must be one of tiny, small, llama-3.2-1b, llama-3-8b, qwen2-7b, gemma-7b, mistral-7b, "
-                "phi-3-mini, got '7b'"
-            ),
-        ),
+        ("--model", "7b", "demo: --model must be one of tiny, small, llama-3.2-1b, llama-3-8b, qwen2-7b, gemma-7b, mistral-7b, phi-3-mini, got '7b'"),
         ("--device", "tpu", "demo: --device must be auto, cpu or cuda, got 'tpu'"),
         ("--dtype", "int8", "demo: --dtype must be one of float32, bfloat16, float16, got 'int8'"),
         ("--steps", "0", "Invalid value for '--steps'"),
     ],
-)
+)  # fmt: skip
 def test_wrong_usage_ends_with_2(liger: InProcess, tmp_path: Path, option: str, value: str, sentence: str) -> None:
     code, errors = liger("demo", "--out", str(tmp_path), option, value)
     assert code == 2
     assert sentence in errors
 
 
-def test_a_difference_above_the_bound_fails() -> None:
-    assert not judged({"hf": [10.0, 9.0], "liger": [10.0, 9.002]})["passed"]
-
-
-def test_a_loss_that_is_not_a_number_fails() -> None:
-    assert not judged({"hf": [10.0, math.nan], "liger": [10.0, math.nan]})["passed"]
+@pytest.mark.parametrize(("hf", "liger"), [(9.0, 9.002), (math.nan, math.nan)])
+def test_a_difference_above_the_bound_and_a_loss_that_is_not_a_number_fail(hf: float, liger: float) -> None:
+    assert not judged({"hf": [10.0, hf], "liger": [10.0, liger]})["passed"]
 
 
 def test_a_low_precision_is_judged_by_the_noise_of_reordered_sums() -> None:

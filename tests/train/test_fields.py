@@ -24,13 +24,7 @@ from liger_train.train.saved import same
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (
-            ["warmup_ration=0.1"],
-            (
-                "--set must name a field of transformers.TrainingArguments, got 'warmup_ration'. Did you mean "
-                "'warmup_ratio'?"
-            ),
-        ),
+        (["warmup_ration=0.1"], "--set must name a field of transformers.TrainingArguments, got 'warmup_ration'. Did you mean 'warmup_ratio'?"),
         (["learning_rate=1"], "--set cannot set learning_rate; use --learning-rate"),
         (["--per-device-train-batch-size=1"], "--set cannot set per_device_train_batch_size; use --batch"),
         (["weight_decay=much"], "--set must have values that TrainingArguments accepts, got --weight_decay=much"),
@@ -43,7 +37,7 @@ from liger_train.train.saved import same
         (["report_to=tensorbored"], "--set report_to must be places that Transformers knows"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
+)  # fmt: skip
 def test_a_field_that_cannot_be_set_is_a_clear_error_before_anything_is_loaded(
     liger: InProcess, monkeypatch: pytest.MonkeyPatch, words: list[str], sentence: str
 ) -> None:
@@ -143,7 +137,6 @@ def test_epochs_determine_the_number_of_steps(small: Setup, tmp_path: Path) -> N
     setup = replace(small, data=str(text), set="num_train_epochs=2.5")
     sequences = len(read(setup, 400, own_tokenizer=True).sequences)
     row = run(setup)
-    assert row.losses is not None
     assert row.steps == len(row.losses) == -(-sequences // 2 * 5 // 2)
     assert row.losses[-1] < row.losses[0]
 

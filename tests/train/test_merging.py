@@ -109,9 +109,7 @@ def test_weights_that_are_replaced_are_the_ones_that_count(how: str) -> None:
                 module, _, own = name.rpartition(".")
                 setattr(model.get_submodule(module), own, nn.Parameter(weight.detach().clone()))
         model.tie_weights()
-    found = step(model, **tokens())
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(step(model, **tokens()), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_adapted_hooked_or_partly_frozen_is_left_alone() -> None:
@@ -122,9 +120,7 @@ def test_what_is_adapted_hooked_or_partly_frozen_is_left_alone() -> None:
     expected = step(model, **tokens())
     sentence = merging.merge(model)
     assert "; left 1: they have hooks or a forward of their own; left 1: their weights differ" in sentence
-    found = step(model, **tokens())
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(step(model, **tokens()), expected, rtol=1e-4, atol=1e-5)
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(make(), peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj"]))
     liger_hf.apply(adapted)
@@ -138,6 +134,15 @@ def test_layers_run_by_themselves_under_autocast() -> None:
         assert counted(model) == {"linear": 7 * LAYERS}
         model(**tokens()).loss.backward()
     assert all(weight.grad is not None for weight in model.parameters())
+
+
+def test_undo_restores_the_forwards() -> None:
+    model = prepared()
+    plain = step(model, **tokens())
+    merging.merge(model)
+    merging.undo(model)
+    assert counted(model) == {"linear": 7 * LAYERS}
+    torch.testing.assert_close(step(model, **tokens()), plain)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +165,7 @@ def test_layers_that_keep_matmuls_keep_those_that_are_merged(
     monkeypatch.setattr(merging, "_whole", lambda *tensors: read.append(1) or whole(*tensors))
     found = step(model, **tokens())
     assert len(read) == times * LAYERS
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 class Shapes(nn.Module):

@@ -165,14 +165,10 @@ def test_the_last_row_of_a_repeated_run_counts(tmp_path: Path) -> None:
     ] == [7.0]
 
 
-def test_an_interrupted_run_gives_way_to_the_one_that_resumed_it(tmp_path: Path) -> None:
-    interrupted, resumed = row(IN_24_GIB, interrupted=True), row(IN_24_GIB, losses=[11.0] * 6)
-    assert [len(each["losses"]) for each in read([written(tmp_path, [interrupted, resumed])])] == [6]
-
-
-def test_an_interrupted_run_does_not_replace_one_that_ended(tmp_path: Path) -> None:
-    ended, interrupted = row(IN_24_GIB, losses=[11.0] * 6), row(IN_24_GIB, interrupted=True, reason="interrupted")
-    assert [len(each["losses"]) for each in read([written(tmp_path, [ended, interrupted])])] == [6]
+@pytest.mark.parametrize("order", [1, -1], ids=["resumed", "ended_before"])
+def test_an_interrupted_run_gives_way_to_one_that_ended(order: int, tmp_path: Path) -> None:
+    rows = [row(IN_24_GIB, interrupted=True, reason="interrupted"), row(IN_24_GIB, losses=[11.0] * 6)]
+    assert [len(each["losses"]) for each in read([written(tmp_path, rows[::order])])] == [6]
 
 
 def test_rows_that_are_not_of_training_runs_are_refused(tmp_path: Path) -> None:

@@ -61,22 +61,13 @@ MESSAGES = [{"messages": TURNS}, {"messages": [USER, FOUR]}]
 FORMATS: dict[str, list[dict[str, Any]]] = {
     "messages": MESSAGES,
     "system messages": [{"messages": [SYSTEM, *row["messages"]]} for row in MESSAGES],
-    "ShareGPT": [
-        {"conversations": [{"from": NAMES[m["role"]], "value": m["content"]} for m in row["messages"]]}
-        for row in MESSAGES
-    ],
-    "prompt and completion": [
-        {"prompt": "two and two is", "completion": " four"},
-        {"prompt": "and three:", "completion": " seven"},
-    ],
-    "prompt and completion with messages": [
-        {"prompt": TURNS[:3], "completion": [SEVEN]},
-        {"prompt": [USER], "completion": [FOUR]},
-    ],
+    "ShareGPT": [{"conversations": [{"from": NAMES[m["role"]], "value": m["content"]} for m in row["messages"]]} for row in MESSAGES],
+    "prompt and completion": [{"prompt": "two and two is", "completion": " four"}, {"prompt": "and three:", "completion": " seven"}],
+    "prompt and completion with messages": [{"prompt": TURNS[:3], "completion": [SEVEN]}, {"prompt": [USER], "completion": [FOUR]}],
     "tools": [{"messages": WITH_TOOLS, "tools": TOOLS}, {"messages": [USER, FOUR]}],
     "tools as text": [{"messages": WITH_TOOLS, "tools": json.dumps(TOOLS)}, {"messages": [USER, FOUR]}],
     "roles in conversations": [{"conversations": row["messages"]} for row in MESSAGES],
-}
+}  # fmt: skip
 FOUR_ENDS, SEVEN_ENDS = "four<|im_end|>", "seven of course<|im_end|>"
 THOUGHT = "<think>\n\n</think>\n\n"
 CALLED = '<call>{"name": "add", "arguments": {"a": 2}}<|im_end|>'
@@ -441,7 +432,6 @@ def test_long_examples_are_cut_and_those_without_an_answer_left_are_left_out(tmp
 
 def test_some_are_held_out_for_validation_with_their_labels(tmp_path: Path) -> None:
     data = data_of(TAGS, tmp_path, MESSAGES * 5, validation=0.2)
-    assert data.held is not None
     assert (tuple(data.sequences.shape), tuple(data.held.shape)) == ((8, 2, 768), (2, 2, 768))
 
 
@@ -455,18 +445,9 @@ def test_some_are_held_out_for_validation_with_their_labels(tmp_path: Path) -> N
         ([{"messages": "hi"}], "line 2: messages must be a list of messages, got "),
         ([{"messages": [{"content": "hi"}]}], "line 2: messages: message 1 must have a role and content"),
         (["", {"messages": [USER]}], "line 3: must have a message of the role assistant, on which to train, got user"),
-        (
-            [{"messages": [FOUR, AGAIN, SEVEN]}],
-            "line 2: the chat template must accept the messages, .*: The user must begin.",
-        ),
-        (
-            [{"messages": [USER, {**FOUR, "weight": 0.5}]}],
-            "line 2: weight must be 0 or 1 in a message of the assistant, .*, got 0.5",
-        ),
-        (
-            [{"messages": [{**USER, "train": True}, FOUR]}],
-            "line 2: train must be 0 or 1 .*, and not 1 in others, got True for user",
-        ),
+        ([{"messages": [FOUR, AGAIN, SEVEN]}], "line 2: the chat template must accept the messages, .*: The user must begin."),
+        ([{"messages": [USER, {**FOUR, "weight": 0.5}]}], "line 2: weight must be 0 or 1 in a message of the assistant, .*, got 0.5"),
+        ([{"messages": [{**USER, "train": True}, FOUR]}], "line 2: train must be 0 or 1 .*, and not 1 in others, got True for user"),
     ],
     ids=[
         "not JSON",
@@ -480,7 +461,7 @@ def test_some_are_held_out_for_validation_with_their_labels(tmp_path: Path) -> N
         "a weight",
         "a prompt",
     ],
-)
+)  # fmt: skip
 def test_the_line_of_a_bad_row_is_named(rows: list[Any], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=f"^train: --data .*chats.jsonl, {sentence}"):
         data_of(STRICT, tmp_path, [{"messages": TURNS}, *rows])
@@ -576,5 +557,4 @@ def test_what_is_read_is_printed_before_the_first_step(tmp_path: Path, capsys: p
     ]
     assert "\n".join(expected) in printed.partition("loss")[0]
     assert notes == ["A decision.", *expected]
-    assert row.notes is not None
     assert row.notes[:4] == notes

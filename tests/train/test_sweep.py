@@ -222,10 +222,7 @@ def test_values_have_the_type_of_their_option(option: str, value: list[Any]) -> 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (
-            ["bach=1,2"],
-            "must be an option and its values, for instance batch=1,4,8, got 'bach=1,2'. Did you mean 'batch'?",
-        ),
+        (["bach=1,2"], "must be an option and its values, for instance batch=1,4,8, got 'bach=1,2'. Did you mean 'batch'?"),
         (["batch"], "must be an option and its values"),
         (["batch=1,two"], "--sweep batch must have positive numbers, got 'two'"),
         (["batch=0"], "--sweep batch must have positive numbers, got '0'"),
@@ -234,7 +231,7 @@ def test_values_have_the_type_of_their_option(option: str, value: list[Any]) -> 
         (["implementation=hf,lieger"], "must name hf, hf-compiled, liger, liger-compiled, liger-kernel, got 'lieger'"),
         ([""], "must be an option and its values"),
     ],
-)
+)  # fmt: skip
 def test_a_sweep_of_something_else_is_refused(options: list[str], sentence: str) -> None:
     with pytest.raises(OptionError) as raised:
         swept(options)
@@ -315,10 +312,7 @@ def test_a_run_is_not_compared_with_one_that_ran_out_of_memory(capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (
-            ("--sweep", "batch=1,2", "--liger", "rms_norm,rope"),
-            "--liger cannot be combined with --sweep; give --strategies rms_norm+rope",
-        ),
+        (("--sweep", "batch=1,2", "--liger", "rms_norm,rope"), "--liger cannot be combined with --sweep; give --strategies rms_norm+rope"),
         (("--sweep", "batch=1,2", "--output", "model"), "--output cannot be combined with --sweep"),
         (("--sweep", "batch=1,2", "--deterministic"), "--deterministic cannot be combined with --sweep"),
         (("--sweep", "batch=1,2", "--resume"), "--sweep with --resume needs --out"),
@@ -331,18 +325,12 @@ def test_a_run_is_not_compared_with_one_that_ran_out_of_memory(capsys: pytest.Ca
         (("--strategies", ""), "--strategies must name values of --liger, for instance none,all, got ''"),
         (("--sweep", "learning-rate=1e-4,nan"), "--learning-rate must be a positive number, got nan"),
         (("--sweep", "seed=1,99999999999"), "--seed must be from 0 to 4294967295, got 99999999999"),
-        (
-            ("--sweep", "memory-limit=24"),
-            "--sweep memory_limit must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB?",
-        ),
-        (
-            ("--sweep", "batch=1", "--data", "no/such/file"),
-            "--data must be a file, a folder, a dataset saved by datasets, or library",
-        ),
+        (("--sweep", "memory-limit=24"), "--sweep memory_limit must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB?"),
+        (("--sweep", "batch=1", "--data", "no/such/file"), "--data must be a file, a folder, a dataset saved by datasets, or library"),
         (("--snapshot", "--profile", "--out", "results"), "need the same profiler on the CPU"),
         (("--sweep", "precision=fp32,fp17"), "fp17"),
     ],
-)
+)  # fmt: skip
 def test_options_that_cannot_be_combined_are_refused(
     liger: InProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], sentence: str
 ) -> None:

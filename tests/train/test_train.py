@@ -42,7 +42,6 @@ def row(small: Setup) -> Row:
 
 
 def test_a_run_reduces_the_loss(row: Row) -> None:
-    assert row.losses is not None
     assert len(row.losses) == 6
     assert row.losses[-1] < row.losses[0] - 0.1
 
@@ -58,7 +57,6 @@ def test_a_row_carries_its_setup_and_what_was_measured(row: Row, small: Setup) -
 
 
 def test_memory_is_measured_on_the_cpu(row: Row, small: Setup) -> None:
-    assert row.parameters is not None
     # Weights, and two moments of each.
     assert row.static_bytes == pytest.approx(3 * 4 * row.parameters, rel=0.01)
     assert row.peak_bytes == pytest.approx(predict(small).peak_bytes, rel=0.05)
@@ -67,8 +65,6 @@ def test_memory_is_measured_on_the_cpu(row: Row, small: Setup) -> None:
 
 def test_a_single_step_has_a_peak_too(small: Setup, row: Row) -> None:
     alone = run(replace(small, steps=1)).peak_bytes
-    assert alone is not None
-    assert row.peak_bytes is not None
     # Without the state of the optimizer, which this step makes when its activations are gone.
     assert 2 * 4 * (row.parameters or 0) < alone < row.peak_bytes
 
@@ -246,13 +242,10 @@ def test_given_options_are_not_printed_as_defaults(monkeypatch: pytest.MonkeyPat
         (("--save-every", "2"), "--save-every needs --output"),
         (("--memory-limit", "24GiB"), "--memory-limit needs a GPU, got --device cpu"),
         (("--optimizer", "adam"), "--optimizer must be one of"),
-        (
-            ("--data", "no/such/file"),
-            "--data must be a file, a folder, a dataset saved by datasets, or library, got no/such/file",
-        ),
+        (("--data", "no/such/file"), "--data must be a file, a folder, a dataset saved by datasets, or library, got no/such/file"),
         (("--data", "/dev/null"), "got /dev/null, which is neither a file nor a folder; write what it gives to a file"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_option_raises_a_clear_error(liger: InProcess, arguments: tuple[str, ...], sentence: str) -> None:
     code, said = liger("train", "--model", "tiny", "--device", "cpu", *arguments)
     assert (code, sentence in said) == (2, True), said

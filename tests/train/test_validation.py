@@ -14,8 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf.two_ranks import on_two_ranks
-from liger_core.errors import OptionError
-from liger_train import techniques
 from liger_train.setup import Setup
 from liger_train.train.command import _figures
 from liger_train.train.data import read
@@ -29,7 +27,6 @@ def test_held_out_sequences_are_spread_over_the_text_and_never_trained_on(small:
     plain = replace(small, data=str(tmp_path / "text.txt"))
     split = replace(plain, validation=0.1)
     whole, data = read(plain, 400, False).sequences, read(split, 400, False)
-    assert data.held is not None
     trained, held = ({tuple(one.tolist()) for one in part} for part in (data.sequences, data.held))
     assert not trained & held
     assert len(held) == round(0.1 * len(whole))
@@ -37,7 +34,6 @@ def test_held_out_sequences_are_spread_over_the_text_and_never_trained_on(small:
     at = [index for index, one in enumerate(whole) if tuple(one.tolist()) in held]
     assert max(b - a for a, b in itertools.pairwise(at)) <= 11
     again = read(split, 400, False).held
-    assert again is not None
     assert torch.equal(data.held, again)
 
 
@@ -130,19 +126,3 @@ def test_it_is_computed_as_often_as_asked_and_kept_when_resumed(small: Setup, tm
 
 def test_a_run_without_it_has_none(small: Setup) -> None:
     assert run(replace(small, steps=1)).validation_loss is None
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"validation": 1.0}, "--validation must be from 0 to below 1, got 1"),
-        ({"set": "eval_steps=2"}, "--set eval_steps needs --validation"),
-        (
-            {"validation": 0.1, "set": "per_device_eval_batch_size=2"},
-            "cannot set per_device_eval_batch_size; it is that of --batch",
-        ),
-    ],
-)
-def test_a_validation_that_cannot_be_is_a_clear_error(small: Setup, options: dict[str, object], sentence: str) -> None:
-    with pytest.raises(OptionError, match=sentence):
-        techniques.check(replace(small, **options))  # type: ignore[arg-type]
