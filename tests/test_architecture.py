@@ -82,31 +82,14 @@ PUBLIC = {
 
 # Package → top-level modules that its import must not load, and that its sources must not name.
 FORBIDDEN = {
-    "liger_core": [
-        "triton",
-        "transformers",
-        "liger_triton",
-        "liger_inductor",
-        "liger_hf",
-        "liger_bench",
-        "liger_train",
-        "liger_verify",
-    ],
+    "liger_core": ["triton", "transformers", "liger_triton", "liger_inductor", "liger_hf", "liger_bench", "liger_train", "liger_verify"],
     "liger_triton": ["transformers", "liger_inductor", "liger_hf", "liger_bench", "liger_train", "liger_verify"],
-    "liger_inductor": [
-        "triton",
-        "transformers",
-        "liger_triton",
-        "liger_hf",
-        "liger_bench",
-        "liger_train",
-        "liger_verify",
-    ],
+    "liger_inductor": ["triton", "transformers", "liger_triton", "liger_hf", "liger_bench", "liger_train", "liger_verify"],
     "liger_hf": ["liger_triton", "liger_inductor", "liger_bench", "liger_train", "liger_verify"],
     "liger_bench": ["liger_triton", "liger_inductor", "liger_train", "liger_verify"],
     "liger_train": ["liger_triton", "liger_inductor", "liger_verify"],
     "liger_verify": ["liger_triton", "liger_inductor", "liger_bench", "liger_train"],
-}
+}  # fmt: skip
 # Names that say nothing about what is in a file.
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "misc", "common", "manager", "tools"}
 

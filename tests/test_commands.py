@@ -179,24 +179,12 @@ def test_a_plugin_adds_a_command(liger: Liger, install: Install) -> None:
 @pytest.mark.parametrize(
     ("source", "fault"),
     [
-        pytest.param(
-            COMMAND.replace("NAME", "greet").replace("AND_THEN", "1 / 0"),
-            "its hook liger_commands failed: ZeroDivisionError: division by zero",
-            id="raises",
-        ),
-        pytest.param(
-            COMMAND.replace("NAME", "greet").replace("AND_THEN", "raise SystemExit(3)"),
-            "its hook liger_commands failed: SystemExit: 3",
-            id="exits",
-        ),
-        pytest.param(
-            COMMAND.replace("NAME()", "greet(value: '1 / 0')").replace("AND_THEN", ""),
-            "building its commands failed: ZeroDivisionError: division by zero",
-            id="cannot_be_built",
-        ),
+        pytest.param(COMMAND.replace("NAME", "greet").replace("AND_THEN", "1 / 0"), "its hook liger_commands failed: ZeroDivisionError: division by zero", id="raises"),
+        pytest.param(COMMAND.replace("NAME", "greet").replace("AND_THEN", "raise SystemExit(3)"), "its hook liger_commands failed: SystemExit: 3", id="exits"),
+        pytest.param(COMMAND.replace("NAME()", "greet(value: '1 / 0')").replace("AND_THEN", ""), "building its commands failed: ZeroDivisionError: division by zero", id="cannot_be_built"),
         pytest.param("raise SystemExit(3)", "importing wrong_plugin failed: SystemExit: 3", id="exits_at_import"),
     ],
-)
+)  # fmt: skip
 def test_a_plugin_whose_commands_fail_loses_these_alone(
     liger: Liger, install: Install, source: str, fault: str
 ) -> None:

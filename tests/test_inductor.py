@@ -82,7 +82,6 @@ def test_calls_past_the_limit_run_uncompiled(programs: dict[str, int], monkeypat
             y = implementation(x)
             y.backward(torch.ones_like(y))
             assert torch.equal(y, torch.full_like(x, 9.0))
-            assert x.grad is not None
             assert torch.equal(x.grad, torch.full_like(x, 6.0))
     assert programs["unique_graphs"] == 2
 

@@ -27,8 +27,6 @@ def noxfile(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     # The noxfile removes it from the environment.
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     spec = importlib.util.spec_from_file_location("noxfile", ROOT / "noxfile.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

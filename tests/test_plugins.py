@@ -106,33 +106,11 @@ def test_a_plugin_that_fails_to_import_is_reported_and_the_others_work(install: 
 # Source of a plugin, what is wrong with it, and what of it is ignored.
 FAULTS = [
     pytest.param("raise SystemExit(3)", "importing wrong_plugin failed: SystemExit: 3", "the plugin", id="exits"),
-    pytest.param(
-        "1 +",
-        "importing wrong_plugin failed: SyntaxError: invalid syntax (wrong_plugin.py, line 1)",
-        "the plugin",
-        id="syntax_error",
-    ),
-    pytest.param(
-        "import torch, liger_core\nliger_core.rms_norm(torch.ones(2, 8))",
-        "a plugin must not call an op or select a backend while the plugins are loaded",
-        "the plugin",
-        id="calls_an_op",
-    ),
-    pytest.param(
-        third().replace("def liger_backends", "def liger_backend"),
-        f"every hook must be one of {HOOKS}, got 'liger_backend'. Did you mean 'liger_backends'?",
-        "the plugin",
-        id="misspelled_hook",
-    ),
-    pytest.param(
-        third().replace("@hookimpl", ""),
-        "the hook liger_backends must be marked with @liger_core.hookimpl, it is not",
-        "the plugin",
-        id="unmarked_hook",
-    ),
-    pytest.param(
-        "import liger_core", f"it must have one of the hooks {HOOKS}, it has none", "the plugin", id="no_hook"
-    ),
+    pytest.param("1 +", "importing wrong_plugin failed: SyntaxError: invalid syntax (wrong_plugin.py, line 1)", "the plugin", id="syntax_error"),
+    pytest.param("import torch, liger_core\nliger_core.rms_norm(torch.ones(2, 8))", "a plugin must not call an op or select a backend while the plugins are loaded", "the plugin", id="calls_an_op"),
+    pytest.param(third().replace("def liger_backends", "def liger_backend"), f"every hook must be one of {HOOKS}, got 'liger_backend'. Did you mean 'liger_backends'?", "the plugin", id="misspelled_hook"),
+    pytest.param(third().replace("@hookimpl", ""), "the hook liger_backends must be marked with @liger_core.hookimpl, it is not", "the plugin", id="unmarked_hook"),
+    pytest.param("import liger_core", f"it must have one of the hooks {HOOKS}, it has none", "the plugin", id="no_hook"),
     pytest.param(
         third().replace("liger_backends()", "liger_backends(names)"),
         "registering its hooks failed: PluginValidationError: Plugin 'wrong' for hook 'liger_backends'\nhookimpl definition: "
@@ -141,25 +119,15 @@ FAULTS = [
         "the plugin",
         id="argument_of_a_hook",
     ),
-    pytest.param(
-        third().replace("return [", "raise OSError('no driver')\n        return ["),
-        "its hook liger_backends failed: OSError: no driver",
-        "what liger_backends returns",
-        id="hook_fails",
-    ),
+    pytest.param(third().replace("return [", "raise OSError('no driver')\n        return ["), "its hook liger_backends failed: OSError: no driver", "what liger_backends returns", id="hook_fails"),
     pytest.param(
         "from liger_core import hookimpl\n@hookimpl\ndef liger_backends():\n    return ['third']\n",
         "liger_backends must return a list of Backends, got a str in it",
         "what liger_backends returns",
         id="no_backend_object",
     ),
-    pytest.param(
-        "from liger_core import hookimpl\n@hookimpl\ndef liger_ops():\n    pass\n",
-        "its hook liger_ops failed: TypeError: 'NoneType' object is not iterable",
-        "what liger_ops returns",
-        id="returns_nothing",
-    ),
-]
+    pytest.param("from liger_core import hookimpl\n@hookimpl\ndef liger_ops():\n    pass\n", "its hook liger_ops failed: TypeError: 'NoneType' object is not iterable", "what liger_ops returns", id="returns_nothing"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("source", "fault", "ignored"), FAULTS)
@@ -185,53 +153,19 @@ DEVICES = "each of its device_types must be one of PyTorch's, such as 'cpu' or '
 BACKEND_FAULTS = [
     pytest.param(third(name="auto"), NAMES, id="named_auto"),
     pytest.param(third(name="a=b"), NAMES, id="name_that_cannot_be_selected"),
-    pytest.param(
-        third(devices="cpu"), "device_types must be a tuple such as ('cpu',), got 'cpu'", id="a_string_of_device_types"
-    ),
+    pytest.param(third(devices="cpu"), "device_types must be a tuple such as ('cpu',), got 'cpu'", id="a_string_of_device_types"),
     pytest.param(third(devices=()), "device_types must be a tuple such as ('cpu',), got ()", id="no_device_types"),
     pytest.param(third(devices=("cpu", "gpu")), f"{DEVICES}'gpu'. Did you mean 'cuda'?", id="gpu"),
-    pytest.param(
-        third(priority="high"),
-        "its priority must be an integer above 0, which the reference has, got 'high'",
-        id="priority",
-    ),
-    pytest.param(
-        third().replace("rms_norm})", "rms_norm}, lambda: 1 / 0)"),
-        "its availability check failed: ZeroDivisionError: division by zero",
-        id="availability_check",
-    ),
-    pytest.param(
-        third().replace("{liger_core.rms_norm: rms_norm}", "lambda: __import__('no_such_compiler')"),
-        "loading it failed: ModuleNotFoundError: No module named 'no_such_compiler'",
-        id="table_that_fails",
-    ),
-    pytest.param(
-        third().replace("liger_core.rms_norm: rms_norm", "'rms_nrm': rms_norm"),
-        f"every op it implements must be a known op, got 'rms_nrm'; known: {OPS}. Did you mean 'rms_norm'?",
-        id="unknown_op",
-    ),
-    pytest.param(
-        third().replace("eps=1e-6", "eps=1e-5"),
-        f"{MATCH}the default of eps must be 1e-06, got 1e-05",
-        id="drifted_default",
-    ),
+    pytest.param(third(priority="high"), "its priority must be an integer above 0, which the reference has, got 'high'", id="priority"),
+    pytest.param(third().replace("rms_norm})", "rms_norm}, lambda: 1 / 0)"), "its availability check failed: ZeroDivisionError: division by zero", id="availability_check"),
+    pytest.param(third().replace("{liger_core.rms_norm: rms_norm}", "lambda: __import__('no_such_compiler')"), "loading it failed: ModuleNotFoundError: No module named 'no_such_compiler'", id="table_that_fails"),
+    pytest.param(third().replace("liger_core.rms_norm: rms_norm", "'rms_nrm': rms_norm"), f"every op it implements must be a known op, got 'rms_nrm'; known: {OPS}. Did you mean 'rms_norm'?", id="unknown_op"),
+    pytest.param(third().replace("eps=1e-6", "eps=1e-5"), f"{MATCH}the default of eps must be 1e-06, got 1e-05", id="drifted_default"),
     pytest.param(third().replace(', cast="input"', ""), f"{MATCH}cast is missing", id="missing_parameter"),
-    pytest.param(
-        third().replace("eps=1e-6, *,", "eps=1e-6,"),
-        f"{MATCH}weight_offset must be keyword-only, got positional or keyword",
-        id="not_keyword_only",
-    ),
-    pytest.param(
-        third().replace(', cast="input"', ', cast="input", fast=True'),
-        f"{MATCH}fast is not one of its parameters",
-        id="extra_parameter",
-    ),
-    pytest.param(
-        third().replace("weight=None, eps=1e-6", "eps=1e-6, weight=None"),
-        f"{MATCH}the order must be x, weight, eps, weight_offset, cast, got x, eps, weight, weight_offset, cast",
-        id="other_order",
-    ),
-]
+    pytest.param(third().replace("eps=1e-6, *,", "eps=1e-6,"), f"{MATCH}weight_offset must be keyword-only, got positional or keyword", id="not_keyword_only"),
+    pytest.param(third().replace(', cast="input"', ', cast="input", fast=True'), f"{MATCH}fast is not one of its parameters", id="extra_parameter"),
+    pytest.param(third().replace("weight=None, eps=1e-6", "eps=1e-6, weight=None"), f"{MATCH}the order must be x, weight, eps, weight_offset, cast, got x, eps, weight, weight_offset, cast", id="other_order"),
+]  # fmt: skip
 GOOD = (
     ", Backend('good', ('cpu',), 50, {liger_core.rms_norm: lambda x, weight=None, eps=1e-6, *, weight_offset=0.0, "
     "cast='input': x})]"
@@ -334,14 +268,9 @@ def test_this_project_keeps_a_name_that_another_plugin_uses(install: Install, pl
     ("kind", "name", "source"),
     [
         pytest.param("backend", "reference", third(name="reference"), id="backend"),
-        pytest.param(
-            "op",
-            "rope",
-            "import liger_core\n@liger_core.hookimpl\ndef liger_ops():\n    return [liger_core.rope]\n",
-            id="op",
-        ),
+        pytest.param("op", "rope", "import liger_core\n@liger_core.hookimpl\ndef liger_ops():\n    return [liger_core.rope]\n", id="op"),
     ],
-)
+)  # fmt: skip
 def test_core_keeps_a_name_that_a_plugin_uses(install: Install, kind: str, name: str, source: str) -> None:
     install("again", source)
     fault = (
@@ -399,19 +328,12 @@ def test_a_disabled_plugin_is_not_even_imported(install: Install, monkeypatch: p
 @pytest.mark.parametrize(
     ("name", "device", "message"),
     [
-        pytest.param(
-            "mien",
-            "cpu",
-            (
-                "no backend named 'mien'; installed: {installed}. Did you mean 'mine'?\nThis was the environment of "
-                "{python}"
-            ),
-        ),
+        pytest.param("mien", "cpu", "no backend named 'mien'; installed: {installed}. Did you mean 'mine'?\nThis was the environment of {python}"),
         pytest.param("mine", "meta", "it runs on cpu tensors, got --device meta"),
         pytest.param("auto", "cpu", "it must be the name of one backend; installed: {installed}"),
     ],
     ids=["unknown", "other_device", "no_backend"],
-)
+)  # fmt: skip
 def test_a_backend_that_cannot_be_tested_is_one_error(install: Install, name: str, device: str, message: str) -> None:
     site = install("mine", third(name="mine"))
     installed = ", ".join(sorted(registry().backends))

@@ -25,8 +25,6 @@ ROOT = Path(__file__).parents[1]
 def generator() -> ModuleType:
     """Import the generator of the page without its folder on sys.path, which has other modules with the names of tests."""
     spec = importlib.util.spec_from_file_location("private_names", ROOT / "docs" / "generate" / "private_names.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -22,11 +22,8 @@ ROOT = Path(__file__).parents[1]
 BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        int(metadata.version("setuptools").split(".")[0]) < 77,
-        reason="needs setuptools 77 or newer, as the packages do",
-    ),
-]
+    pytest.mark.skipif(int(metadata.version("setuptools").split(".")[0]) < 77, reason="needs setuptools 77 or newer, as the packages do"),
+]  # fmt: skip
 every_package = pytest.mark.parametrize("package", PACKAGES)
 
 

@@ -29,20 +29,11 @@ ROPE = {"rope_type": "default", "rope_theta": 1e6}
 # Name on the hub → model type, and what the type needs besides.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen/Qwen3-0.6B": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": ROPE}),
-    "Qwen/Qwen3-30B-A3B": (
-        "qwen3_moe",
-        {
-            "head_dim": 8,
-            "tie_word_embeddings": False,
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-        },
-    ),
+    "Qwen/Qwen3-30B-A3B": ("qwen3_moe", {"head_dim": 8, "tie_word_embeddings": False, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
     "Qwen/Qwen3-8B": ("qwen3", {"head_dim": 8, "tie_word_embeddings": False, "rope_parameters": ROPE}),
     "meta-llama/Llama-3.2-1B": ("llama", {"tie_word_embeddings": True}),
     "meta-llama/Llama-3.1-8B": ("llama", {"tie_word_embeddings": False}),
-}
+}  # fmt: skip
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

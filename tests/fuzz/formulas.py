@@ -330,7 +330,6 @@ def lora_linear(
         own = torch.einsum("...k,mk->...m", x.to(wide(x.dtype)), weight.to(wide(x.dtype)))
         own = (own if bias is None or column_scale is not None else own + bias).to(x.dtype)
     small = torch.einsum("...k,rk->...r", x.to(a.dtype), a)
-    assert own is not None
     if column_scale is not None:
         y = (own.to(wide(own.dtype)) + torch.einsum("...r,mr->...m", small, b) * scale) * column_scale
         return (y if bias is None else y + bias).to(own.dtype)

@@ -404,18 +404,12 @@ def trl_pairs(kind: type, pairs: Pairs, **attributes: Any) -> tuple[Tensor, dict
 
 CPO: dict[str, tuple[dict[str, Any], Any]] = {
     "sigmoid": ({"loss_type": "sigmoid", "cpo_alpha": 1.0, "beta": 0.1}, cpo),
-    "label_smoothing": (
-        {"loss_type": "sigmoid", "cpo_alpha": 0.5, "label_smoothing": 0.1},
-        partial(cpo, nll_weight=0.5, label_smoothing=0.1),
-    ),
+    "label_smoothing": ({"loss_type": "sigmoid", "cpo_alpha": 0.5, "label_smoothing": 0.1}, partial(cpo, nll_weight=0.5, label_smoothing=0.1)),
     "hinge": ({"loss_type": "hinge", "cpo_alpha": 1.0}, partial(cpo, variant="hinge")),
     "ipo": ({"loss_type": "ipo", "cpo_alpha": 1.0}, partial(cpo, variant="ipo", length_normalized=True)),
     "simpo": ({"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 1.0}, simpo),
-    "simpo_label_smoothing": (
-        {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.5, "simpo_gamma": 0.3, "label_smoothing": 0.1},
-        partial(simpo, beta=2.5, gamma=0.3, label_smoothing=0.1),
-    ),
-}
+    "simpo_label_smoothing": ({"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.5, "simpo_gamma": 0.3, "label_smoothing": 0.1}, partial(simpo, beta=2.5, gamma=0.3, label_smoothing=0.1)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CPO)

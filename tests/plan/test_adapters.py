@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from liger_core import OptionError
 from liger_core.commands import main
 from liger_train.plan import adapters, step
 from liger_train.plan.advice import _alternative
@@ -92,15 +91,6 @@ def test_the_same_layers_get_adapters(kind: str, tmp_path: Path, monkeypatch: py
     setup = Setup(str(tmp_path), batch=2, sequence=64, adapter="lora", device="cuda", checkpoint="none")
     with_peft, without = predict_both(setup, monkeypatch)
     assert without == with_peft
-
-
-def test_adapters_beside_experts_need_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    without_peft(monkeypatch)
-    save("qwen3_moe", EXPERTS, tmp_path)
-    with pytest.raises(
-        OptionError, match=r"plan: --adapter lora needs peft for a model with experts; pip install peft$"
-    ):
-        predict(Setup(str(tmp_path), batch=2, sequence=64, adapter="lora", device="cuda"))
 
 
 def test_an_alternative_that_needs_peft_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ GIB = 1 << 30
 
 def test_it_names_the_peak_and_the_time_of_a_step() -> None:
     found = sentence(SETUP, "NVIDIA H200", 141 * GIB)
-    assert found is not None
     assert found.startswith("Predicted: a peak of ")
     assert " of 141 GiB, and about " in found
     assert found.endswith(" tokens/s).")
@@ -27,13 +26,11 @@ def test_it_names_the_peak_and_the_time_of_a_step() -> None:
 
 def test_of_another_gpu_it_names_the_peak_alone() -> None:
     found = sentence(SETUP, "NVIDIA A100", 80 * GIB)
-    assert found is not None
     assert found.endswith(" of 80 GiB.")
 
 
 def test_a_run_that_does_not_fit_is_sent_to_the_plan() -> None:
     found = sentence(replace(SETUP, memory_limit=32 << 20), "NVIDIA A100", 80 * GIB)
-    assert found is not None
     assert found.endswith(
         "of 32 MiB, which does not fit; `liger plan` with the same options and --memory-limit 32MiB looks for what "
         "does."

@@ -196,36 +196,15 @@ def test_a_wrong_file_of_setups_is_refused(text: str, message: str, tmp_path: Pa
     ("options", "message"),
     [
         ({"matrix": True, "tp": 2}, "verify: --matrix has several setups; leave out --tp, which is of one"),
-        (
-            {"setups": "a.toml", "step": "a.py:b"},
-            "verify: --setups has several setups; leave out --step, which is of one",
-        ),
-        (
-            {"setups": "a.toml", "matrix": True},
-            "verify: --matrix has its setups, --setups those of a file; leave one of them out",
-        ),
+        ({"setups": "a.toml", "step": "a.py:b"}, "verify: --setups has several setups; leave out --step, which is of one"),
+        ({"setups": "a.toml", "matrix": True}, "verify: --matrix has its setups, --setups those of a file; leave one of them out"),
         ({"matrix": True, "tolerance": 0.0}, "compare: tolerance must be > 0, got 0.0"),
-        (
-            {"model": ["llama", "qwen3"], "ranks": 3, "tp": 2},
-            "verify: ranks must be a multiple of tp × cp = 2 × 1, got 3",
-        ),
+        ({"model": ["llama", "qwen3"], "ranks": 3, "tp": 2}, "verify: ranks must be a multiple of tp × cp = 2 × 1, got 3"),
         ({"tp": 3}, "verify: tp must divide the 8 key heads of llama, since a head is never split, got 3"),
-        (
-            {"model": ["lama"]},
-            "verify: model must be a model type of Transformers or a folder, got 'lama'. Did you mean 'llama'?",
-        ),
-        (
-            {"model": ["llama", "lama"]},
-            "verify: model must be a model type of Transformers or a folder, got 'lama'. Did you mean 'llama'?",
-        ),
-        (
-            {"step": "a.py:b", "model": ["llama"]},
-            "verify: --step is a step of your own; leave out --model, which is for models",
-        ),
-        (
-            {"step": "a.py:b", "liger": False},
-            "verify: --step is a step of your own; leave out --plain, which is for models",
-        ),
+        ({"model": ["lama"]}, "verify: model must be a model type of Transformers or a folder, got 'lama'. Did you mean 'llama'?"),
+        ({"model": ["llama", "lama"]}, "verify: model must be a model type of Transformers or a folder, got 'lama'. Did you mean 'llama'?"),
+        ({"step": "a.py:b", "model": ["llama"]}, "verify: --step is a step of your own; leave out --model, which is for models"),
+        ({"step": "a.py:b", "liger": False}, "verify: --step is a step of your own; leave out --plain, which is for models"),
     ],
     ids=[
         "one_setup",
@@ -239,7 +218,7 @@ def test_a_wrong_file_of_setups_is_refused(text: str, message: str, tmp_path: Pa
         "step_and_model",
         "step_and_plain",
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_starts(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError) as raised:
         verify(**options)

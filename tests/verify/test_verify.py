@@ -38,34 +38,11 @@ def test_a_right_setup_passes(setup: dict[str, Any]) -> None:
 
 
 BUGS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
-    "label smoothing over the classes of a rank": (
-        steps.Head(bug="smoothing"),
-        {"ranks": 2, "sizes": {"tp": 2}},
-        ["the loss is ", "going back from the loss, gradients first diverge at head.weight in head"],
-    ),
-    "logits gathered twice": (
-        steps.Head(bug="gathered"),
-        {"ranks": 4, "sizes": {"tp": 4}},
-        ["larger by log 4 (tp), as if the classes of every rank were counted 4 times"],
-    ),
-    "mean of the means of shards": (
-        steps.MeanOfMeans(cp=2, ranks=4),
-        {},
-        ["the loss is ", "gradients first diverge at lm_head.weight", "of which no factor explains more than"],
-    ),
-    "labels shifted inside a part of a sequence": (
-        steps.ShiftedInside(cp=2),
-        {},
-        ["the loss is ", "gradients first diverge at lm_head.weight"],
-    ),
-    "gradients averaged": (
-        steps.Averaged(shard="none", ranks=4),
-        {},
-        [
-            "gradients first diverge at lm_head.weight in lm_head: it is 0.25 times the right one, which is 1 / dp or "
-            "dp × cp (4) (21 of 21 gradients differ)"
-        ],
-    ),
+    "label smoothing over the classes of a rank": (steps.Head(bug="smoothing"), {"ranks": 2, "sizes": {"tp": 2}}, ["the loss is ", "going back from the loss, gradients first diverge at head.weight in head"]),
+    "logits gathered twice": (steps.Head(bug="gathered"), {"ranks": 4, "sizes": {"tp": 4}}, ["larger by log 4 (tp), as if the classes of every rank were counted 4 times"]),
+    "mean of the means of shards": (steps.MeanOfMeans(cp=2, ranks=4), {}, ["the loss is ", "gradients first diverge at lm_head.weight", "of which no factor explains more than"]),
+    "labels shifted inside a part of a sequence": (steps.ShiftedInside(cp=2), {}, ["the loss is ", "gradients first diverge at lm_head.weight"]),
+    "gradients averaged": (steps.Averaged(shard="none", ranks=4), {}, ["gradients first diverge at lm_head.weight in lm_head: it is 0.25 times the right one, which is 1 / dp or dp × cp (4) (21 of 21 gradients differ)"]),
     "a norm's gradient that is not summed": (
         steps.Head(bug="norm"),
         {"ranks": 2, "sizes": {"tp": 2}},
@@ -74,7 +51,7 @@ BUGS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
             "tp (1 of 3 gradients differ)"
         ],
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.matrix
@@ -165,14 +142,9 @@ BY_NATURE = {
     "gradients_of_no_token": {"model": "biogpt", "shard": "ddp"},
     # Trainable once Transformers has loaded it: DDP waits for its gradient and averages none.
     "a_frozen_bias_of_a_router": {"model": "laguna", "shard": "ddp"},
-    "a_bias_without_a_loss_and_a_backward_pass_of_its_own": {
-        "model": "reformer",
-        "shard": "ddp",
-        "accumulation": 2,
-        "options": REVERSIBLE,
-    },
+    "a_bias_without_a_loss_and_a_backward_pass_of_its_own": {"model": "reformer", "shard": "ddp", "accumulation": 2, "options": REVERSIBLE},
     "the_text_part_of_several_parts": {"model": "emu3", "shard": "ddp"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.matrix
@@ -203,14 +175,11 @@ def test_a_random_loss_is_refused() -> None:
     [
         ({"tp": 2, "ranks": 3}, "verify: ranks must be a multiple of tp × cp = 2 × 1, got 3"),
         ({"shard": "zero"}, "verify: shard must be one of none, ddp, fsdp2, got 'zero'"),
-        (
-            {"shard": "ddp", "tp": 2, "ranks": 4},
-            "verify: shard must be 'fsdp2' where Transformers shards layers (tp) over a part of the ranks, got 'ddp'",
-        ),
+        ({"shard": "ddp", "tp": 2, "ranks": 4}, "verify: shard must be 'fsdp2' where Transformers shards layers (tp) over a part of the ranks, got 'ddp'"),
         ({"cp": 2, "sequence": 9}, "verify: sequence must be a multiple of cp = 2, got 9"),
     ],
     ids=["ranks", "shard", "ddp", "sequence"],
-)
+)  # fmt: skip
 def test_a_setup_that_cannot_be_is_refused_before_anything_starts(setup: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError) as raised:
         Training(**setup).check()
