@@ -61,7 +61,7 @@ def measured(
 
 
 def assert_agrees(case: Case, implementation: Implementation, most: float) -> None:
-    errors = case.errors(Run(case, implementation).full())
+    errors = case.errors(CaseRun(case, implementation).full())
     assert max(errors.worst_output, errors.worst_gradient) < most
 
 
