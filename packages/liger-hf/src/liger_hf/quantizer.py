@@ -52,7 +52,9 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):
 class _Quantize(Bnb4bitQuantize):
     """Quantizes one parameter of a layer when its values have been read."""
 
-    def convert(self, input_dict: dict[str, Any], model: Any = None, **options: Any) -> dict[str, Tensor]:
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], model: Any = None, **options: Any
+    ) -> dict[str, Tensor]:
         experts = {name: value for name, value in input_dict.items() if _is_expert_matrix(model, name)}
         rest = {name: value for name, value in input_dict.items() if name not in experts}
         result: dict[str, Tensor] = super().convert(rest, model=model, **options) if rest else {}
