@@ -43,7 +43,11 @@ PAGE = ROOT / "docs" / "models.md"
 COLUMNS = {
     "norm": ("rms_norm", "layer_norm", "gated_rms_norm", "group_norm", "modulated_rms_norm", "modulated_layer_norm"),
     "residual": ("add_rms_norm", "add_layer_norm", "sinkhorn"),
-    "MLP": ("swiglu", "geglu", "relu_squared"),
+    "MLP": (
+        "swiglu",
+        "geglu",
+        "relu_squared",
+    ),
     "experts": ("experts",),
     "rope": ("rope",),
     "q/k norm + rope": ("qk_norm_rope",),
@@ -56,16 +60,41 @@ ON_REQUEST = ("embedding",)
 # What people call the models, and their model types.
 FAMILIES = {
     "Llama 1 to 4, and models of their architecture": ("llama", "llama4_text"),
-    "Qwen 2 to 3.5, dense and mixture of experts": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    "Qwen 2 to 3.5, dense and mixture of experts": (
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+    ),
     "Mistral, Ministral, Mixtral": ("mistral", "ministral", "ministral3", "mixtral"),
     "Gemma 1 to 4": ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text"),
     "DeepSeek V2 and V3, Kimi Linear": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_linear"),
     "Phi-3 and Phi-4, Phi MoE": ("phi3", "phimoe"),
     "GLM 4, gpt-oss, MiniMax": ("glm4", "glm4_moe", "gpt_oss", "minimax", "minimax_m2"),
-    "OLMo 1 to 3, SmolLM 3, Granite, Cohere": ("olmo", "olmo2", "olmo3", "smollm3", "granite", "granitemoe", "cohere", "cohere2"),
-    "Mamba 2, Jamba, Bamba, Nemotron, Falcon H1, LFM 2": ("mamba2", "jamba", "bamba", "nemotron", "nemotron_h", "falcon_h1", "lfm2"),
+    "OLMo 1 to 3, SmolLM 3, Granite, Cohere": (
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "smollm3",
+        "granite",
+        "granitemoe",
+        "cohere",
+        "cohere2",
+    ),
+    "Mamba 2, Jamba, Bamba, Nemotron, Falcon H1, LFM 2": (
+        "mamba2",
+        "jamba",
+        "bamba",
+        "nemotron",
+        "nemotron_h",
+        "falcon_h1",
+        "lfm2",
+    ),
     "GPT-2, GPT-NeoX (Pythia), OPT, BLOOM, Falcon, MPT": ("gpt2", "gpt_neox", "opt", "bloom", "falcon", "mpt"),
-}  # fmt: skip
+}
 CLASSES: dict[str, Any] = {
     "": AutoModelForCausalLM,
     "vision": AutoModelForImageTextToText,
@@ -247,19 +276,25 @@ NOT_COMPARED = (
     (r"requires the (\w+) library|No module named '(\w+)'", "the package {} is not installed"),
     (r"missing \d+ required positional arguments?: '(\w+)'", "its forward requires {}, and the sweep has text only"),
     (r"one of encoder_outputs or (\w+)", "its forward requires {}, and the sweep has text only"),
-    (r"[Yy]ou (?:have to|must) specify[^`\w]*(?:either |exactly one of )?`?(\w+)", "its forward requires {}, and the sweep has text only"),
+    (
+        r"[Yy]ou (?:have to|must) specify[^`\w]*(?:either |exactly one of )?`?(\w+)",
+        "its forward requires {}, and the sweep has text only",
+    ),
     (r"Exactly 1 of (\w+)|^(Bbox) is required", "its forward requires {}, and the sweep has text only"),
     (r"input batch_size \(0\)", "its loss is that of what follows an image, and the sweep has text only"),
     (r"sub-configurations|Field 'text_encoder'", "its configuration class does not say which models its parts are"),
     (r"class <class 'NoneType'>", "its configuration class does not say which models its parts are"),
     (r"configuration class <class '[\w.]+\.(\w+)'>", "no auto class makes a language model from {}"),
-    (r"element of type (None)Type|(None)Type' (?:has no len|object is not subscriptable)|dtype=(None)Type", "a size in its default configuration is {}"),
+    (
+        r"element of type (None)Type|(None)Type' (?:has no len|object is not subscriptable)|dtype=(None)Type",
+        "a size in its default configuration is {}",
+    ),
     (r"Class validation error", "its configuration class refuses the small sizes of its parts"),
     (r"shared_kv_states cannot be None", "it only drafts for another model"),
     (r"set the (pad_token_id) attribute", "its default configuration has no {}"),
     (r"OutputWithPast' object has no attribute", "its forward fails without images"),
     (r"'\w+' object has no attribute '(\w+)'", "its default configuration has no {}"),
-)  # fmt: skip
+)
 
 
 def why_not(problem: BaseException) -> str:
@@ -273,6 +308,9 @@ def why_not(problem: BaseException) -> str:
 def _short(problem: BaseException) -> str:
     text = " ".join(str(problem).split())
     return f"{type(problem).__name__}: {text[:140]}"
+
+
+# -- the sweep
 
 
 def main() -> int:
@@ -359,6 +397,9 @@ def _send(sender: Any, model_type: str) -> None:
     sender.send(result)
 
 
+# -- the page
+
+
 def summary(results: Any) -> str:
     """How many types were compared, and in how many of them each part was replaced."""
     compared = [r for r in results if r.verdict != UNBUILT]
@@ -419,51 +460,76 @@ def page(results: list[Result]) -> str:
         (c, reason) for r in compared for c, rs in r.reasons.items() for reason in rs
     )
     where = {key: [r.model_type for r in compared if key[1] in r.reasons.get(key[0], ())] for key in reasons}
-    rule = " | ".join("---" for _ in COLUMNS)
-    heading = f"| type | class | {' | '.join(COLUMNS)} | results |\n| --- | --- | {rule} | --- |"
-    lines = "\n".join
-    return f"""# Supported models
-
-Liger finds modules by their structure, so a model needs no entry in a list. The best-known ones, and what is replaced in them, wherever a model has it (left: it has it, and it is not replaced; partly: in some):
-
-{lines(families(results))}
-
-Vision-language models are supported in the same way, and so are encoder-decoder models: see [below](#models-of-several-parts).
-For your own model, run `liger inspect path/or/name`, which loads no weights.
-
-## Model types
-
-Written by `nox -s sweep`: every causal language model type of Transformers {transformers.__version__}, as a tiny random model, unpatched and
-patched: loss, logits and the gradient of every parameter, in training and in evaluation. In float64 both must agree to 1e-9; in
-float32 the patched model must be as accurate as the unpatched one, with one of {DRAWS} draws of weights; after `undo` the two must agree bit for bit.
-
-**{summary(parts[0])}.**
-
-✓ n: all n modules are replaced. n of m: the others are not, for [the reasons below](#why-modules-were-left). –: no module has the
-structure that is [replaced](../packages/liger-hf/README.md#what-is-replaced). For norm, MLP (SiLU and GELU gates, squared ReLUs), experts and rope this
-means that the model has none. Every model adds residuals: a – says that no forward passes such a sum straight to a norm, as where layers norm what
-they add (OLMo 2, EXAONE 4), add in a function (BLOOM), have statements between the two (GPT-2), or one norm for two sums (Falcon).
-
-{heading}
-{lines(line(r) for r in parts[0] if r.verdict != UNBUILT)}
-
-## Models of several parts
-
-Vision-language models, with text only, and encoder-decoder models.
-
-**{summary(parts[1])}.**
-
-{heading}
-{lines(line(r) for r in parts[1] if r.verdict != UNBUILT)}
-
-## Why modules were left
-
-{lines(f"* {c} – {reason} ({', '.join(where[c, reason])})" for c, reason in sorted(reasons))}
-
-## Not compared
-
-{lines(f"* {r.model_type}: {r.detail}" for r in results if r.verdict == UNBUILT)}
-"""
+    heading = [
+        f"| type | class | {' | '.join(COLUMNS)} | results |",
+        f"| --- | --- | {' | '.join('---' for _ in COLUMNS)} | --- |",
+    ]
+    lines = [
+        "# Supported models",
+        "",
+        "Find out which modules of a model Liger replaces. It finds modules by structure, so any other model works too.",
+        "",
+        "* ✓: replaced wherever the model has it",
+        "* partly: replaced in some layers",
+        "* left: present, but not replaced",
+        "* –: not present",
+        "",
+        *families(results),
+        "",
+        "Vision-language and encoder-decoder models are [below](#models-of-several-parts).",
+        "For your own model, run `liger inspect path/or/name`, which loads no weights.",
+        "",
+        "## Model types",
+        "",
+        (
+            f"`nox -s sweep` compares every causal language model type of Transformers {transformers.__version__}, as a "
+            "tiny random model, with and without Liger."
+        ),
+        "It compares loss, logits and the gradient of every parameter, in training and in evaluation.",
+        "",
+        "* In float64, both must agree to 1e-9.",
+        f"* In float32, the patched model must be as accurate as the original, with one of {DRAWS} draws of weights.",
+        "* After `undo`, both must agree bit for bit.",
+        "",
+        f"**{summary(parts[0])}.**",
+        "",
+        "| cell | meaning |",
+        "| --- | --- |",
+        "| ✓ n | all n modules are replaced |",
+        "| n of m | the others are not, for [the reasons below](#why-modules-were-left) |",
+        "| – | no module has the structure that is [replaced](../packages/liger-hf/README.md#what-is-replaced) |",
+        "",
+        (
+            "For norm, MLP (SiLU and GELU gates, squared ReLUs), experts and rope, – means that the model has none. Every "
+            "model adds residuals: – means that no forward passes such a sum directly to a norm."
+        ),
+        (
+            "Some layers norm the terms of a sum (OLMo 2, EXAONE 4), or add in a function (BLOOM). GPT-2 has statements "
+            "between sum and norm, and Falcon has one norm for two sums."
+        ),
+        "",
+        *heading,
+        *(line(r) for r in parts[0] if r.verdict != UNBUILT),
+        "",
+        "## Models of several parts",
+        "",
+        "Vision-language models, with text only, and encoder-decoder models.",
+        "",
+        f"**{summary(parts[1])}.**",
+        "",
+        *heading,
+        *(line(r) for r in parts[1] if r.verdict != UNBUILT),
+        "",
+        "## Why modules were left",
+        "",
+        *(f"* {c} – {reason} ({', '.join(where[c, reason])})" for c, reason in sorted(reasons)),
+        "",
+        "## Not compared",
+        "",
+        *(f"* {r.model_type}: {r.detail}" for r in results if r.verdict == UNBUILT),
+        "",
+    ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -53,13 +53,13 @@ HEADS = (
     Mutant("memory for the gradient of a frozen weight", f"{HEAD}.gradients:new_sums",
            "_1 if needs[1] else None", "_1",
            "tests/ops/test_linear_cross_entropy_memory.py::test_a_frozen_weight_gets_no_gradient_buffer"),
-    Mutant("upstream gradient forgotten", f"{HEAD}.gradients:SumsBackward.launch",
+    Mutant("upstream gradient forgotten", f"{HEAD}.gradients:sums_backward.launch",
            "grad_loss if _1 is None else grad_loss * _1", "torch.ones_like(grad_loss) if _1 is None else _1",
            "tests/ops/test_linear_cross_entropy.py::test_linear_cross_entropy_equals_the_two_functions_of_pytorch"),
     Mutant("the upstream gradient meets one of two gradients", f"{HEAD}.gradients:HeadGradients.add_unweighted",
            "torch.mul(self.hidden, row_factor[:, None], out=_1)", "self.hidden",
            "tests/ops/test_linear_divergence.py::test_kept_and_recomputed_logits_give_the_same_gradients"),
-    Mutant("the derivative of a frozen head does not follow the largest logit", "liger_core.ops._token_passes:TorchTokenPasses.exponentials",
+    Mutant("the derivative of a frozen head does not follow the largest logit", "liger_core.ops._token_passes:TokenPasses.exponentials",
            "(before - top).exp()", "torch.ones_like(top)",
            "tests/ops/test_linear_log_prob_frozen.py::test_the_derivative_of_a_frozen_head_is_that_of_the_log_softmax"),
     Mutant("the parts of the derivative of a frozen head are rounded before they cancel", f"{HEAD}.derivative:HeadDerivative.finish",
@@ -68,7 +68,7 @@ HEADS = (
 )  # fmt: skip
 
 SHARDED = (
-    Mutant("ranks: sums merged without their maxima", f"{HEAD}.shards:Exchange.merge",
+    Mutant("ranks: sums merged without their maxima", f"{HEAD}.shards:merge_tokens",
            "(total * shrink).sum(0)", "total.sum(0)",
            SHARDS, "log_prob and 2-uneven", "on uneven shards:"),
     Mutant("ranks: the gradient of one shard is that of all", f"{HEAD}.shards:start_sum",
@@ -125,7 +125,7 @@ KERNELS = (
 )  # fmt: skip
 
 CALLS = (
-    Mutant("an error with the shape of another tensor", "liger_core.checks:vector",
+    Mutant("an error with the shape of another tensor", "liger_core.checks:mismatch",
            "shape(anchor)", "shape(tensor)",
            f"{CONFORMANCE}definition.py::test_a_wrong_call_raises_its_sentence"),
     Mutant("a check forgotten", "liger_core.ops._rotary",
@@ -209,7 +209,7 @@ MODELS = (
     Mutant("tiles: a weight gets the gradient of the last one", "liger_hf.tiling:_add",
            "total.add_(gradient)", "gradient",
            "tests/hf/test_tiling.py::test_a_model_with_tiles_is_as_accurate_as_without"),
-    Mutant("tiles: the backward pass draws other random numbers", "liger_hf.repeated:Numbers.again",
+    Mutant("tiles: the backward pass draws other random numbers", "liger_hf.repeated:RandomState.again",
            "torch.set_rng_state(_1)", "pass",
            "tests/hf/test_tiling.py::test_the_backward_pass_draws_the_same_dropout"),
 )  # fmt: skip

@@ -55,8 +55,8 @@ def test_a_run_with_such_adapters_learns(small: Setup, liger: str) -> None:
 
 
 EXPERTS = {
-    "gpt_oss": ("8 linear layers (q_proj, k_proj, v_proj, o_proj)", "89 % of the layers' weights have none: gate_up_proj, down_proj,"),
-    "qwen3_moe": ("8 linear layers (q_proj, k_proj, v_proj, o_proj) and 6 weights (down_proj, gate_up_proj, gate)", "in float32."),
+    "gpt_oss": ("8 linear layers (q_proj, k_proj, v_proj, o_proj) and 4 weights (down_proj, gate_up_proj)", "3 % of the layers' weights have none: gate_up_proj_bias, router, down_proj_bias."),
+    "qwen3_moe": ("8 linear layers (q_proj, k_proj, v_proj, o_proj) and 4 weights (down_proj, gate_up_proj)", "2 % of the layers' weights have none: gate."),
 }  # fmt: skip
 
 

@@ -136,15 +136,6 @@ def test_layers_run_by_themselves_under_autocast() -> None:
     assert all(weight.grad is not None for weight in model.parameters())
 
 
-def test_undo_restores_the_forwards() -> None:
-    model = prepared()
-    plain = step(model, **tokens())
-    merging.merge(model)
-    merging.undo(model)
-    assert counted(model) == {"linear": 7 * LAYERS}
-    torch.testing.assert_close(step(model, **tokens()), plain)
-
-
 @pytest.mark.parametrize(
     ("keeps", "times"), [(Keeps.ALL, 2), (Keeps.MATMULS, 2), (Keeps.INPUT, 3)], ids=["all", "matmuls", "input"]
 )

@@ -106,7 +106,7 @@ def _print(result: dict[str, Any], out: Path) -> None:
         f"{result['dtype']} on {result['device']}"
     )
     columns = ["Transformers", f"with Liger ({result['backend']})"]
-    unclear = "" if result["speed_is_clear"] else " (unclear)"
+    unclear = "" if result.get("speed_is_clear", True) else " (unclear)"
     rows: list[list[Cell]] = []
     for label, name, form, scale, end in (
         ("final loss", "loss_{}", "{:.5f}", 1, None),
