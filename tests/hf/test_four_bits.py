@@ -29,8 +29,8 @@ def experts_of(model: Any) -> list[Any]:
     return [module for module in model.modules() if expert_matrices(module) or in_four_bits(module)]
 
 
-def adapted(model: Any, targets: str = "both") -> Any:
-    torch.manual_seed(0)
+def adapted(model: Any, targets: str = "both", seed: int = 0) -> Any:
+    torch.manual_seed(seed)
     with described(model):
         return peft.get_peft_model(model, peft.LoraConfig(**CONFIG, target_parameters=TARGETS[targets][0]))
 
@@ -113,12 +113,16 @@ def test_the_rest_of_a_model_trains_on_experts_in_four_bits() -> None:
 
 
 def test_in_bfloat16_gradients_are_as_close_to_float64_on_the_dequantized_matrices_as_those_of_peft() -> None:
-    ours, plain = (adapted(model) for model in in_both_forms("mixtral", torch.bfloat16))
-    exact = twin(plain).double()
-    exact.base_model.model.set_experts_implementation("eager")
-    wanted = gradients(exact)
-    liger_hf.apply(ours, only=["experts"])
-    near, far = (sum(error(v, wanted[name]).frobenius for name, v in gradients(m).items()) for m in (ours, plain))
+    near = far = 0.0
+    for seed in range(4):
+        ours, plain = (adapted(model, seed=seed) for model in in_both_forms("mixtral", torch.bfloat16))
+        exact = twin(plain).double()
+        exact.base_model.model.set_experts_implementation("eager")
+        wanted = gradients(exact)
+        liger_hf.apply(ours, only=["experts"])
+        near += sum(error(value, wanted[name]).frobenius for name, value in gradients(ours).items())
+        far += sum(error(value, wanted[name]).frobenius for name, value in gradients(plain).items())
+    # As for matrices in 16 bits: which of the two is nearer depends on the draw.
     assert near <= 1.1 * far
 
 
