@@ -89,8 +89,8 @@ Predicted peak memory of a training step with Liger, and the smallest card of {"
 * *bf16 weights*: all of them in bfloat16 (`--precision bf16-pure`).
 * *LoRA* has rank 16.
 * *QLoRA* also stores the weights of linear layers in 4 bits. bitsandbytes leaves the other weights in 16 bits, and peft casts them to float32. The
-  hidden states are then float32 too. QLoRA therefore needs more than LoRA for the smallest models, and for mixtures (Mixtral, Qwen3-30B-A3B). Their
-  experts are not linear layers in Transformers.
+  hidden states are then float32 too. QLoRA therefore needs more than LoRA for the smallest models. The figures of mixtures (Mixtral,
+  Qwen3-30B-A3B) are of experts in 16 bits, before [experts in 4 bits](how-to/moe.md#in-4-bits).
 
 More sequences need more memory. For your batch, sequence length, sharding and offloading, run `liger plan`, which also finds a setup that fits:
 
