@@ -65,6 +65,10 @@ class RowOptions(NamedTuple):
         inverse = self.inverse_temperature[rows, None]
         return self.logit_scale * inverse, None if self.softcap is None else self.softcap * inverse
 
+    def changes(self) -> bool:
+        """Whether x is anything but the logits."""
+        return self.logit_scale != 1.0 or self.softcap is not None or self.inverse_temperature is not None
+
     def unit(self, like: Tensor) -> Tensor:
         """Return the derivative of x by the logit where nothing is capped, for each row."""
         if self.inverse_temperature is None:

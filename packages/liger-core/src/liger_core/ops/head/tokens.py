@@ -106,7 +106,7 @@ class TokenLoop:
         needs: list[bool],
     ) -> int:  # fmt: skip
         cut = _cut(head, chunks, vocab, extras, needs)
-        blocks = SLOPE_BLOCKS if cut.derives else STATISTICS_BLOCKS
+        blocks = _blocks(SLOPE_BLOCKS if cut.derives else STATISTICS_BLOCKS, head, chunks, options)
         return ROW_BYTES * head.hidden.shape[0] + cut.scratch(head, needs, blocks, slopes=cut.derives)
 
     def _launch(
@@ -163,13 +163,17 @@ class TokenLoop:
         return (*new_gradients(head, chunks.main_grad, rest[-1]), recycled)
 
     def _scratch_backward(self, upstream: Upstream, head: Head, chunks: ChunkOptions, saved: Saved, *rest: Any) -> int:
-        (*_, vocab, needs), rows = rest, head.hidden.shape[0]
+        (*_, options, vocab, needs), rows = rest, head.hidden.shape[0]
         if saved.derivative is not None:
             return ROW_BYTES * rows
         cut = chunks.tiles(head, vocab)
         summed = needs[1] and cut.rows < rows and cut.dtype != head.weight.dtype
         weight = head.weight.numel() * cut.dtype.itemsize if summed else 0
-        return ROW_BYTES * rows + weight + cut.scratch(head, needs, SLOPE_BLOCKS, slopes=True)
+        return (
+            ROW_BYTES * rows
+            + weight
+            + cut.scratch(head, needs, _blocks(SLOPE_BLOCKS, head, chunks, options), slopes=True)
+        )
 
     def _launch_backward(
         self, gradients: Gradients, scratch: Tensor | None, /, upstream: Upstream, head: Head, chunks: ChunkOptions,
@@ -205,6 +209,12 @@ class TokenLoop:
 def token_loop(passes: TokenPasses, make_kernel: Callable[..., Kernel]) -> TokenLoop:
     """Return the kernels of a backend, which its ops share."""
     return TokenLoop(passes, make_kernel)
+
+
+def _blocks(most: int, head: Head, chunks: ChunkOptions, options: RowOptions) -> int:
+    """Return how many float32 blocks of logits the passes of the reference hold: one less if x is the logits."""
+    wide = chunks.wide or head.hidden.dtype == accumulator(head.hidden.dtype)
+    return most - (wide and not options.changes())
 
 
 def _cut(head: Head, chunks: ChunkOptions, vocab: Vocabulary, extras: ResultOptions, needs: list[bool]) -> Cut:
