@@ -49,9 +49,15 @@ def quantize_experts(model: nn.Module) -> int:
     return count
 
 
+def declared(module: nn.Module) -> list[bool] | None:
+    """Return the values of those attributes, or None if the module does not hold experts."""
+    values = [value for name in DECLARED if isinstance(value := vars(module).get(name), bool)]
+    return values if len(values) == len(DECLARED) else None
+
+
 def expert_matrices(module: nn.Module) -> list[str]:
     """Return the names of the parameters that hold the matrices of a module of experts in floating point."""
-    if not all(isinstance(vars(module).get(name), bool) for name in DECLARED):
+    if declared(module) is None:
         return []
     return [name for name, p in module.named_parameters(recurse=False) if p.dim() == 3 and p.is_floating_point()]
 

@@ -20,7 +20,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from liger_core import experts
 from liger_core.op import autocast_dtype
-from liger_hf.four_bits import DECLARED, matrices_of, quantized
+from liger_hf.four_bits import declared, matrices_of, quantized
 from liger_hf.passing import PASSED, hooked, may_pass, passed_over
 from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.private_transformers import GATE, experts_implementation, run_experts_in_a_loop
@@ -76,11 +76,11 @@ class GateFunction(NamedTuple):
 
 
 def look(module: nn.Module) -> Found | None:
-    declared = [vars(module).get(name) for name in DECLARED]
-    if not all(isinstance(value, bool) for value in declared):
+    layout = declared(module)
+    if layout is None:
         reason = unlike(module)
         return None if reason is None else Found("experts", refusal=reason)
-    has_gate, has_bias, is_transposed, is_concatenated = map(bool, declared)
+    has_gate, has_bias, is_transposed, is_concatenated = layout
     weights = WeightLayout("gate_up_proj" if has_gate else "up_proj", has_bias, is_transposed, not is_concatenated)
     if not all(isinstance(getattr(module, name, None), Tensor) for name in weights.names()):
         return None
