@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -184,3 +185,9 @@ def test_a_tensor_that_can_be_made_again_is_not_kept_for_the_backward_pass() -> 
     assert len(made) == 2
     assert x.grad is not None
     assert x.grad.tolist() == [2.0, 3.0]
+
+
+def test_no_kernel_is_tuned_by_running_it() -> None:
+    """A tuner runs a kernel many times. Those that add to their outputs or overwrite their inputs would be wrong once."""
+    sources = Path(__file__).parents[1].glob("packages/liger-triton/src/**/*.py")
+    assert [path.name for path in sources if "autotune" in path.read_text()] == []

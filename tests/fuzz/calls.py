@@ -408,6 +408,7 @@ def cross_entropy(draw: Draw, limits: Limits) -> Example:
     options, target = _loss_options(draw, limits, shape, classes)
     if "class_weight" in options:
         options["weight"] = options.pop("class_weight")
+    options["temperature"] = draw(weighted((3, (1.0,)), (1, (0.7, 3.0))))
     logits = floats(draw, (*shape, classes), dtype)
     if classes > 2 and not options.get("label_smoothing") and draw(weighted((9, (False,)), (1, (True,)))):
         # Classes 1, 4, 7, … are impossible, so that no target may name them.
@@ -493,6 +494,7 @@ def linear_log_prob(draw: Draw, limits: Limits) -> Example:
         )
     if arguments["hidden"].dtype != "float64" and draw(weighted((3, (False,)), (1, (True,)))):
         arguments["logits_dtype"] = torch.float32
+    arguments["batch_invariant"] = draw(weighted((3, (False,)), (1, (True,))))
     result = draw(st.sampled_from(("log_prob", "return_entropy", "return_statistics")))
     if result != "log_prob":
         arguments[result] = True
@@ -551,13 +553,13 @@ def _divergence(draw: Draw, limits: Limits, **options: Any) -> Example:
     student, teacher = floats(draw, shape, dtype), floats(draw, shape, dtype)
     if classes > 1 and draw(weighted((9, (False,)), (1, (True,)))):
         student, teacher = replace(student, values="impossible"), replace(teacher, values="impossible")
-    options |= {"temperature": draw(weighted((3, (1.0,)), (1, (0.7, 3.0, 0.1, 100.0)))), **_reduction(draw)}
+    options |= {"temperature": draw(weighted((3, (1.0,)), (1, (0.7, 3.0, 0.1, 100.0)))), **_reduction(draw, "classes")}
     return example(draw, {"student": student, "teacher": teacher, **options}, ("student",))
 
 
-def _reduction(draw: Draw) -> dict[str, Any]:
+def _reduction(draw: Draw, *more: str) -> dict[str, Any]:
     """How a divergence is reduced."""
-    reduction = draw(st.sampled_from(("mean", "sum", "none")))
+    reduction = draw(st.sampled_from(("mean", "sum", "none", *more)))
     number = draw(st.sampled_from((37.0, 3, 1e-3, 1e6, Scalar(37.0, "float32"), Scalar(12, "int64"))))
     return {
         "reduction": reduction,

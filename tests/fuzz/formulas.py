@@ -265,6 +265,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
     reduction: str = "mean",
     normalizer: Tensor | float | None = None,
     return_metrics: bool = False,
@@ -275,7 +276,7 @@ def cross_entropy(
         "z_loss": z_loss,
         "ignore_index": ignore_index,
     }
-    z = _capped(logits.reshape(-1, logits.shape[-1]), 1.0, softcap)
+    z = _capped(logits.reshape(-1, logits.shape[-1]), 1.0, softcap) / temperature
     return _loss(z, target, reduction=reduction, normalizer=normalizer, return_metrics=return_metrics, **options)
 
 
@@ -370,6 +371,7 @@ def linear_log_prob(
     budget: int | None = None,
     pack: bool = True,
     main_grad: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> Any:
     finer = hidden.dtype if logits_dtype is None else torch.promote_types(hidden.dtype, logits_dtype)
     logits = _logits(hidden.to(finer), weight.to(finer), None if bias is None else bias.to(finer))
@@ -434,7 +436,7 @@ def linear_divergence(
 ) -> Tensor:
     z = _capped(_logits(hidden, weight, bias), logit_scale, softcap)
     other = _capped(_logits(teacher_hidden, teacher_weight, teacher_bias), teacher_logit_scale, teacher_softcap)
-    loss = _divergence(z / temperature, other / temperature, kind, beta)
+    loss = _divergence(z / temperature, other / temperature, kind, beta).sum(-1)
     counted = (
         torch.ones(z.shape[0], dtype=torch.bool, device=z.device)
         if target is None
@@ -494,26 +496,29 @@ def _of_logits(
     normalizer: Tensor | float | None,
 ) -> Tensor:
     dtype = wide(student.dtype)
-    loss = _divergence(student.to(dtype) / temperature, teacher.to(dtype) / temperature, kind, beta)
+    terms = _divergence(student.to(dtype) / temperature, teacher.to(dtype) / temperature, kind, beta)
+    if reduction == "classes":
+        return terms
+    loss = terms.sum(-1)
     return _reduced(loss, reduction, normalizer, torch.tensor(loss.numel()))
 
 
 def _divergence(z: Tensor, other: Tensor, kind: str, beta: float) -> Tensor:
-    """Divergence of the last dimension, of log-probabilities as they are."""
+    """Terms of the divergence of the last dimension, of log-probabilities as they are."""
     log_q, log_p = _softmax(z)[0], _softmax(other.to(z.dtype))[0]
 
     def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
         possible = log_a != -torch.inf
         return torch.where(
             possible, log_a.exp() * (torch.where(possible, log_a, 0.0) - torch.where(possible, log_b, 0.0)), 0.0
-        ).sum(-1)
+        )
 
     if kind == "forward_kl":
         return kl(log_p, log_q)
     if kind == "reverse_kl":
         return kl(log_q, log_p)
     if kind == "total_variation":
-        return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+        return 0.5 * (log_p.exp() - log_q.exp()).abs()
     # Where both are 0 any finite number will do.
     neither = (log_p == -torch.inf) & (log_q == -torch.inf)
     shares = (torch.where(neither, 0.0, side) + math.log(share) for side, share in ((log_p, beta), (log_q, 1 - beta)))

@@ -15,6 +15,7 @@ from liger_core.losses import (
     Averaging,
     Cispo,
     Clip,
+    Likelihood,
     OffPolicy,
     Penalty,
     Sapo,
@@ -77,6 +78,10 @@ class Case:
     entropy: bool = False
 
 
+# The likelihood of whole answers.
+SUMS = Likelihood(averaging=Averaging("constant", length=1))
+
+
 def preference_cases() -> list[Case]:
     def pair(variant: str, name: str = "", eps: float = 0.0, beta: float = 0.1, **constants: float) -> Case:
         chosen: Any = partial(getattr(pairs, variant.replace("-", "_")), **constants) if constants else variant
@@ -112,26 +117,22 @@ def preference_cases() -> list[Case]:
         ),
         Case(
             "dpo_likelihood",
-            lambda policy, given, **mask: dpo(policy, given.reference, nll_weight=0.5, **mask),
+            lambda policy, given, **mask: dpo(policy, given.reference, likelihood=Likelihood(0.5), **mask),
             lambda given: papers.dpo_with_likelihood(given.rows(given.policy), given.rows(given.reference), 0.1, 0.5),
         ),
         Case(
             "cpo",
-            lambda policy, given, **mask: cpo(policy, averaging=Averaging("constant", length=1), **mask),
+            lambda policy, given, **mask: cpo(policy, likelihood=SUMS, **mask),
             lambda given: papers.cpo(given.rows(given.policy)),
         ),
         Case(
             "cpo_hinge",
-            lambda policy, given, **mask: cpo(
-                policy, variant="hinge", averaging=Averaging("constant", length=1), **mask
-            ),
+            lambda policy, given, **mask: cpo(policy, variant="hinge", likelihood=SUMS, **mask),
             lambda given: papers.cpo(given.rows(given.policy), variant="hinge"),
         ),
         Case(
             "cpo_label_smoothing",
-            lambda policy, given, **mask: cpo(
-                policy, label_smoothing=0.1, averaging=Averaging("constant", length=1), **mask
-            ),
+            lambda policy, given, **mask: cpo(policy, label_smoothing=0.1, likelihood=SUMS, **mask),
             lambda given: papers.cpo(given.rows(given.policy), eps=0.1),
         ),
         Case(
@@ -149,9 +150,52 @@ def preference_cases() -> list[Case]:
             lambda policy, given, **mask: orpo(policy, **mask),
             lambda given: papers.orpo(given.rows(given.policy), 0.1),
         ),
+        *likelihood_cases(),
         *(
             kto_case(*constants)
-            for constants in (("kto", 0.0, 0.1, (1.0, 1.0)), ("kto_weights", 0.4, 0.5, (1.0, 1.33)))
+            for constants in (
+                ("kto", 0.0, 0.1, (1.0, 1.0)),
+                ("kto_weights", 0.4, 0.5, (1.0, 1.33)),
+                ("kto_baseline_below_zero", -0.3, 0.5, (1.0, 1.0)),
+                ("kto_length_normalized", 0.1, 2.0, (1.0, 1.33), True),
+            )
+        ),
+    ]
+
+
+def likelihood_cases() -> list[Case]:
+    """The likelihood term: over tokens, of any loss, of other tokens than the answers, and none."""
+    tokens = Likelihood(0.5, Averaging("token"))
+
+    def per_token(given: Given) -> Tensor:
+        return 0.5 * papers.per_token([-own for own in given.rows(given.policy)[:2]])
+
+    def other(given: Given) -> Likelihood:
+        return Likelihood(0.7, Averaging("token"), policy=given.old[:2], mask=given.mask[:2])
+
+    return [
+        Case(
+            "dpo_likelihood_of_tokens",
+            lambda policy, given, **mask: dpo(policy, given.reference, likelihood=tokens, **mask),
+            lambda given: papers.dpo(given.rows(given.policy), given.rows(given.reference)) + per_token(given),
+        ),
+        Case(
+            "simpo_likelihood_of_tokens",
+            lambda policy, given, **mask: simpo(policy, likelihood=tokens, **mask),
+            lambda given: papers.simpo(given.rows(given.policy), 2.0, 1.0) + per_token(given),
+        ),
+        Case(
+            "orpo_without_likelihood",
+            lambda policy, given, **mask: orpo(policy, likelihood=Likelihood(0.0), **mask),
+            lambda given: papers.orpo(given.rows(given.policy), 0.1, 0.0),
+        ),
+        Case(
+            "orpo_likelihood_of_other_tokens",
+            lambda policy, given, **mask: orpo(policy, likelihood=other(given), **mask),
+            lambda given: (
+                papers.orpo(given.rows(given.policy), 0.1, 0.0)
+                + 0.7 * papers.per_token([-row for row in given.rows(given.old)[:2]])
+            ),
         ),
     ]
 
@@ -164,15 +208,14 @@ def bco_with_shift() -> Case:
     )
 
 
-def kto_case(name: str, z: float, beta: float, weights: tuple[float, float]) -> Case:
+def kto_case(name: str, z: float, beta: float, weights: tuple[float, float], normalized: bool = False) -> Case:
     def ours(policy: Any, given: Given, **mask: Tensor) -> Any:
-        options = {"baseline": z, "beta": beta, "desirable_weight": weights[0], "undesirable_weight": weights[1]}
+        options: dict[str, Any] = {"baseline": z, "beta": beta, "weights": weights, "length_normalized": normalized}
         return kto(policy, given.reference, given.desirable, **options, **mask)
 
     def paper(given: Given) -> Tensor:
-        return papers.kto(
-            given.rows(given.policy), given.rows(given.reference), given.desirable.tolist(), z, beta, weights
-        )
+        rows = given.rows(given.policy), given.rows(given.reference), given.desirable.tolist()
+        return papers.kto(*rows, z, beta, weights, normalized)
 
     return Case(name, ours, paper)
 
@@ -217,7 +260,7 @@ def policy_cases() -> list[Case]:
         named("sapo_temperatures", lambda b: papers.sapo(b, 0.5, 2.0), variant=Sapo(0.5, 2.0)),
         named("vespo", lambda b: papers.vespo(b, (2.0, 3.0), (3.0, 2.0)), variant="vespo"),
         named("vespo_powers", lambda b: papers.vespo(b, (1.0, 0.5), (1.5, 0.7)), variant=Vespo((1.0, 0.5), (1.5, 0.7))),
-        *(penalized(estimator, unbiased) for estimator in ("k1", "k2", "k3") for unbiased in (False, True)),
+        *(penalized(estimator, level) for estimator in ("k1", "k2", "k3") for level in ("", "token", "sequence")),
         entropy_bonus(),
         *(corrected(mode, level) for mode in ("truncate", "mask") for level in ("token", "sequence")),
         sequences_masked(0.01),
@@ -237,17 +280,18 @@ def policy_cases() -> list[Case]:
     ]
 
 
-def penalized(estimator: str, unbiased: bool) -> Case:
+def penalized(estimator: str, level: str) -> Case:
     def ours(policy: Any, given: Given, **mask: Tensor) -> Any:
-        penalty = Penalty(given.reference, beta=0.3, estimator=estimator, unbiased=unbiased)
+        penalty = Penalty(given.reference, beta=0.3, estimator=estimator, unbiased=bool(level), level=level or "token")
         return grpo(policy, given.old, given.advantage, penalty=penalty, **mask)
 
     def paper(given: Given) -> Tensor:
         batch = given.batch()
-        gains, terms = papers.token_gains(batch, 0.2, 0.2), papers.penalties(batch, estimator, 0.3, unbiased)
+        gains, terms = papers.token_gains(batch, 0.2, 0.2), papers.penalties(batch, estimator, 0.3, level)
         return papers.per_sequence([-gain + term for gain, term in zip(gains, terms, strict=True)])
 
-    return Case(f"grpo_{estimator}{'_unbiased' if unbiased else ''}", ours, paper)
+    suffix = {"": "", "token": "_unbiased", "sequence": "_unbiased_sequence"}[level]
+    return Case(f"grpo_{estimator}{suffix}", ours, paper)
 
 
 def entropy_bonus() -> Case:

@@ -159,22 +159,24 @@ def simpo(policy: Answers, beta: float, gamma: float, eps: float = 0.0) -> Tenso
     return mean([-(1 - eps) * log_sigma(w - l - gamma) - eps * log_sigma(-(w - l - gamma)) for w, l in pairs_of(each)])
 
 
-def orpo(policy: Answers, weight: float) -> Tensor:
+def orpo(policy: Answers, weight: float, likelihood: float = 1.0) -> Tensor:
     """arXiv:2403.07691."""
 
     def odds(answer: Tensor) -> tuple[Tensor, Tensor]:
         log_p = answer.sum() / len(answer)
         return log_p, log_p - torch.log(1 - torch.exp(log_p))
 
-    return mean([-odds(w)[0] - weight * log_sigma(odds(w)[1] - odds(l)[1]) for w, l in pairs_of(policy)])
+    return mean([-likelihood * odds(w)[0] - weight * log_sigma(odds(w)[1] - odds(l)[1]) for w, l in pairs_of(policy)])
 
 
 def kto(
-    policy: Answers, reference: Answers, desirable: Sequence[bool], z: float, beta: float, weights: tuple[float, float]
-) -> Tensor:
+    policy: Answers, reference: Answers, desirable: Sequence[bool], z: float, beta: float, weights: tuple[float, float],
+    normalized: bool = False,
+) -> Tensor:  # fmt: skip
     """arXiv:2402.01306: λ_y − v(x, y)."""
     losses = []
-    for r, good in zip(log_ratios(policy, reference), desirable, strict=True):
+    for answer, r, good in zip(policy, log_ratios(policy, reference), desirable, strict=True):
+        r = r / len(answer) if normalized else r
         value = weights[0] * sigma(beta * (r - z)) if good else weights[1] * sigma(beta * (z - r))
         losses.append((weights[0] if good else weights[1]) - value)
     return mean(losses)
@@ -211,8 +213,11 @@ def token_gains(batch: Batch, low: float, high: float, delta: float = torch.inf)
     return [clipped(ratio(own, old), advantage, low, high, delta) for own, old, advantage in rows]
 
 
-def penalties(batch: Batch, estimator: str, beta: float, unbiased: bool = False, entropy: float = 0.0) -> list[Tensor]:
-    """β · KL − c · H of each token; the estimators are those of Schulman, k3 that of arXiv:2402.03300, equation 4."""
+def penalties(batch: Batch, estimator: str, beta: float, level: str = "", entropy: float = 0.0) -> list[Tensor]:
+    """β · KL − c · H of each token; the estimators are those of Schulman, k3 that of arXiv:2402.03300, equation 4.
+
+    With a level, times π/π_old of the token or of the whole answer.
+    """
     found = []
     for i, own in enumerate(batch.policy):
         log_q_over_p = batch.reference[i] - own
@@ -221,8 +226,8 @@ def penalties(batch: Batch, estimator: str, beta: float, unbiased: bool = False,
             "k2": lambda d: d**2 / 2,
             "k3": lambda d: torch.exp(torch.clamp(d, max=80.0)) - torch.clamp(d, max=80.0) - 1,
         }[estimator](log_q_over_p)
-        if unbiased:
-            kl = ratio(own, batch.old[i]) * kl
+        if level:
+            kl = {"token": ratio, "sequence": sequence_ratio}[level](own, batch.old[i]) * kl
         found.append(beta * kl - (entropy * batch.entropy[i] if entropy else 0.0))
     return found
 

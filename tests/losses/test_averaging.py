@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from liger_core.losses import Averaging, dpo, grpo, kto
+from liger_core.losses import Averaging, OffPolicy, Penalty, dft, dpo, grpo, kto
 from losses.test_papers import random_batch
 
 RULES = {
@@ -64,7 +66,7 @@ def test_pairs_of_padding_change_nothing() -> None:
     rows = [0, 1, 0, 2, 3, 0]
     padded = batch.mask[rows].clone()
     padded[[2, 5]] = False
-    more = dpo(batch.policy[rows], batch.reference[rows], mask=padded, nll_weight=0.0)
+    more = dpo(batch.policy[rows], batch.reference[rows], mask=padded)
     plain = dpo(batch.policy, batch.reference, mask=batch.mask)
     for a, b in ((more[0], plain[0]), (more[1].accuracy, plain[1].accuracy), (more[1].margin, plain[1].margin)):
         torch.testing.assert_close(a, b)
@@ -78,3 +80,28 @@ def test_single_answers_of_padding_change_nothing() -> None:
     more = kto(batch.policy[rows], batch.reference[rows], batch.desirable[rows], mask=padded)
     plain = kto(batch.policy, batch.reference, batch.desirable, mask=batch.mask)
     torch.testing.assert_close(more, plain)
+
+
+def test_without_averaging_a_policy_loss_and_its_metrics_are_those_of_each_token() -> None:
+    batch = random_batch()
+    policy = batch.policy.requires_grad_()
+    penalty, off_policy = Penalty(batch.reference, beta=0.3, entropy=0.1), OffPolicy(batch.sampling, threshold=0.05)
+    given = (policy, batch.entropy), batch.old, batch.advantage
+    options: Any = {"mask": batch.mask, "penalty": penalty, "off_policy": off_policy}
+    each, metrics = grpo(*given, averaging=Averaging("none"), **options)
+    assert {tuple(x.shape) for x in (each, *metrics)} == {(4, 7)}
+    assert not bool(each[~batch.mask].any())
+    assert {bool(x[~batch.mask].any()) for x in metrics} == {False}
+    for over in ("token", "sequence"):
+        loss, means = grpo(*given, averaging=Averaging(over), **options)
+        torch.testing.assert_close(Averaging(over)(each, batch.mask), loss)
+    for name, values, mean in zip(metrics._fields[1:], metrics[1:], means[1:], strict=True):
+        torch.testing.assert_close(values.sum() / batch.mask.sum(), mean, msg=name)
+
+
+def test_without_averaging_dft_is_that_of_each_token() -> None:
+    batch = random_batch()
+    each, metrics = dft(batch.policy, mask=batch.mask, averaging=Averaging("none"))
+    p = batch.policy.exp()
+    for value, expected in ((each, -p * batch.policy), (metrics.nll, -batch.policy), (metrics.probability, p)):
+        torch.testing.assert_close(value, torch.where(batch.mask, expected, 0.0))

@@ -9,8 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from liger_core import OptionError, ShapeError, kl_div, linear_log_prob
+from liger_core import OptionError, ShapeError
 from liger_core.losses import cosine_distillation, topk_distillation
 from ops.agreement import leaf
 
@@ -135,16 +137,6 @@ def test_topk_distillation_agrees_with_the_server_distillation_of_trl(beta: floa
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_topk_distillation_through_the_head_bounds_the_divergence_from_below(device: torch.device) -> None:
-    hidden, weight = leaf(5, 16, device=device), leaf(60, 16, device=device, scale=0.3)
-    teacher = torch.randn(5, 60, device=device)
-    top = teacher.log_softmax(-1).topk(12, dim=-1)
-    rows = topk_distillation(linear_log_prob(hidden, weight, top.indices), top.values)
-    full = kl_div(hidden @ weight.t(), teacher, reduction="none")
-    assert (rows <= full + 1e-6).all()
-    assert all(t.isfinite().all() and t.any() for t in torch.autograd.grad(rows.sum(), (hidden, weight)))
-
-
 def test_topk_distillation_names_what_is_wrong(device: torch.device) -> None:
     student, teacher = some_log_probs(device)
     with pytest.raises(
@@ -187,3 +179,73 @@ def test_hidden_states_of_zeros_have_loss_one_and_no_gradient(device: torch.devi
     assert loss[:2].tolist() == [1.0, 1.0]
     assert not gradient[:2].any()
     assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_cosine_of_logits_is_that_of_the_logits_which_it_does_not_hold(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    hidden, weight = (leaf(*shape, device=device, dtype=dtype) for shape in ((3, 5, 16), (400, 16)))
+    teacher, teacher_weight = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((3, 5, 12), (400, 12)))
+    upstream = torch.randn(3, 5, device=device)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    formula = 1 - F.cosine_similarity(exact[0] @ exact[1].t(), teacher.double() @ teacher_weight.double().t(), dim=-1)
+    wanted = torch.autograd.grad(formula, exact, upstream.double())
+    loss = cosine_distillation(hidden, teacher, weight=weight, teacher_weight=teacher_weight)
+    gradients = torch.autograd.grad(loss, (hidden, weight), upstream.to(loss.dtype))
+    rtol = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-5}[dtype]
+    torch.testing.assert_close(loss.double(), formula, rtol=rtol, atol=rtol)
+    for ours, gradient in zip(gradients, wanted, strict=True):
+        bound = (2e-2 if dtype == torch.bfloat16 else 10 * rtol) * float(gradient.abs().max())
+        torch.testing.assert_close(ours.double(), gradient, rtol=0, atol=bound)
+
+
+def test_the_cosine_of_logits_holds_no_logits() -> None:
+    hidden, weight, teacher, other = (
+        torch.randn(64, 8, requires_grad=True),
+        torch.randn(96, 8),
+        torch.randn(64, 6),
+        torch.randn(96, 6),
+    )
+    with Sizes() as sizes:
+        cosine_distillation(hidden, teacher, weight=weight, teacher_weight=other).sum().backward()
+    assert max(sizes.seen) <= 96 * 8
+
+
+def test_logits_of_zeros_have_loss_one_and_no_gradient(device: torch.device) -> None:
+    hidden, teacher, weight = (
+        leaf(3, 8, device=device),
+        torch.randn(3, 8, device=device),
+        torch.randn(20, 8, device=device),
+    )
+    teacher[1] = 0.0
+    with torch.no_grad():
+        hidden[0] = 0.0
+    loss = cosine_distillation(hidden, teacher, weight=weight, teacher_weight=weight)
+    (gradient,) = torch.autograd.grad(loss.sum(), hidden)
+    assert loss[:2].tolist() == [1.0, 1.0]
+    assert not gradient[:2].any()
+    assert gradient.isfinite().all()
+
+
+def test_cosine_distillation_names_what_is_wrong() -> None:
+    x, weight = torch.randn(3, 8), torch.randn(20, 8)
+    with pytest.raises(OptionError, match="weight and teacher_weight must be given together, got one of them"):
+        cosine_distillation(x, x, weight=weight)
+    with pytest.raises(ShapeError, match=r"teacher_weight must have shape \(20, 8\), got \(19, 8\)"):
+        cosine_distillation(x, x, weight=weight, teacher_weight=weight[1:])
+    with pytest.raises(ShapeError, match=r"teacher must have the rows of hidden \(3, 8\), got \(2, 8\)"):
+        cosine_distillation(x, x[:2], weight=weight, teacher_weight=weight)
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the number of elements of every result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.seen += [t.numel() for t in tree_leaves(out) if isinstance(t, Tensor)]
+        return out

@@ -11,7 +11,22 @@ import pytest
 import torch
 
 from liger_core import DtypeError, LigerError, OptionError, ShapeError, losses
-from liger_core.losses import Averaging, Clip, Head, OffPolicy, Penalty, Vespo, cpo, dpo, grpo, kto, orpo, ppo, simpo
+from liger_core.losses import (
+    Averaging,
+    Clip,
+    Head,
+    Likelihood,
+    OffPolicy,
+    Penalty,
+    Vespo,
+    cpo,
+    dpo,
+    grpo,
+    kto,
+    orpo,
+    ppo,
+    simpo,
+)
 
 X = torch.full((4, 3), -1.0)
 MASK = torch.ones(4, 3, dtype=torch.bool)
@@ -60,7 +75,14 @@ WRONG: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
     ),
     "averaging": (lambda: grpo(X, X, X, mask=MASK, averaging="token"), OptionError, "losses.grpo: averaging must be of type Averaging, got 'token'"),
     "dft_averaging": (lambda: losses.dft(X, mask=MASK, averaging="token"), OptionError, "losses.dft: averaging must be of type Averaging, got 'token'"),
-    "cpo_averaging": (lambda: cpo(X, mask=MASK, averaging=1), OptionError, "losses.cpo: averaging must be of type Averaging, got 1"),
+    "likelihood": (lambda: cpo(X, mask=MASK, likelihood=1), OptionError, "losses.cpo: likelihood must be of type Likelihood, got 1"),
+    "likelihood_averaging": (lambda: Likelihood(averaging=1), OptionError, "losses.Likelihood: averaging must be of type Averaging, got 1"),
+    "likelihood_of_each_token": (lambda: Likelihood(averaging=Averaging("none")), OptionError, "losses.Likelihood: averaging must reduce to one number, got over='none'"),
+    "likelihood_weight": (lambda: Likelihood(-1.0), OptionError, "losses.Likelihood: weight must be a finite number ≥ 0, got -1.0"),
+    "likelihood_mask": (lambda: orpo(X, mask=MASK, likelihood=Likelihood(policy=X[:2])), OptionError, "losses.Likelihood: mask must be given with log-probabilities: True for the tokens that count; only a Head has its own"),
+    "kto_weights": (lambda: kto(X, X, GOOD, mask=MASK, weights=(1.0, -1.0)), OptionError, "losses.kto: weights must be a finite number ≥ 0, got -1.0"),
+    "count_of_each_token": (lambda: Averaging("none", count=3), OptionError, "losses.Averaging: count must be None with over='none', got 3"),
+    "penalty_level": (lambda: Penalty(X, level="word"), OptionError, "losses.Penalty: level must be one of 'token', 'sequence', got 'word'"),
     "penalty": (lambda: grpo(X, X, X, mask=MASK, penalty=0.04), OptionError, "losses.grpo: penalty must be of type Penalty, got 0.04"),
     "off_policy": (lambda: grpo(X, X, X, mask=MASK, off_policy=2), OptionError, "losses.grpo: off_policy must be of type OffPolicy, got 2"),
     "clip": (lambda: ppo(X, X, X, mask=MASK, clip=0.2), OptionError, "losses.ppo: clip must be of type Clip, got 0.2"),
@@ -95,7 +117,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
     "estimator": (lambda: Penalty(X, estimator="k4"), OptionError, "losses.Penalty: estimator must be one of 'k1', 'k2', 'k3', got 'k4'"),
     "weight": (lambda: OffPolicy(X, weight="clip"), OptionError, "losses.OffPolicy: weight must be one of 'truncate', 'mask', None, got 'clip'"),
     "bounds": (lambda: OffPolicy(X, low=3.0), OptionError, "losses.OffPolicy: low must be below high=2.0, got 3.0"),
-    "rule": (lambda: Averaging("batch"), OptionError, "losses.Averaging: over must be one of 'token', 'sequence', 'group', 'constant', got 'batch'"),
+    "rule": (lambda: Averaging("batch"), OptionError, "losses.Averaging: over must be one of 'token', 'sequence', 'group', 'constant', 'none', got 'batch'"),
     "no_length": (lambda: Averaging("constant"), OptionError, "losses.Averaging: length must be given with over='constant', and only there, got None with over='constant'"),
     "group_size": (lambda: Averaging("token", group_size=2), OptionError, "losses.Averaging: group_size must be given with over='group', and only there, got 2 with over='token'"),
     "groups": (lambda: grpo(X, X, X, mask=MASK, averaging=Averaging("group", group_size=3)), ShapeError, "losses.Averaging: sequences must come in groups of group_size=3, got 4 sequences"),

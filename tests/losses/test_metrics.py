@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liger_core.losses import Clip, OffPolicy, Penalty, cpo, dft, dpo, grpo, kto, orpo, simpo
+from liger_core.losses import Clip, OffPolicy, Penalty, cpo, dpo, grpo, kto, orpo, simpo
 from losses.cases import CASES, Case
 from losses.test_papers import random_batch
 
@@ -127,10 +127,3 @@ def test_the_share_of_kept_tokens_counts_those_of_dropped_sequences() -> None:
     sampling, advantages = torch.tensor([[-3.0, -3.0], [-1.0, -1.0]]), torch.tensor([-1.0, -1.0])
     _, metrics = grpo(policy, None, advantages, mask=mask, off_policy=OffPolicy(sampling, weight=None, threshold=1.0))
     assert float(metrics.on_policy) == pytest.approx(2 / 3)
-
-
-def test_dft_reports_the_likelihood_that_it_scales() -> None:
-    batch = random_batch()
-    _, metrics = dft(batch.policy, mask=batch.mask)
-    tokens = torch.cat(batch.rows(batch.policy))
-    assert list(map(float, metrics)) == pytest.approx([-float(tokens.mean()), float(tokens.exp().mean())])

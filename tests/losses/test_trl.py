@@ -4,8 +4,12 @@ differs."""
 
 from __future__ import annotations
 
+import importlib
+import runpy
 from collections import defaultdict
+from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +22,7 @@ from liger_core.losses import (
     Cispo,
     Clip,
     Head,
+    Likelihood,
     OffPolicy,
     Penalty,
     cpo,
@@ -155,6 +160,19 @@ DPO = {
 }
 
 
+def test_the_configurations_of_trl_have_the_names_in_the_table_of_options() -> None:
+    table = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate" / "loss_options.py"))["TRL"]
+    modules = [
+        trl,
+        *(importlib.import_module(f"trl.experimental.{m}") for m in ("cpo", "orpo", "gkd", "server_distillation")),
+    ]
+    for loss, (config, named) in table.items():
+        found = [getattr(module, config) for module in modules if config and hasattr(module, config)]
+        assert bool(found) == bool(config), config
+        names = {name for value in named.values() for name in value.split(", ")}
+        assert not found or names <= {field.name for field in fields(found[0])}, loss
+
+
 @pytest.mark.parametrize("theirs", DPO)
 def test_dpo_is_that_of_trl(theirs: str) -> None:
     variant, beta, options = DPO[theirs]
@@ -210,7 +228,7 @@ def test_kto_is_that_of_trl(kind: str) -> None:
         answers.desirable,
         mask=answers.mask,
         baseline=baseline,
-        undesirable_weight=1.33,
+        weights=(1.0, 1.33),
     )
     assert_same(loss, expected, answers.leaf)
     logged = trainer._metrics["train"]
@@ -313,6 +331,15 @@ def test_the_unbiased_divergence_is_that_of_trl() -> None:
     assert_same(loss, expected, answers.leaf)
 
 
+def test_the_unbiased_divergence_of_gspo_is_that_of_trl_at_the_level_of_sequences() -> None:
+    answers = Answers()
+    clip = {"epsilon_low": 3e-4, "epsilon_high": 4e-4, **SEQUENCE}
+    expected, _ = trl_grpo(answers, "grpo", beta=0.3, use_bias_correction_kl=True, **clip)
+    penalty = Penalty(answers.reference, beta=0.3, unbiased=True, level="sequence")
+    loss, _ = grpo(answers.policy, answers.old, answers.advantage, mask=answers.mask, variant="gspo", penalty=penalty)
+    assert_same(loss, expected, answers.leaf)
+
+
 def test_the_entropy_bonus_is_that_of_trl_where_tokens_are_averaged() -> None:
     answers = Answers()
     expected, logged = trl_grpo(answers, "bnpo", _entropy_bonus_enabled=True, entropy_coef=0.2)
@@ -404,7 +431,7 @@ def trl_pairs(kind: type, pairs: Pairs, **attributes: Any) -> tuple[Tensor, dict
 
 CPO: dict[str, tuple[dict[str, Any], Any]] = {
     "sigmoid": ({"loss_type": "sigmoid", "cpo_alpha": 1.0, "beta": 0.1}, cpo),
-    "label_smoothing": ({"loss_type": "sigmoid", "cpo_alpha": 0.5, "label_smoothing": 0.1}, partial(cpo, nll_weight=0.5, label_smoothing=0.1)),
+    "label_smoothing": ({"loss_type": "sigmoid", "cpo_alpha": 0.5, "label_smoothing": 0.1}, partial(cpo, likelihood=Likelihood(0.5, Averaging("token")), label_smoothing=0.1)),
     "hinge": ({"loss_type": "hinge", "cpo_alpha": 1.0}, partial(cpo, variant="hinge")),
     "ipo": ({"loss_type": "ipo", "cpo_alpha": 1.0}, partial(cpo, variant="ipo", length_normalized=True)),
     "simpo": ({"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 1.0}, simpo),
@@ -428,7 +455,7 @@ def test_orpo_is_that_of_trl_where_the_prompt_is_learned_too() -> None:
     orpo_trainer = pytest.importorskip("trl.experimental.orpo")
     pairs = Pairs(prompt=0)
     expected, logged = trl_pairs(orpo_trainer.ORPOTrainer, pairs)
-    loss, metrics = orpo(pairs.head, averaging=Averaging("token"))
+    loss, metrics = orpo(pairs.head, likelihood=Likelihood(averaging=Averaging("token")))
     # TRL computes the odds in float32.
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     for a, b in zip(*(torch.autograd.grad(x, (pairs.hidden, pairs.weight)) for x in (loss, expected)), strict=True):

@@ -46,3 +46,12 @@ def products(run: Callable[[], Tensor], width: int) -> tuple[Tensor, list[Any]]:
         result = run()
     shapes = [event.input_shapes for event in profiler.events() if event.name == "aten::mm"]
     return result, [(a, b) for a, b, *_ in shapes if a[1] == b[0] == width]
+
+
+def saved(call: Callable[[], Any], *given: Any) -> list[Tensor]:
+    """The tensors that a call keeps for its backward pass, those given to it left out."""
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        call()
+    known = {value.data_ptr() for value in given if isinstance(value, Tensor)}
+    return [tensor for tensor in kept if tensor.data_ptr() not in known]

@@ -233,24 +233,6 @@ def compiles() -> None:
     same(w.grad, weight.grad[20 * rank :][:20])
 
 
-def leaves_padding_alone() -> None:
-    """Rows of weight past the classes are read by nobody, and their gradient is zero."""
-    hidden, weight, target, _ = call()
-    rank, rows = dist.get_rank(), 24
-    start = rows * rank
-    padded = torch.full((rows, 8), torch.nan)
-    mine = weight.detach()[start : start + rows]
-    padded[: mine.shape[0]] = mine
-    w, given = padded.requires_grad_(), torch.zeros(rows, 8)
-    linear_log_prob(hidden, w, target, vocab=VocabShard(dist.group.WORLD, start, CLASSES)).sum().backward()
-    assert not w.grad[mine.shape[0] :].any()
-    assert w.grad[: mine.shape[0]].any()
-    linear_log_prob(
-        hidden, w, target, vocab=VocabShard(dist.group.WORLD, start, CLASSES), main_grad=given
-    ).sum().backward()
-    same(given, w.grad)
-
-
 def holds_a_budget_of_an_even_share() -> None:
     """36 classes on one rank and 1 on the other: 100 bytes are more than a row of half of them, and less than one of
     the first."""

@@ -48,43 +48,6 @@ def test_cross_entropy_equals_the_function_of_pytorch(
     assert disagreements(call, formula, logits=leaf(9, 30, device=device), weight=weight) == []
 
 
-OFFSETS = pytest.mark.parametrize("offset", [-1e4, 1e5, 1e6, 1e7], ids=str)
-
-
-@OFFSETS
-@REDUCTIONS
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1], ids=["hard", "smoothed"])
-@pytest.mark.parametrize("weighted", [False, True], ids=["unweighted", "weighted"])
-def test_what_logits_have_in_common_cancels(
-    offset: float,
-    reduction: Literal["mean", "sum", "none"],
-    label_smoothing: float,
-    weighted: bool,
-    device: torch.device,
-) -> None:
-    target = some_targets(1000, 9, device=device)
-    weight = torch.rand(1000, device=device) + 0.5 if weighted else None
-    logits = (torch.randn(9, 1000, device=device) + offset).requires_grad_()
-    options: dict[str, Any] = {"label_smoothing": label_smoothing, "reduction": reduction}
-
-    def formula(logits: Tensor) -> Tensor:
-        return F.cross_entropy(logits, target, None if weight is None else weight.to(logits.dtype), **options)
-
-    assert (
-        disagreements(lambda logits: cross_entropy(logits, target, weight=weight, **options), formula, logits=logits)
-        == []
-    )
-
-
-@pytest.mark.parametrize("level", [0.0, 1e18, -1e18, 1e30], ids=str)
-def test_the_loss_of_equal_logits_is_the_logarithm_of_their_number(level: float, device: torch.device) -> None:
-    logits = torch.full((3, 50), level, device=device, requires_grad=True)
-    loss = cross_entropy(logits, torch.arange(3, device=device), reduction="none")
-    loss.sum().backward()
-    torch.testing.assert_close(loss, torch.full_like(loss, 50).log())
-    torch.testing.assert_close(logits.grad, 1 / 50 - torch.eye(3, 50, device=device))
-
-
 def test_an_infinite_logit_gives_what_pytorch_gives(device: torch.device) -> None:
     logits = torch.randn(4, 30, device=device)
     logits[0, 3], logits[1, 5], logits[2, :], logits[3, 9] = torch.inf, -torch.inf, -torch.inf, torch.inf
@@ -109,14 +72,6 @@ def test_the_first_of_equal_logits_is_predicted(device: torch.device) -> None:
     logits[1, [7, 260]] = 1.0
     _, metrics = cross_entropy(logits, torch.zeros(2, dtype=torch.int64, device=device), return_metrics=True)
     assert metrics.prediction.tolist() == [0, 7]
-
-
-def test_all_ignored_is_zero_with_zero_gradients(device: torch.device) -> None:
-    logits = leaf(4, 30, device=device)
-    loss = cross_entropy(logits, torch.full((4,), -100, device=device))
-    loss.backward()
-    assert loss.item() == 0.0
-    assert not logits.grad.any()
 
 
 @pytest.mark.parametrize(

@@ -54,26 +54,6 @@ def test_linear_cross_entropy_equals_the_two_functions_of_pytorch(
     assert disagreements(call, formula, **head(device), bias=bias, class_weight=class_weight) == []
 
 
-@pytest.mark.parametrize("normalizer", [None, 1e8], ids=["counted", "large_normalizer"])
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16, torch.float32], ids=["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["hidden_float32", "hidden_float64"])
-def test_token_weights_of_lower_precision_are_multiplied_in_that_of_the_loss(
-    dtype: torch.dtype, low: torch.dtype, normalizer: float | None, device: torch.device
-) -> None:
-    target, token_weight = some_targets(30, 9, device=device), torch.rand(9, device=device).to(low)
-
-    def formula(hidden: Tensor, weight: Tensor) -> Tensor:
-        total = (F.cross_entropy(hidden @ weight.t(), target, reduction="none") * token_weight.to(hidden.dtype)).sum()
-        return total / ((target != -100).sum() if normalizer is None else normalizer)
-
-    def call(hidden: Tensor, weight: Tensor) -> Tensor:
-        # No kernel takes float64.
-        op = linear_cross_entropy.reference if dtype == torch.float64 else linear_cross_entropy
-        return op(hidden, weight, target, token_weight=token_weight, normalizer=normalizer)
-
-    assert disagreements(call, formula, **head(device, dtype=dtype)) == []
-
-
 def test_an_ignored_row_is_not_looked_at(device: torch.device) -> None:
     if device.type != "cpu":
         pytest.skip(

@@ -122,23 +122,6 @@ def of_logits(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda student, teacher: op(student, teacher, reduction="none", **options)  # type: ignore[operator]
 
 
-@KIND
-@NUMBER_OF_CLASSES
-def test_classes_that_are_impossible_on_both_sides_change_nothing(kind: Any, width: int, device: torch.device) -> None:
-    student, teacher, upstream = (
-        leaf(4, 30, device=device),
-        torch.randn(4, 30, device=device),
-        torch.randn(4, device=device),
-    )
-    padding = torch.full((4, width), -torch.inf, device=device)
-    plain = of_logits(kind)(student, teacher)
-    padded = of_logits(kind)(torch.cat((padding, student, padding), -1), torch.cat((padding, teacher, padding), -1))
-    torch.testing.assert_close(padded, plain)
-    torch.testing.assert_close(
-        torch.autograd.grad(padded, student, upstream), torch.autograd.grad(plain, student, upstream)
-    )
-
-
 @pytest.mark.parametrize("padding", [0, 9000])
 def test_a_class_that_one_side_rules_out_is_infinite_for_one_kl_and_finite_for_the_other(
     padding: int, device: torch.device
@@ -334,13 +317,6 @@ def test_main_grad_takes_no_second_gradient_of_weight(
     # In float16 there is a block of it.
     assert found.largest < main_grad.nbytes
     assert main_grad.any()
-
-
-def test_no_tensor_of_all_the_logits_is_made_by_chunks(measured_device: torch.device) -> None:
-    given = wide_heads(measured_device)
-    for reduction in ("mean", "none"):
-        loss = lambda: linear_divergence(**given, reduction=reduction, chunk=64).sum().backward()  # noqa: B023, E731
-        assert allocations(loss, measured_device).largest < LOGITS
 
 
 def test_a_frozen_weight_gets_no_memory(measured_device: torch.device) -> None:

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from liger_core import explain, qk_norm_rope
 from liger_core.ops._rotary import angles
-from ops.agreement import leaf
+from ops.agreement import leaf, saved
 
 
 def arguments(
@@ -39,20 +38,15 @@ def test_results_lie_in_memory_as_projections_do(device: torch.device) -> None:
 
 
 def test_kernels_save_the_inputs_and_at_most_a_number_for_each_head(device: torch.device) -> None:
-    given, saved = arguments(device), []
+    given = arguments(device)
     if explain(qk_norm_rope, **given).backend == "reference":
         pytest.skip("autograd saves what the reference computes")
 
-    def keep(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        qk_norm_rope(**given)
+    everything = saved(lambda: qk_norm_rope(**given))
     inputs = {t.data_ptr() for t in given.values()}
     # Nothing else, where the backward pass begins from the inputs.
-    assert sorted(t.numel() for t in saved if t.data_ptr() not in inputs) in ([], [2 * 7 * 2, 2 * 7 * 4])
-    assert {t.data_ptr() for t in saved} >= {given["q"].data_ptr(), given["k"].data_ptr()}
+    assert sorted(t.numel() for t in everything if t.data_ptr() not in inputs) in ([], [2 * 7 * 2, 2 * 7 * 4])
+    assert {t.data_ptr() for t in everything} >= {given["q"].data_ptr(), given["k"].data_ptr()}
 
 
 def test_the_weight_gradient_is_summed_in_float32(device: torch.device) -> None:

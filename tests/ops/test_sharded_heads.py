@@ -70,10 +70,6 @@ def test_a_budget_is_too_small_on_all_ranks_or_on_none() -> None:
     on_ranks(2, work.on_gloo, work.holds_a_budget_of_an_even_share)
 
 
-def test_rows_of_weight_past_the_classes_are_padding() -> None:
-    on_ranks(2, work.on_gloo, work.leaves_padding_alone)
-
-
 @pytest.mark.parametrize(
     ("message", "options"),
     [

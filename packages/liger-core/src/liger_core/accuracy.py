@@ -87,7 +87,9 @@ def judge(
     )
     if got.frobenius <= limits.frobenius and got.maximum <= limits.maximum:
         return None
-    return (
-        f"relative error {got.frobenius:.3g} (allowed {limits.frobenius:.3g}, reference {base.frobenius:.3g}), "
-        f"largest {got.maximum:.3g} (allowed {limits.maximum:.3g}, reference {base.maximum:.3g})"
-    )
+    figures = [
+        f"relative error {got.frobenius:.3g} (allowed {limits.frobenius:.3g}, reference {base.frobenius:.3g})",
+        f"largest {got.maximum:.3g} (allowed {limits.maximum:.3g}, reference {base.maximum:.3g})",
+    ]
+    # First the figure that exceeds its limit.
+    return ", ".join(figures if got.frobenius > limits.frobenius else reversed(figures))

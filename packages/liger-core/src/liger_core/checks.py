@@ -94,16 +94,19 @@ def at_least_one_dimension(op: str, name: str, tensor: Tensor) -> None:
 
 
 def finite(op: str, name: str, value: Any) -> None:
+    """Check that an option is a finite number. Test for None first."""
     if not (type(value) is float and -math.inf < value < math.inf):
         _number(op, name, value, "", lambda number: True)
 
 
 def positive(op: str, name: str, value: Any, because: str = "") -> None:
+    """Check that an option is a finite number > 0. Test for None first."""
     if not (type(value) is float and 0.0 < value < math.inf):
         _number(op, name, value, f" > 0{because}", lambda number: number > 0)
 
 
 def not_negative(op: str, name: str, value: Any) -> None:
+    """Check that an option is a finite number ≥ 0. Test for None first."""
     if not (type(value) is float and 0.0 <= value < math.inf):
         _number(op, name, value, " ≥ 0", lambda number: number >= 0)
 

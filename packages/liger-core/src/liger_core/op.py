@@ -28,8 +28,8 @@ R = TypeVar("R")
 class Sample:
     """One call that an implementation must get right, and the code path it is for.
 
-    `frozen` names tensor arguments that get no gradient although they are floating point. With `stops`, the gradient
-    stops somewhere by definition, so that it is not the derivative of the outputs.
+    `frozen` names floating-point arguments that get no gradient. `stops` means that the op's gradient deliberately
+    differs from the derivative of its outputs (`padding_idx`), so gradcheck skips the sample. A clamp does not need it.
     """
 
     name: str

@@ -258,6 +258,10 @@ ATTENTION = _operators(
     ),
     "Partial checkpointing keeps the outputs of attention.",
 )
+attention_of_cpus = TORCH.require(
+    "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "`liger plan` counts attention as one operation, whose outputs partial checkpointing keeps.",
+)
 
 # -- ranks
 

@@ -3,6 +3,9 @@
 
 With many rows, each program sums those that it walks, and a second kernel adds these sums. With few rows, extra
 programs sum whole columns: that reads the rows twice, but spares memory, a launch and its wait.
+
+`_norm_chunks.py` and `_norm_wide.py` have the same math for wider rows. A change of it touches all three, and
+`summands`, from which the column sums are made.
 """
 
 from __future__ import annotations
@@ -90,8 +93,8 @@ def backward_kernel(
     """Program p walks the groups p, p + programs, … of ROWS rows; its column sums go to row p of partials.
 
     With n = (x - mean) · inverse and g = grad_y · weight, grad_x = inverse · (g - mean(g) - n · mean(g · n)) +
-    grad_summed, without mean(g) if not centered. Masked lanes need no care while their gradient is zero. Without
-    partials, the programs from `programs` on sum whole columns.
+    grad_summed, without mean(g) if not centered. Masked lanes need no special handling, because their gradient
+    loads as zero. Without partials, the programs from `programs` on sum whole columns.
     """
     program = tl.program_id(0)
     if partials is None and program >= programs:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms of rows that a program holds in registers as chunks, one row at a time.
 
-Backward, these are rows of more than 512 columns; forward, those whose width is not a power of two.
+In the forward pass, these are widths between 2048 and 8192 that are not powers of two (`rms_norm.chunked`). In the
+backward pass, they are widths up to 16384 and above 512, or above 2048 if there are few rows (`launch_norm_backward`).
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def inverse_of(value, inverse, row, WIDTH: tl.constexpr, eps):
 
 
 @triton.jit
-def normalized(value, mean, scale, row):
-    """Return the normalized row before the weight."""
+def unweighted(value, mean, scale, row):
+    """Return (value - mean) · scale, the normalized row without the weight."""
     average = 0.0
     if mean is not None:
         average = tl.load(mean + row)
@@ -164,7 +165,7 @@ def backward_kernel(
         grad = read_chunks(grad_y + row * grad_stride, WIDTH, CHUNK)
         value = read_chunks(x + row * x_stride, WIDTH, CHUNK)
         scale = tl.load(inverse + row)
-        normal = normalized(value, mean, scale, row)
+        normal = unweighted(value, mean, scale, row)
         if partials is not None:
             sum_weight = plus_product(sum_weight, grad, normal)
             sum_bias = plus(sum_bias, grad)

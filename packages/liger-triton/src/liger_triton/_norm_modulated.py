@@ -28,7 +28,7 @@ from liger_triton._chunks import (
     write_chunks,
 )
 from liger_triton._norm import read, sum_columns, zero
-from liger_triton._norm_chunks import around_mean, inverse_of, normalized
+from liger_triton._norm_chunks import around_mean, inverse_of, unweighted
 from liger_triton.launch import (
     Launcher,
     cdiv,
@@ -179,7 +179,7 @@ def backward_kernel(
         grad = read_chunks(grad_y + row * grad_stride, WIDTH, CHUNK)
         value = read_chunks(x + row * x_stride, WIDTH, CHUNK)
         factor = tl.load(inverse + row)
-        normal = normalized(value, mean, factor, row)
+        normal = unweighted(value, mean, factor, row)
         if partials is not None:
             products = plus_product(products, grad, normal)
             sums = plus(sums, grad)

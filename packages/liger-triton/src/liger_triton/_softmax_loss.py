@@ -23,11 +23,12 @@ SCALE_PROGRAMS = 8
 
 
 def both_shape(width: int) -> Shape:
-    """Statistics and gradient in place, counted as one read and one write: .84 at 32000 and 40960, .86 at 65536, .77 at
-    128256, .73 at 163840.
+    """Return the shape of the kernel that computes statistics and gradient in place.
 
-    The fewer rows are under way at a time, the more of the second read the L2 cache serves (none: .67); long blocks
-    keep enough loads in flight for that. 2048 columns on 8 warps reach .65 at every width.
+    On one H200 in bfloat16, counted as one read and one write, it reaches these shares of the bandwidth of a copy: .84
+    at 32000 and 40960 columns, .86 at 65536, .77 at 128256, .73 at 163840. The fewer rows are in flight, the more of
+    the second read comes from the L2 cache (if none does: .67); long blocks keep enough loads in flight for that. 2048
+    columns on 8 warps reach .65 at every width.
     """
     if width <= 49152:
         return Shape(8192, 16, 3)
@@ -142,8 +143,8 @@ def loss_kernel(
 ):  # fmt: skip
     """One program takes one row: its statistics, loss and metrics, and, if asked, its gradient over the logits.
 
-    KEEPS_LOWEST: x is the logit itself, so that a masked lane is -∞. Otherwise a mask also keeps the product that x is
-    from being fused into x - m, where m is a rounded one.
+    KEEPS_LOWEST: x is the logit itself, so a masked lane is -∞. Otherwise x is a product, and masking it stops the
+    compiler from fusing it, unrounded, into x - m, where m is already rounded.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride

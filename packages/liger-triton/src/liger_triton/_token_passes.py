@@ -133,8 +133,8 @@ def statistics_kernel(
 ):  # fmt: skip
     """One program adds one row of a block of classes to the row's sums; CONTINUES: to those of the blocks before.
 
-    KEEPS_LOWEST: x is the logit itself, so that a masked lane is -∞. Otherwise the mask also keeps the product that x
-    is from being fused into x - m, where m is a rounded one.
+    KEEPS_LOWEST: x is the logit itself, so a masked lane is -∞. Otherwise x is a product, and masking it stops the
+    compiler from fusing it, unrounded, into x - m, where m is already rounded.
     """
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * row_stride

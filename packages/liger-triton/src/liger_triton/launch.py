@@ -90,6 +90,7 @@ class Launcher:
 
     Triton's own call takes 10 µs longer to find one (H200 host, 12 arguments: 14.3 instead of 4.8 µs). The key holds
     all that Triton specializes on: dtypes, 16-byte alignment, the values of integers, the constexprs and the device.
+    Pass numeric options as float: each value of an int would compile a kernel of its own.
     Pointers are passed as addresses: for a tensor, Triton would ask the driver whether the device can reach it, which
     every op's `check` has made sure of. Releases of Triton other than KNOWN_RELEASES get Triton's own call.
     """

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""rms_norm in Triton, and how its kernels and those of layer_norm, with or without a residual, cover rows."""
+"""rms_norm in Triton, and the choice of kernel for every norm of rows, with or without a mean, residual and weight.
+
+`launch_norm` takes `_norm_chunks` for `chunked` widths, `_norm_wide` for `tiled` ones, and `_norm` otherwise.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ _rms_norm = differentiable(
 
 # Beyond this, registers do not hold a row in float32 and its gradient: wider rows are processed in tiles.
 WIDEST_BLOCK = 16384
-# Rows up to this width share a program backward; if there are few rows, up to 2048 columns.
+# In the backward pass, rows up to this width share a program. With few rows, the limit is 2048.
 SHORT = 512
 
 

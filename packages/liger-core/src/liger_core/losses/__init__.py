@@ -9,7 +9,7 @@ from liger_core.losses.kto import KTOMetrics, kto, kto_baseline
 from liger_core.losses.off_policy import OffPolicy
 from liger_core.losses.penalty import Penalty
 from liger_core.losses.policy import PolicyMetrics, grpo, ppo
-from liger_core.losses.preference import PreferenceMetrics, cpo, dpo, orpo, simpo
+from liger_core.losses.preference import Likelihood, PreferenceMetrics, cpo, dpo, orpo, simpo
 from liger_core.losses.surrogates import Cispo, Clip, Sapo, Vespo
 from liger_core.losses.top_classes import top_classes
 
@@ -20,6 +20,7 @@ __all__ = [
     "DFTMetrics",
     "Head",
     "KTOMetrics",
+    "Likelihood",
     "OffPolicy",
     "Penalty",
     "PolicyMetrics",

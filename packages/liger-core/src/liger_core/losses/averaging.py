@@ -12,7 +12,7 @@ from liger_core import checks
 from liger_core.errors import OptionError, ShapeError
 from liger_core.losses.tokens import masked
 
-RULES = ("token", "sequence", "group", "constant")
+RULES = ("token", "sequence", "group", "constant", "none")
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +23,7 @@ class Averaging:
         sequence   1/B · Σᵢ Σₜ xᵢₜ / |oᵢ|                  every sequence weighs the same (GRPO)
         group      mean over groups of the token mean      a group is group_size consecutive sequences (DAPO as printed)
         constant   1/B · Σᵢ Σₜ xᵢₜ / length                long sequences weigh more (Dr. GRPO; length 1: sums)
+        none       xᵢₜ                                     not reduced: loss and metrics of each token (B, T)
 
     group_size  sequences in a group, for "group"
     length      for "constant": the greatest possible length of a sequence, in tokens
@@ -53,6 +54,8 @@ class Averaging:
             if value is not None:
                 checks.integer(name, option, value)
                 checks.positive(name, option, value)
+        if self.over == "none" and self.count is not None:
+            checks.fail(OptionError, name, f"count must be None with over='none', got {self.count!r}")
         if isinstance(self.count, Tensor):
             if self.count.dim():
                 checks.fail(
@@ -63,12 +66,18 @@ class Averaging:
 
     def __call__(self, x: Tensor, mask: Tensor) -> Tensor:
         x = masked(x, mask)
+        if self.over == "none":
+            return x
         if self.over == "token":
             return x.sum() / self._count(mask.sum().clamp(min=1))
         if self.over == "group":
             x, mask = self._groups(x), self._groups(mask)
         means = x.sum(-1) / (self.length or mask.sum(-1).clamp(min=1))
         return means.sum() / self._count(max(means.shape[0], 1))
+
+    def metric(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Return the mean over the counted tokens, or the values of all tokens if the loss is not reduced."""
+        return masked(x, mask) if self.over == "none" else mean_of(x, mask)
 
     def _count(self, default: Tensor | int) -> Tensor | float:
         if self.count is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.losses.averaging import TOKEN, Averaging, mean_of
+from liger_core.losses.averaging import TOKEN, Averaging
 from liger_core.losses.head import LogProbs
 from liger_core.losses.numerics import weighted
 from liger_core.losses.tokens import tokens_of
@@ -41,4 +41,4 @@ def dft(policy: LogProbs, *, mask: Tensor | None = None, averaging: Averaging = 
     p = tokens.log_prob.detach().exp()
     loss = averaging(-weighted(p, tokens.log_prob), tokens.mask)
     with torch.no_grad():
-        return loss, DFTMetrics(averaging(-tokens.log_prob.detach(), tokens.mask), mean_of(p, tokens.mask))
+        return loss, DFTMetrics(averaging(-tokens.log_prob.detach(), tokens.mask), averaging.metric(p, tokens.mask))

@@ -38,25 +38,26 @@ def kto(
     mask: Tensor | None = None,
     baseline: Tensor | float = 0.0,
     beta: float = 0.1,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
+    weights: tuple[float, float] = (1.0, 1.0),
+    length_normalized: bool = False,
 ) -> tuple[Tensor, KTOMetrics]:
     """Compute the loss of Kahneman–Tversky optimization, for single answers that are desirable or not.
 
         r    = log π(y|x) / π_ref(y|x)
-        loss = mean of  desirable_weight · (1 − σ(β (r − z₀)))     where desirable
-                        undesirable_weight · (1 − σ(β (z₀ − r)))   elsewhere
+        loss = mean of  λ_D · (1 − σ(β (r − z₀)))   where desirable
+                        λ_U · (1 − σ(β (z₀ − r)))   elsewhere
 
     policy     (B, T) log-probabilities of the tokens, or a Head
     reference  the same of the frozen model, a Head (no gradient), or (B,) sums over the counted tokens
     desirable  (B,) bool
     mask       (B, T) True where a token counts; from the targets of a Head by default, and to be given with
                log-probabilities
-    baseline   z₀, how far the policy has moved from the reference, from kto_baseline: in nats, cut at 0, without a
-               gradient. With 0 this is the unpaired form of APO-zero
+    baseline   z₀, how far the policy has moved from the reference: in nats, without a gradient, and as given. The
+               paper's is kto_baseline(…), averaged over ranks, then .clamp(min=0). With 0 this is the unpaired form of
+               APO-zero
     beta       β > 0, the strength of the pull toward the reference
-    desirable_weight, undesirable_weight  the paper's λ_D and λ_U. For n_D and n_U answers of each kind, it recommends
-                                          λ_D n_D / (λ_U n_U) in [1, 3/2]
+    weights    (λ_D, λ_U). For n_D and n_U answers of each kind, the paper recommends λ_D n_D / (λ_U n_U) in [1, 3/2]
+    length_normalized  divide log-ratios by the number of counted tokens, as kto_baseline must then do, too
     returns    (loss, KTOMetrics)
 
     An answer without a counted token is left out; without any the loss is 0, with zero gradients.
@@ -65,11 +66,11 @@ def kto(
     """
     name = "losses.kto"
     checks.positive(name, "beta", beta)
-    checks.not_negative(name, "desirable_weight", desirable_weight)
-    checks.not_negative(name, "undesirable_weight", undesirable_weight)
+    for weight in weights:
+        checks.not_negative(name, "weights", weight)
     tokens = tokens_of(name, policy, mask)
     _check_desirable(name, desirable, tokens.log_prob)
-    ratio = log_ratio(name, tokens, reference)
+    ratio = log_ratio(name, tokens, reference, length_normalized)
     if isinstance(baseline, Tensor):
         if baseline.dim():
             checks.fail(
@@ -79,10 +80,10 @@ def kto(
             )
     else:
         checks.finite(name, "baseline", baseline)
-    z = (baseline.detach().to(ratio) if isinstance(baseline, Tensor) else ratio.new_full((), baseline)).clamp(min=0.0)
+    z = baseline.detach().to(ratio) if isinstance(baseline, Tensor) else ratio.new_full((), baseline)
     # 1 − σ(x) = σ(−x)
-    gains = desirable_weight * torch.sigmoid(beta * (z - ratio))
-    pains = undesirable_weight * torch.sigmoid(beta * (ratio - z))
+    gains = weights[0] * torch.sigmoid(beta * (z - ratio))
+    pains = weights[1] * torch.sigmoid(beta * (ratio - z))
     counted = tokens.mask.any(-1)
     loss = mean_of(torch.where(desirable, gains, pains), counted)
     with torch.no_grad():
@@ -91,17 +92,19 @@ def kto(
         return loss, KTOMetrics._make((*rewards, rewards[0] - rewards[1], *(kind.sum() for kind in kinds), z))
 
 
-def kto_baseline(policy: LogProbs, reference: LogProbs, *, mask: Tensor | None = None) -> Tensor:
+def kto_baseline(
+    policy: LogProbs, reference: LogProbs, *, mask: Tensor | None = None, length_normalized: bool = False
+) -> Tensor:
     """Return the baseline z₀ of kto: mean of log π(y′|x) / π_ref(y′|x) over answers y′ to other prompts.
 
-    policy, reference, mask  those of kto, for each prompt with the answer of another one
-    returns                  a number on the device, in nats, without a gradient. It may be negative: average it over
-                             ranks before kto, which cuts it at 0
+    policy, reference, mask, length_normalized  those of kto, for each prompt with the answer of another one
+    returns  a number on the device, in nats, without a gradient. It may be negative: average it over ranks, and then
+             cut it at 0 for kto
     """
     name = "losses.kto_baseline"
     with torch.no_grad():
         tokens = tokens_of(name, policy, mask)
-        return mean_of(log_ratio(name, tokens, reference), tokens.mask.any(-1))
+        return mean_of(log_ratio(name, tokens, reference, length_normalized), tokens.mask.any(-1))
 
 
 def _check_desirable(name: str, desirable: Tensor, log_prob: Tensor) -> None:

@@ -12,10 +12,9 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import OptionError
 from liger_core.losses.numerics import ratio_of
-from liger_core.losses.tokens import Tokens, lengths
+from liger_core.losses.tokens import LEVELS, Tokens, mean_over_tokens
 
 WEIGHTS = ("truncate", "mask")
-LEVELS = ("token", "sequence")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,5 +63,5 @@ class OffPolicy:
         """Return a mask of the tokens that stay, (B, 1) or (B, T), or None if all do."""
         if self.threshold is None:
             return None
-        drift = torch.nan_to_num(sampling - tokens.log_prob.detach(), nan=0.0).sum(-1) / lengths(tokens)
+        drift = mean_over_tokens(torch.nan_to_num(sampling - tokens.log_prob.detach(), nan=0.0), tokens)
         return (advantage >= 0.0) | (drift <= self.threshold)[:, None]

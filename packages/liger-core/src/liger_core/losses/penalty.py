@@ -11,6 +11,7 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.losses.head import LogProbs
 from liger_core.losses.numerics import bounded, ratio_of
+from liger_core.losses.tokens import LEVELS, Tokens, mean_over_tokens
 
 ESTIMATORS = ("k1", "k2", "k3")
 
@@ -27,6 +28,7 @@ class Penalty:
                whatever the reference. For k3, d counts as 80 at most
     unbiased   multiply by π/π_old, which makes the gradient of k3 that of the divergence also away from π_old
                (arXiv:2512.02556)
+    level      of this ratio: a "token", or a "sequence", where it is the geometric mean over its tokens
     entropy    weight of the entropy bonus, in nats (arXiv:1707.06347); the policy must then bring its entropy
     """
 
@@ -34,18 +36,22 @@ class Penalty:
     beta: float = 0.04
     estimator: str = "k3"
     unbiased: bool = False
+    level: str = "token"
     entropy: float = 0.0
 
     def __post_init__(self) -> None:
         name = "losses.Penalty"
         checks.not_negative(name, "beta", self.beta)
         checks.choice(name, "estimator", self.estimator, ESTIMATORS)
+        checks.choice(name, "level", self.level, LEVELS)
         checks.finite(name, "entropy", self.entropy)
 
-    def divergence(self, log_prob: Tensor, reference: Tensor, log_ratio: Tensor) -> Tensor:
+    def divergence(self, tokens: Tokens, reference: Tensor, log_ratio: Tensor) -> Tensor:
         """Return the estimate of KL(π ‖ π_ref) at every token."""
-        kl = divergence(self.estimator, reference - log_prob)
-        return ratio_of(log_ratio) * kl if self.unbiased else kl
+        kl = divergence(self.estimator, reference - tokens.log_prob)
+        if not self.unbiased:
+            return kl
+        return ratio_of(log_ratio if self.level == "token" else mean_over_tokens(log_ratio, tokens)[:, None]) * kl
 
 
 def divergence(estimator: str, d: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import OptionError, ShapeError
-from liger_core.losses.averaging import TOKEN, Averaging, mean_of
+from liger_core.losses.averaging import TOKEN, Averaging
 from liger_core.losses.head import LogProbs, LogProbsAndEntropy
 from liger_core.losses.numerics import ratio_of
 from liger_core.losses.off_policy import OffPolicy
@@ -21,6 +21,8 @@ from liger_core.losses.tokens import Tokens, constants_of, masked, tokens_of
 
 class PolicyMetrics(NamedTuple):
     """The means over the counted tokens, detached; None for quantities that the loss did not compute.
+
+    With Averaging("none"), they are the values of each token.
 
     surrogate                 the contribution of the surrogate to the loss, averaged like the loss
     ratio                     π/π_old
@@ -192,13 +194,13 @@ def _loss(
         value = value if mask is None else torch.where(mask, value, 0.0)
     loss = surrogate_loss = averaging(-value.expand_as(log_ratio), tokens.mask)
     if penalty.reference is not None:
-        kl = penalty.divergence(tokens.log_prob, constants_of(name, "reference", penalty.reference, tokens), log_ratio)
+        kl = penalty.divergence(tokens, constants_of(name, "reference", penalty.reference, tokens), log_ratio)
         loss = loss + penalty.beta * averaging(kl, tokens.mask)
     if penalty.entropy and tokens.entropy is not None:
         loss = loss - penalty.entropy * averaging(tokens.entropy, tokens.mask)
 
     def mean(x: Tensor | None) -> Tensor | None:
-        return None if x is None else mean_of(x.detach().to(log_ratio.dtype).expand_as(log_ratio), tokens.mask)
+        return None if x is None else averaging.metric(x.detach().to(log_ratio.dtype).expand_as(log_ratio), tokens.mask)
 
     with torch.no_grad():
         moved = log_ratio.detach()

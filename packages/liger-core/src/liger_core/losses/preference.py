@@ -8,6 +8,7 @@ float64).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.errors import ShapeError
+from liger_core.errors import OptionError, ShapeError
 from liger_core.losses.averaging import SEQUENCE, TOKEN, Averaging, mean_of
 from liger_core.losses.head import LogProbs
 from liger_core.losses.pairs import PairLoss, pair_losses
-from liger_core.losses.tokens import Tokens, lengths, log_ratio, tokens_of
+from liger_core.losses.tokens import Tokens, log_ratio, mean_over_tokens, tokens_of
 
 
 class PreferenceMetrics(NamedTuple):
@@ -29,7 +30,7 @@ class PreferenceMetrics(NamedTuple):
     margin                              chosen_reward − rejected_reward
     accuracy                            share of pairs whose chosen answer has the higher reward
     chosen_log_prob, rejected_log_prob  of whole answers, in nats
-    nll                                 negative log-likelihood of the chosen answers, averaged as in the loss
+    nll                                 negative log-likelihood of what is learned, averaged as in the loss
     """
 
     chosen_reward: Tensor
@@ -44,6 +45,35 @@ class PreferenceMetrics(NamedTuple):
 Result = tuple[Tensor, PreferenceMetrics]
 
 
+@dataclass(frozen=True, eq=False)
+class Likelihood:
+    """The term weight · mean of −log π(y_w|x) that a preference loss adds to learn the chosen answers.
+
+    weight     α ≥ 0, 0 for no term
+    averaging  None for a mean over tokens and then answers
+    policy     (B, T) log-probabilities of other tokens to learn, such as chosen answers with their prompts, or a Head;
+               None for the chosen answers
+    mask       (B, T) True where one of these tokens counts, as for the loss
+    """
+
+    weight: float = 1.0
+    # Not SEQUENCE itself: Dynamo cannot build a dataclass with such a default in a graph.
+    averaging: Averaging | None = None
+    policy: LogProbs | None = None
+    mask: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        name = "losses.Likelihood"
+        checks.not_negative(name, "weight", self.weight)
+        if self.averaging is not None:
+            checks.instance(name, "averaging", self.averaging, Averaging)
+        if self.averaging is not None and self.averaging.over == "none":
+            checks.fail(OptionError, name, "averaging must reduce to one number, got over='none'")
+
+
+NO_LIKELIHOOD = Likelihood(0.0)
+
+
 def dpo(
     policy: LogProbs,
     reference: LogProbs,
@@ -53,7 +83,7 @@ def dpo(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     length_normalized: bool = False,
-    nll_weight: float = 0.0,
+    likelihood: Likelihood = NO_LIKELIHOOD,
 ) -> Result:
     """Compute the loss of direct preference optimization: prefer chosen to rejected answers more than a reference does.
 
@@ -72,8 +102,8 @@ def dpo(
     label_smoothing    ε, the share of pairs whose labels are wrong; for "sigmoid", "robust" (below 0.5) and "exo"
                        (above 0, 1e-3 in the paper)
     length_normalized  divide log-ratios by the number of counted tokens (arXiv:2411.15124)
-    nll_weight         weight of the chosen answers' negative log-likelihood, a mean over tokens and then answers
-                       (arXiv:2404.19733)
+    likelihood         Likelihood(α) adds the negative log-likelihood of the chosen answers, by default a mean over
+                       tokens and then answers (arXiv:2404.19733)
     returns            (loss, PreferenceMetrics), with reward = β · log-ratio
 
     Raises ShapeError, DtypeError, OptionError for arguments that do not fit.
@@ -81,10 +111,8 @@ def dpo(
     """
     name = "losses.dpo"
     tokens = tokens_of(name, policy, mask)
-    ratio = log_ratio(name, tokens, reference)
-    if length_normalized:
-        ratio = ratio / lengths(tokens)
-    return _of_pairs(name, tokens, ratio, (variant, beta, label_smoothing), (nll_weight, SEQUENCE))
+    ratio = log_ratio(name, tokens, reference, length_normalized)
+    return _of_pairs(name, tokens, ratio, (variant, beta, label_smoothing), likelihood)
 
 
 def cpo(
@@ -95,31 +123,33 @@ def cpo(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
     length_normalized: bool = False,
-    nll_weight: float = 1.0,
-    averaging: Averaging = TOKEN,
+    likelihood: Likelihood = Likelihood(averaging=TOKEN),
 ) -> Result:
     """Compute the loss of contrastive preference optimization: DPO without a reference, plus the chosen likelihood.
 
-        loss = mean of −log σ(β log π(y_w|x) − β log π(y_l|x)) − nll_weight · mean of log π(y_w|x)
+        loss = mean of −log σ(β log π(y_w|x) − β log π(y_l|x)) − weight · mean of log π(y_w|x)
 
-    averaging  of the likelihood: a mean over tokens; Averaging("constant", length=1) is the paper's, a sum over the
-               tokens of an answer
-    returns    (loss, PreferenceMetrics), with reward = β · log-probability
+    likelihood  by default a mean over tokens; Likelihood(averaging=Averaging("constant", length=1)) is the paper's, a
+                sum over the tokens of an answer
+    returns     (loss, PreferenceMetrics), with reward = β · log-probability
 
     policy, mask, variant, beta, label_smoothing and length_normalized are those of dpo, with log-probabilities instead
     of log-ratios. Xu et al. 2024, arXiv:2401.08417. With variant="hinge" SLiC-HF, arXiv:2305.10425.
     """
     name = "losses.cpo"
-    checks.instance(name, "averaging", averaging, Averaging)
     tokens = tokens_of(name, policy, mask)
-    score = tokens.log_prob.sum(-1)
-    if length_normalized:
-        score = score / lengths(tokens)
-    return _of_pairs(name, tokens, score, (variant, beta, label_smoothing), (nll_weight, averaging))
+    score = mean_over_tokens(tokens.log_prob, tokens) if length_normalized else tokens.log_prob.sum(-1)
+    return _of_pairs(name, tokens, score, (variant, beta, label_smoothing), likelihood)
 
 
 def simpo(
-    policy: LogProbs, *, mask: Tensor | None = None, beta: float = 2.0, gamma: float = 1.0, label_smoothing: float = 0.0
+    policy: LogProbs,
+    *,
+    mask: Tensor | None = None,
+    beta: float = 2.0,
+    gamma: float = 1.0,
+    label_smoothing: float = 0.0,
+    likelihood: Likelihood = NO_LIKELIHOOD,
 ) -> Result:
     """Compute the loss of SimPO: compare mean log-probabilities of tokens, with a target margin and no reference.
 
@@ -128,20 +158,20 @@ def simpo(
     gamma    γ ≥ 0, in units of the reward; the paper takes 0.3 to 1.6, with beta 2 to 2.5
     returns  (loss, PreferenceMetrics), with reward = β · mean log-probability of a token
 
-    policy, mask, beta and label_smoothing are those of dpo. Meng et al. 2024, arXiv:2405.14734.
+    policy, mask, beta, label_smoothing and likelihood are those of dpo. Meng et al. 2024, arXiv:2405.14734.
     """
     name = "losses.simpo"
     checks.not_negative(name, "gamma", gamma)
     checks.positive(name, "beta", beta)
     tokens = tokens_of(name, policy, mask)
-    chosen, rejected = _halves(name, tokens.log_prob.sum(-1) / lengths(tokens))
+    chosen, rejected = _halves(name, mean_over_tokens(tokens.log_prob, tokens))
     # With the chosen reward shifted by γ, the pair loss compares β · (chosen − rejected) − γ.
     losses = pair_losses(name, "sigmoid", chosen - gamma / beta, rejected, beta, label_smoothing)
-    return _result(tokens, losses, beta * chosen, beta * rejected, (0.0, SEQUENCE))
+    return _result(name, tokens, losses, (beta * chosen, beta * rejected), likelihood)
 
 
 def orpo(
-    policy: LogProbs, *, mask: Tensor | None = None, odds_weight: float = 0.1, averaging: Averaging = SEQUENCE
+    policy: LogProbs, *, mask: Tensor | None = None, odds_weight: float = 0.1, likelihood: Likelihood = Likelihood()
 ) -> Result:
     """Compute the loss of odds ratio preference optimization: fine-tune on chosen answers, and raise their odds.
 
@@ -149,7 +179,7 @@ def orpo(
         loss    = mean of −1/|y_w| log π(y_w|x) − odds_weight · mean of log σ(log odds(y_w) − log odds(y_l))
 
     odds_weight  the paper's λ
-    averaging    of the likelihood, by default a mean over tokens and then answers
+    likelihood   by default a mean over tokens and then answers; Likelihood(policy=…, mask=…) learns other tokens
     returns      (loss, PreferenceMetrics), with reward = odds_weight · log odds
 
     policy and mask are those of dpo. At P = 1, where the odds are infinite, log P counts as −1.2e-7 and has no gradient
@@ -157,16 +187,12 @@ def orpo(
     """
     name = "losses.orpo"
     checks.not_negative(name, "odds_weight", odds_weight)
-    checks.instance(name, "averaging", averaging, Averaging)
     tokens = tokens_of(name, policy, mask)
-    log_p = (tokens.log_prob.sum(-1) / lengths(tokens)).clamp(max=-torch.finfo(torch.float32).eps)
+    log_p = mean_over_tokens(tokens.log_prob, tokens).clamp(max=-torch.finfo(torch.float32).eps)
     # log odds = log P − log(1 − P), where expm1 keeps the digits of 1 − P.
     chosen, rejected = _halves(name, log_p - (-torch.expm1(log_p)).log())
     losses = -odds_weight * F.logsigmoid(chosen - rejected)
-    return _result(tokens, losses, odds_weight * chosen, odds_weight * rejected, (1.0, averaging))
-
-
-Likelihood = tuple[float, Averaging]
+    return _result(name, tokens, losses, (odds_weight * chosen, odds_weight * rejected), likelihood)
 
 
 def _of_pairs(
@@ -175,20 +201,25 @@ def _of_pairs(
     """Apply a variant's formula to the scores of whole answers."""
     variant, beta, label_smoothing = pair
     chosen, rejected = _halves(name, score)
-    checks.not_negative(name, "nll_weight", likelihood[0])
     losses = pair_losses(name, variant, chosen, rejected, beta, label_smoothing)
-    return _result(tokens, losses, beta * chosen, beta * rejected, likelihood)
+    return _result(name, tokens, losses, (beta * chosen, beta * rejected), likelihood)
 
 
-def _result(tokens: Tokens, losses: Tensor, chosen: Tensor, rejected: Tensor, likelihood: Likelihood) -> Result:
+def _result(
+    name: str, tokens: Tokens, losses: Tensor, rewards: tuple[Tensor, Tensor], likelihood: Likelihood
+) -> Result:
     """Return the mean loss over the pairs, with the likelihood of the chosen answers added, and the metrics."""
-    weight, averaging = likelihood
+    checks.instance(name, "likelihood", likelihood, Likelihood)
+    chosen, rejected = rewards
     pairs = losses.shape[0]
     counted = tokens.mask.any(-1).view(2, pairs).any(0)
-    nll = averaging(-tokens.log_prob[:pairs], tokens.mask[:pairs])
+    learned = Tokens(tokens.log_prob[:pairs], None, tokens.mask[:pairs])
+    if likelihood.policy is not None:
+        learned = tokens_of("losses.Likelihood", likelihood.policy, likelihood.mask)
+    nll = (likelihood.averaging or SEQUENCE)(-learned.log_prob, learned.mask)
     loss = mean_of(losses, counted)
-    if weight:
-        loss = loss + weight * nll
+    if likelihood.weight:
+        loss = loss + likelihood.weight * nll
     with torch.no_grad():
         log_probs = tokens.log_prob.sum(-1).chunk(2)
         means = (

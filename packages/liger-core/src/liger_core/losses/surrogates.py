@@ -16,9 +16,7 @@ from liger_core import checks
 from liger_core.errors import OptionError
 from liger_core.losses.averaging import SEQUENCE, TOKEN, Averaging
 from liger_core.losses.numerics import bounded, ratio_of, weighted
-from liger_core.losses.tokens import Tokens, lengths
-
-LEVELS = ("token", "sequence")
+from liger_core.losses.tokens import LEVELS, Tokens, mean_over_tokens
 
 
 class Gain(NamedTuple):
@@ -59,7 +57,7 @@ class Clip:
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor, tokens: Tokens) -> Gain:
         if self.level == "sequence":
-            mean = (log_ratio.sum(-1) / lengths(tokens))[:, None]
+            mean = mean_over_tokens(log_ratio, tokens)[:, None]
             # The value of the mean with the gradient of each token; −inf − (−inf) is NaN.
             log_ratio = mean.detach() + torch.nan_to_num(log_ratio - log_ratio.detach())
         ratio = ratio_of(log_ratio)

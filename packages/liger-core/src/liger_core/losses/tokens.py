@@ -13,6 +13,9 @@ from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.losses.head import Head, LogProbs, LogProbsAndEntropy
 from liger_core.op import accumulator
 
+# The levels of a ratio π/π_old.
+LEVELS = ("token", "sequence")
+
 
 class Tokens(NamedTuple):
     """A policy's values for the tokens, (sequences, tokens) each; 0 where a token does not count."""
@@ -65,8 +68,10 @@ def constants_of(name: str, argument: str, policy: LogProbs, tokens: Tokens) -> 
     return masked(policy.detach().to(tokens.log_prob.dtype), tokens.mask)
 
 
-def log_ratio(name: str, tokens: Tokens, reference: LogProbs) -> Tensor:
-    """Return log π(y|x) / π_ref(y|x) of whole answers; the reference may be their sums."""
+def log_ratio(name: str, tokens: Tokens, reference: LogProbs, length_normalized: bool = False) -> Tensor:
+    """Return log π(y|x) / π_ref(y|x) of whole answers, or the mean over their tokens; the reference may be sums."""
+    if length_normalized:
+        return log_ratio(name, tokens, reference) / lengths(tokens)
     if isinstance(reference, Tensor) and reference.dim() == 1:
         checks.floating(name, policy=tokens.log_prob, reference=reference)
         if reference.shape != tokens.log_prob.shape[:1]:
@@ -85,6 +90,11 @@ def log_ratio(name: str, tokens: Tokens, reference: LogProbs) -> Tensor:
 def lengths(tokens: Tokens) -> Tensor:
     """Return each sequence's number of counted tokens, at least 1."""
     return tokens.mask.sum(-1).clamp(min=1)
+
+
+def mean_over_tokens(x: Tensor, tokens: Tokens) -> Tensor:
+    """Return each sequence's mean of x, which is 0 where a token does not count."""
+    return x.sum(-1) / lengths(tokens)
 
 
 def wide(x: Tensor) -> Tensor:

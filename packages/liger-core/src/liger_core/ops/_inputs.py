@@ -100,7 +100,10 @@ def row_workloads(
 
 
 def misuses_of(op: str) -> Callable[..., Misuse]:
-    """Return (name, arguments, error, message without the op's name, **options) → a wrong call of this op."""
+    """Return a function that makes the misuses of an op.
+
+    `misuse("eps", (x,), OptionError, "eps must be > 0, got 0", eps=0)`; the op's name is put before the message.
+    """
 
     def misuse(name: str, args: tuple[Any, ...], error: type[LigerError], message: str, **options: Any) -> Misuse:
         return Misuse(name, args, options, error, f"{op}: {message}")

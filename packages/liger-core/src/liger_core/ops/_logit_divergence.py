@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, Literal, ParamSpec
 
 import torch
 from torch import Tensor
@@ -15,18 +16,22 @@ from liger_core import checks
 from liger_core.autograd import differentiable
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.kernels import Kernel, Outputs
-from liger_core.op import Misuse, Sample, Work, Workload
+from liger_core.op import Misuse, Sample, Work, Workload, accumulator
 from liger_core.ops._composed import ComposedOp, Supported, composed_op
 from liger_core.ops._divergence import (
+    FORWARD,
+    MIXTURE,
     TORCH_DIVERGENCES,
+    VARIATION,
     DivergenceOptions,
     DivergencePasses,
     DivergenceResults,
 )
 from liger_core.ops._inputs import CLASSES, ROWS, misuse_table, normal, row_workloads, sample_table
-from liger_core.ops._softmax_loss import Reduction, check_reduction
+from liger_core.ops._softmax_loss import check_reduction
 
 P = ParamSpec("P")
+Reduction = Literal["mean", "sum", "none", "classes"]
 
 
 def logit_divergence(
@@ -54,7 +59,7 @@ def logit_divergence(
                 checks.fail(ShapeError, name, sentence)
             checks.constant(name, teacher=teacher)
             checks.positive(name, "temperature", temperature, ", since the logits are divided by it")
-            check_reduction(name, student, reduction, normalizer)
+            check_reduction(name, student, reduction, normalizer, "classes")
             check(**options)
 
         return composed_op(
@@ -113,12 +118,14 @@ def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield from logit_samples(
         ("strided_rows", strided, {}, "rows are read through their strides"),
         ("transposed", turned, {}, "the last dimension is not contiguous"),
+        ("classes", (high, low), {"reduction": "classes", "temperature": 0.5}, "each class has its own gradient"),
+        ("classes_padded", (mine, theirs), {"reduction": "classes"}, "impossible classes have no gradient"),
     )
 
 
 def _misuses(name: str, device: torch.device) -> Iterator[Misuse]:
     x, zero = torch.zeros(3, 8, device=device), "must be a finite number > 0, since the logits are divided by it"
-    choices, summed = "must be one of 'mean', 'sum', 'none'", {"reduction": "sum", "normalizer": 3.0}
+    choices, summed = "must be one of 'mean', 'sum', 'none', 'classes'", {"reduction": "sum", "normalizer": 3.0}
     divides = "normalizer needs reduction='mean', which it divides by, got reduction='sum'"
     constant = "must not require a gradient, since the op does not define one; pass teacher.detach()"
     yield from misuse_table(
@@ -185,12 +192,35 @@ class LogitDivergences:
         normalizer: Tensor | float | None,
     ) -> Tensor:  # fmt: skip
         """Return the reduced divergence over the last dimension."""
+        if reduction == "classes":
+            return _of_classes(student, teacher, options)
         rows, theirs = (t.reshape(-1, t.shape[-1]) for t in (student, teacher))
         loss: Tensor = self.rows(rows, theirs, options)
         if reduction == "none":
             return loss.reshape(student.shape[:-1])
         loss = loss.sum()
         return loss if reduction == "sum" else loss / (max(rows.shape[0], 1) if normalizer is None else normalizer)
+
+
+def _of_classes(student: Tensor, teacher: Tensor, options: DivergenceOptions) -> Tensor:
+    """Return the term of each class. As large as the logits in float32, it leaves no memory to save by a kernel."""
+    x, theirs = (side.to(accumulator(student.dtype)) * options.logit_scale for side in (student, teacher))
+    log_q, log_p = x.log_softmax(-1), theirs.log_softmax(-1)
+    if options.formula == VARIATION:
+        return 0.5 * (log_p.exp() - log_q.exp()).abs()
+    if options.formula != MIXTURE:
+        return _terms(log_p, log_q) if options.formula == FORWARD else _terms(log_q, log_p)
+    nowhere = (log_p == -torch.inf) & (log_q == -torch.inf)
+    shares = ((log_p, options.beta), (log_q, 1.0 - options.beta))
+    mixture = torch.logaddexp(*(torch.where(nowhere, 0.0, side) + math.log(share) for side, share in shares))
+    return options.of_teacher * _terms(log_p, mixture) + options.of_student * _terms(log_q, mixture)
+
+
+def _terms(log_first: Tensor, log_second: Tensor) -> Tensor:
+    """Return the terms of a KL divergence, 0 without a gradient where the first probability is 0."""
+    possible = log_first != -torch.inf
+    first, second = (torch.where(possible, side, 0.0) for side in (log_first, log_second))
+    return torch.where(possible, first.exp() * (first - second), 0.0)
 
 
 @functools.cache

@@ -229,8 +229,8 @@ def check_row_options(
     check_target(name, target, classes, ignore_index)
 
 
-def check_reduction(name: str, rows: Tensor, reduction: str, normalizer: Tensor | float | None) -> None:
-    checks.choice(name, "reduction", reduction, ("mean", "sum", "none"))
+def check_reduction(name: str, rows: Tensor, reduction: str, normalizer: Tensor | float | None, *more: str) -> None:
+    checks.choice(name, "reduction", reduction, ("mean", "sum", "none", *more))
     if normalizer is None:
         return
     if reduction != "mean":

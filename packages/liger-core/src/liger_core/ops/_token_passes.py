@@ -49,6 +49,7 @@ class RowOptions(NamedTuple):
     logit_scale: float = 1.0
     class_weight: Tensor | None = None
     inverse_temperature: Tensor | None = None
+    row_by_row: bool = False
 
     def of(self, rows: slice, classes: slice) -> Self:
         """Return the options for these rows and classes."""
@@ -144,7 +145,8 @@ class TokenPasses:
 
     def statistics(self, logits: Tensor, counted: Tensor, options: RowOptions, sums: Sums, first: int) -> None:
         """Add a block of classes to the sums of each counted row; with first = 0 they begin there."""
-        for rows in blocks(logits):
+        # PyTorch's order of a sum depends on the number of rows.
+        for rows in row_blocks(logits, 1) if options.row_by_row else blocks(logits):
             x = capped(logits[rows], *options.scale_and_cap(rows))
             moments = sums.moments[rows]
             # A block without any class that is possible adds nothing.

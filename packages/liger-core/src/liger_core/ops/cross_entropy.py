@@ -32,8 +32,9 @@ from liger_core.ops._token_passes import ResultOptions, RowOptions
 
 
 def check(
-    logits: Tensor, target: Tensor, *, weight: Tensor | None = None, return_metrics: bool = False, **options: Any
-) -> None:
+    logits: Tensor, target: Tensor, *, weight: Tensor | None = None, temperature: float = 1.0,
+    return_metrics: bool = False, **options: Any,
+) -> None:  # fmt: skip
     name = "cross_entropy"
     checks.floating(name, logits=logits)
     checks.tensor(name, "target", target)
@@ -44,6 +45,7 @@ def check(
     if classes == 0:
         checks.fail(ShapeError, name, f"logits must have at least one class, got {checks.shape(logits)}")
     checks.same_device(name, "logits", logits, target=target, weight=weight)
+    checks.positive(name, "temperature", temperature, ", since the logits are divided by it")
     check_row_options(name, target, classes, class_weight=weight, weight_name="weight", **options)
 
 
@@ -92,6 +94,13 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         ("metrics", (sure, target), metrics, "z-loss, accuracy, arg-max and entropy of the tokens"),
         ("metrics_none", (sure, target), none, "the metrics of each token"),
     )
+    cool = {"temperature": 0.7, "softcap": 3.0, "z_loss": 1e-2}
+    warm = {"temperature": 2.5, "label_smoothing": 0.1, "return_metrics": True}
+    tempered = n(6, 70), targets_with_ignored(device, 70, 6)
+    yield from table(
+        ("temperature", tempered, cool, "the capped logits are divided"),
+        ("temperature_smoothed", tempered, warm, "also in what a row adds, and in the metrics"),
+    )
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
@@ -117,6 +126,8 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
         ("trainable_weight", OptionError,
          "weight must not require a gradient, since the op does not define one; pass weight.detach()",
          {"weight": torch.ones(8, device=device, requires_grad=True)}),
+        ("temperature", OptionError,
+         "temperature must be a finite number > 0, since the logits are divided by it, got 0.0", {"temperature": 0.0}),
         ("device", DeviceError, f"target must be on {x.device} like logits, got meta", {}, x, t.to("meta")),
     )  # fmt: skip
     if device.type == "cpu":
@@ -193,11 +204,12 @@ class CrossEntropyKernels:
 def cross_entropy(
     kernels: CrossEntropyKernels, supported: Supported, logits: Tensor, target: Tensor, *, weight: Tensor | None = None,
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
-    reduction: Reduction = "mean", normalizer: Tensor | float | None = None, return_metrics: bool = False,
+    temperature: float = 1.0, reduction: Reduction = "mean", normalizer: Tensor | float | None = None,
+    return_metrics: bool = False,
 ) -> Any:  # fmt: skip
     """Cross entropy between logits and target classes.
 
-        x    = softcap · tanh(logits / softcap)      (logits themselves without a softcap)
+        x    = softcap · tanh(logits / softcap) / temperature      (logits / temperature without a softcap)
         lse  = log Σ exp(x)
         loss = (1 - label_smoothing) · w_t · (lse - x_t) + label_smoothing/V · Σ_c w_c (lse - x_c) + z_loss · lse²
 
@@ -208,6 +220,7 @@ def cross_entropy(
     label_smoothing  the share of the loss that all classes have equally, in [0, 1]
     z_loss           factor of lse², which keeps the logits near a normalized distribution; 0 for none
     softcap          bounds the logits to ±softcap; None for no bound
+    temperature      divides the logits; the loss is not multiplied by it
     reduction        "mean" divides the sum by the summed weights of the counted targets (0 if none is counted), or
                      by normalizer
     normalizer       number or scalar tensor on the device, for instance the tokens of all accumulation steps
@@ -220,7 +233,8 @@ def cross_entropy(
     """
     supported(logits)
     flat, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
-    options = RowOptions(ignore_index, label_smoothing, z_loss, softcap, 1.0, weight)
+    cap = None if softcap is None else softcap / temperature
+    options = RowOptions(ignore_index, label_smoothing, z_loss, cap, 1.0 / temperature, weight)
     extras = ResultOptions(with_entropy=return_metrics, with_prediction=return_metrics)
     divide: Tensor | None = None
     if normalizer is not None:

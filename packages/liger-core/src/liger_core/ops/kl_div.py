@@ -14,8 +14,7 @@ from liger_core.op import Misuse, Sample
 from liger_core.ops._composed import Supported
 from liger_core.ops._divergence import DivergenceOptions, Kind, check_mixture
 from liger_core.ops._inputs import misuses_of
-from liger_core.ops._logit_divergence import LogitDivergences, logit_divergence, logit_pairs, logit_samples
-from liger_core.ops._softmax_loss import Reduction
+from liger_core.ops._logit_divergence import LogitDivergences, Reduction, logit_divergence, logit_pairs, logit_samples
 
 
 def check(reverse: bool = False, skew: float = 0.0) -> None:
@@ -58,9 +57,10 @@ def kl_div(
     skew             share of the first that is mixed into the second: KL(p ‖ skew · p + (1 - skew) · q), which is
                      always finite
     temperature      divides the logits of both sides; the result is not multiplied by its square
-    reduction        "mean" divides the sum by the number of rows (0 if there is none), or by normalizer
+    reduction        "mean" divides the sum by the number of rows (0 if there is none), or by normalizer;
+                     "classes" is the term of each class, whose sum over classes is the divergence of a row
     normalizer       number or scalar tensor on the device, for instance the tokens of all accumulation steps
-    returns          float32 (float64 for float64): a scalar, or (...) for "none"
+    returns          float32 (float64 for float64): a scalar, (...) for "none", or (..., V) for "classes"
 
     Log-probabilities are logits whose log-sum-exp is 0, so they can be passed as well.
     Infinite where the second of the two gives a class probability 0 (a logit of -inf) and the first does not.

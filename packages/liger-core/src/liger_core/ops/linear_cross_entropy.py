@@ -180,7 +180,7 @@ def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[
     def scratch(head: Head, *rest: Any) -> int:
         *_, chunks, _, needs = rest
         (rows, classes), dtype = (head.hidden.shape[0], head.weight.shape[0]), head.hidden.dtype
-        # The passes of the reference copy logits of another dtype than float32.
+        # The passes of the reference copy logits in a dtype other than float32.
         blocks = 2 if dtype == torch.float32 else 3
         # Two numbers of each row.
         return 8 * rows + int(chunks.chunks(head.hidden, classes).scratch(head, needs, blocks, slopes=True))
@@ -211,6 +211,7 @@ def _reduced(passes: RowPasses, make_kernel: Callable[..., Kernel]) -> Callable[
     return differentiable(
         make_kernel("linear_cross_entropy", allocate, launch, scratch=scratch),
         sums_backward(passes, "linear_cross_entropy_backward", make_kernel),
+        # The weight for its dtype alone; the sums are complete without hidden.
         saves=("weight", *Sums._fields, "main_grad"),
         public=4,
     )
@@ -250,8 +251,8 @@ def linear_cross_entropy(
 
         x    = logit_scale · (hidden @ weightᵀ + bias), then softcap · tanh(x / softcap)
         lse  = log Σ exp(x)
-        loss = token_weight · [(1 - label_smoothing) · w_t · (lse - x_t) + label_smoothing/V · Σ_c w_c (lse - x_c) +
-        z_loss · lse²]
+        loss = token_weight · [(1 - label_smoothing) · w_t · (lse - x_t)
+               + label_smoothing/V · Σ_c w_c (lse - x_c) + z_loss · lse²]
 
     hidden            (..., H)   any floating dtype
     weight            (V, H)     dtype of hidden (under autocast both are cast to its dtype)
@@ -265,9 +266,11 @@ def linear_cross_entropy(
     normalizer        number or scalar tensor on the device, for instance the tokens of all accumulation steps
     accumulate_dtype  of the gradient of weight while chunks are summed; float32 by default (float64 for float64). A
                       single chunk writes it directly, rounded once
-    chunk             rows of logits held at a time; None fits the budget, "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉
-    budget            bytes that may be held beyond inputs and gradients; by default what is fastest, about 2 GiB. A
-                      small one sums the gradient of weight in its own dtype, with one more rounding a chunk
+    chunk             rows of logits held at a time; None fits the budget, "report" is the formula of the
+                      Liger Kernel report, 2^⌈log2⌈N/⌈V/H⌉⌉⌉
+    budget            bytes that may be held beyond inputs and gradients. By default 2150 MiB of logits (64 MiB on the
+                      CPU), and the sum of the weight's gradient in float32 if there are several chunks. A small
+                      budget sums that gradient in its own dtype, with one more rounding a chunk
     pack              leave rows of ignored targets out of the matmuls. On a GPU this waits once for their number
                       where the matmuls are large enough to pay for it, never while a CUDA graph is captured
     main_grad         (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad
@@ -278,13 +281,16 @@ def linear_cross_entropy(
                       results; gradients of weight and bias are of its classes, that of hidden is whole
     returns           float32 (float64 for float64): a scalar, or (...) for "none"
 
-    With "mean" and "sum" the gradients are computed during the forward pass, and only those asked for. "none" keeps
-    the logits until the backward pass if they fit the budget, and else recomputes them. Without gradients only the
-    matmul with weight is computed. In float16, gradients are summed before they meet the upstream gradient and the
-    normalizer, so that small probabilities do not underflow; these sums must be in the range of float16 themselves
-    (weights up to 3e4). A target outside [0, V) raises TargetError on the CPU; on other devices, where looking
-    would stall the queue, its loss is NaN. Raises ShapeError, DtypeError, OptionError for arguments that do not
-    fit. Hsu et al. 2024, arXiv:2410.10989, with float32 accumulation and chunks by memory budget.
+    With "mean" and "sum" on a whole vocabulary, the forward pass computes the gradients that are required. With
+    "none" or `vocab`, the backward pass does: logits that fit the budget are kept until then, others are recomputed
+    (`chunk` recomputes all). With a frozen weight and logits beyond the budget, the forward pass may sum the gradient
+    of hidden instead. Without gradients only the matmul with weight is computed.
+
+    In float16, gradients are summed before the upstream gradient and the normalizer scale them, so that small
+    probabilities do not underflow. These sums must be in the range of float16 themselves (weights up to 3e4). A
+    target outside [0, V) raises TargetError on the CPU; on other devices, where looking would stall the queue, its
+    loss is NaN. Raises ShapeError, DtypeError, OptionError for arguments that do not fit. Hsu et al. 2024,
+    arXiv:2410.10989, with float32 accumulation and chunks by memory budget.
     """
     supported(hidden, weight)
     reduced, loop = kernels
@@ -298,7 +304,8 @@ def linear_cross_entropy(
     divide: Tensor | None = None
     if reduction == "mean":
         divide = denominator(head.target, class_weight, ignore_index, normalizer, wide)
-    # The gradients of a sharded head need the statistics of all shards, so that they are those of the tokens.
+    # A shard has no gradients before the softmax statistics of all shards are merged: for every reduction, the backward
+    # pass computes them.
     if reduction == "none" or vocab is not None:
         of_logits = options if label_smoothing else options._replace(class_weight=None)
         extras = ResultOptions(return_metrics, z_loss > 0, label_smoothing > 0, with_prediction=return_metrics)

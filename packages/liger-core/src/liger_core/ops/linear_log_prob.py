@@ -55,7 +55,7 @@ class TokenStatistics(NamedTuple):
 def check(
     hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, temperature: Tensor | float = 1.0,
     allowed: Tensor | None = None, logits_dtype: torch.dtype | None = None, return_entropy: bool = False,
-    return_statistics: bool = False, vocab: VocabShard | None = None, **options: Any,
+    return_statistics: bool = False, vocab: VocabShard | None = None, batch_invariant: bool = False, **options: Any,
 ) -> None:  # fmt: skip
     name = "linear_log_prob"
     classes = check_head(name, Head(hidden, weight, target, bias), vocab, several=True, **options)
@@ -67,6 +67,11 @@ def check(
     wide = accumulator(hidden.dtype)
     if logits_dtype not in (None, hidden.dtype, wide):
         checks.fail(DtypeError, name, f"logits_dtype must be {wide} or None, got {logits_dtype}")
+    if batch_invariant and (vocab is not None or any(p.is_shard() for p in getattr(weight, "placements", ()))):
+        sentence = (
+            "batch_invariant needs all classes on one rank, got a shard; gather weight or leave batch_invariant out"
+        )
+        checks.fail(OptionError, name, sentence)
     if allowed is not None:
         _check_allowed(name, allowed, hidden, target, return_statistics)
 
@@ -176,6 +181,12 @@ def _samples_of_values(
         ("frozen_head", alone, tiled, f"{why} summed in the forward pass", "weight", "bias"),
         ("frozen_head_several", (hidden, weight, several), tiles, f"{why} shared by several targets", "weight"),
     )
+    statistics = {"batch_invariant": True, "bias": normal(device, dtype, 70), **STATISTICS}
+    cut, why = {"batch_invariant": True, "budget": 300 * size}, "matmuls of the same size for any number of rows"
+    yield from table(
+        ("batch_invariant", (hidden, weight, several), statistics, f"{why}; logits are kept"),
+        ("batch_invariant_cut", (hidden, weight, target), cut, f"{why}; rows are cut"),
+    )
 
 
 def _samples_of_classes(
@@ -234,6 +245,9 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
          {"allowed": target[:, None], "return_statistics": True}),
         ("allowed_targets", ShapeError, "allowed needs one target a row, got (3, 1)", {"allowed": target[:, None]},
          x, weight, target[:, None]),
+        ("batch_invariant_shard", OptionError,
+         "batch_invariant needs all classes on one rank, got a shard; gather weight or leave batch_invariant out",
+         {"batch_invariant": True, "vocab": VocabShard("ranks", 0, 10)}),
     )  # fmt: skip
     if device.type == "cpu":
         each = ("temperature_of_a_token", OptionError, f"every temperature {positive}", {"temperature": ones * 0})
@@ -250,6 +264,7 @@ def workloads() -> Iterator[Workload]:
     yield head_workload(8192, 4096, 128256, mode="lean", budget=300 << 20)
     yield head_workload(8192, 4096, 128256, mode="64_targets", targets=64)
     yield head_workload(8192, 4096, 128256, mode="statistics", return_statistics=True)
+    yield head_workload(8192, 4096, 128256, mode="batch_invariant", batch_invariant=True)
     yield from head_series()
 
 
@@ -279,7 +294,7 @@ def linear_log_prob(
     logit_scale: float = 1.0, ignore_index: int = -100, allowed: Tensor | None = None,
     logits_dtype: torch.dtype | None = None, return_entropy: bool = False, return_statistics: bool = False,
     accumulate_dtype: torch.dtype | None = None, chunk: Chunk = None, budget: int | None = None, pack: bool = True,
-    main_grad: Tensor | None = None, vocab: VocabShard | None = None,
+    main_grad: Tensor | None = None, vocab: VocabShard | None = None, batch_invariant: bool = False,
 ) -> Any:  # fmt: skip
     """Log-probability of targets under the softmax of a head's logits, and statistics of that softmax, without all
     the logits.
@@ -315,6 +330,8 @@ def linear_log_prob(
     vocab              `VocabShard(group, start, classes)`: weight and bias have only these classes of a vocabulary
                        that the ranks of group share. Every rank gives the same rows and targets and gets the same
                        results; gradients of weight and bias are of its classes, that of hidden is whole
+    batch_invariant    results of a row are the same bits, whatever the other rows and their number. Gradients are not.
+                       Matmuls for logits take 256 rows each on a GPU, with padding, and one row on the CPU
     returns            log_prob like target, float32 (float64 for float64), or (log_prob, entropy), or (log_prob,
                        TokenStatistics)
 
@@ -354,8 +371,10 @@ def linear_log_prob(
         # softcap · tanh(s·a / softcap) / T = (softcap/T) · tanh((s/T)·a / (softcap/T)): passes need no temperature.
         logit_scale, softcap = logit_scale / temperature, None if softcap is None else softcap / temperature
     wide = logits_dtype is not None and logits_dtype != hidden.dtype
-    options = RowOptions(ignore_index, softcap=softcap, logit_scale=logit_scale, inverse_temperature=inverse)
-    chunks = ChunkOptions.from_arguments(accumulate_dtype, chunk, budget, pack, main_grad, wide)
+    options = RowOptions(
+        ignore_index, softcap=softcap, logit_scale=logit_scale, inverse_temperature=inverse, row_by_row=batch_invariant
+    )
+    chunks = ChunkOptions.from_arguments(accumulate_dtype, chunk, budget, pack, main_grad, wide, batch_invariant)
     every = return_statistics
     requested = ResultOptions(every or return_entropy, every, False, every, every, every)
     head = Head(rows, weight, index, bias)

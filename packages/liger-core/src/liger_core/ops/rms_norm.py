@@ -113,8 +113,8 @@ def rms_norm(
     weight         (width,)       any floating dtype; without it the factor is 1
     eps            added to the mean square, in the units of x²; > 0
     weight_offset  1.0 for models that store weight - 1 (Gemma)
-    cast           "input": the scaled row is rounded to the dtype of x before it meets the weight (Llama);
-                   "float32": it is rounded once, after the weight (Gemma)
+    cast           "input": the normalized row is rounded to the dtype of x, then multiplied by the weight (Llama);
+                   "float32": it is rounded once, after that product (Gemma)
     returns        (..., width), dtype of x; the mean is accumulated in float32 (float64 for float64)
 
     Raises ShapeError if weight is not (width,), DtypeError for integers, OptionError for eps ≤ 0.

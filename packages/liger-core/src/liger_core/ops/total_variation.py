@@ -7,8 +7,7 @@ from torch import Tensor
 
 from liger_core.ops._composed import Supported
 from liger_core.ops._divergence import DivergenceOptions
-from liger_core.ops._logit_divergence import LogitDivergences, logit_divergence
-from liger_core.ops._softmax_loss import Reduction
+from liger_core.ops._logit_divergence import LogitDivergences, Reduction, logit_divergence
 
 
 @logit_divergence()
@@ -23,9 +22,10 @@ def total_variation(
     student          (..., V)   any floating dtype; not overwritten, and not copied to float32 at once
     teacher          (..., V)   any floating dtype; gets no gradient
     temperature      divides the logits of both sides; the result is not multiplied by its square
-    reduction        "mean" divides the sum by the number of rows (0 if there is none), or by normalizer
+    reduction        "mean" divides the sum by the number of rows (0 if there is none), or by normalizer;
+                     "classes" is the term of each class, whose sum over classes is the divergence of a row
     normalizer       number or scalar tensor on the device, for instance the tokens of all accumulation steps
-    returns          float32 (float64 for float64): a scalar, or (...) for "none"
+    returns          float32 (float64 for float64): a scalar, (...) for "none", or (..., V) for "classes"
 
     Log-probabilities are logits whose log-sum-exp is 0, so they can be passed as well.
     Where p = q for a class, the slope of |p - q| counts as 0. Classes at -inf on both sides do not count.

@@ -6,13 +6,15 @@ For chosen classes k of a row, with s′ the derivative of x by the logit:
 
     ∂ log p_k / ∂ hidden = s′_k W_k - E,   E = Σ_v p_v s′_v W_v
 
-A tile of logits is overwritten by e^(x - m) · s′ with the largest x so far, and E grows by one matmul. Where a tile
-raises m, E shrinks before; of b blocks of classes the last raises the m of one row in b, and other rows are not read.
-Where the model is certain, s′_k W_k and E nearly cancel: the largest class has e^0, which is exact, s′_k is rounded as
-in the tile, and for one class a row the difference is kept, rounded once. For several classes E is kept, not rounded.
+A tile of logits is overwritten by e^(x - m) · s′, where m is the largest x so far, and one matmul adds it to E. If a
+tile raises the m of a row, that row of E is rescaled first. The b-th block of classes raises m for about one row in b;
+the other rows are not read.
 
-It holds for log-probabilities alone: a gradient through the entropy needs Σ p (x - m) W too, and one of the weight
-needs the logits.
+If the model is certain, s′_k W_k and E nearly cancel. The largest class has e^0, which is exact, and s′_k is rounded as
+in the tile. For one class a row the difference is kept, rounded once. For several classes E is kept, not rounded.
+
+This holds for log-probabilities alone: a gradient through the entropy also needs Σ p (x - m) W, and the gradient of
+weight needs the logits.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ def new_gradients(head: Head, main_grad: Tensor | None, needs: list[bool]) -> Gr
 
 
 class Sums(NamedTuple):
-    """The gradients of a head before the upstream gradient is known; the weight's has the dtype of the cut.
+    """The gradients of a head before the upstream gradient is known. sum_weight has the dtype of `Cut.dtype`.
 
-    scale  the divisor's inverse, if it waits, too: in float16, a probability divided by the number of tokens underflows
+    scale  in float16 the inverse of the divisor, which the backward pass applies: p / tokens would underflow
     """
 
     scale: Tensor | None
@@ -49,7 +49,7 @@ class Sums(NamedTuple):
 
 
 def new_sums(head: Head, divide: Tensor | None, dtype: torch.dtype, needs: list[bool]) -> Sums:
-    """Allocate the sums that are needed, the weight's in this dtype."""
+    """Allocate the sums that are needed; sum_weight has this dtype."""
     hidden, weight, wide = head.hidden, head.weight, accumulator(head.hidden.dtype)
     return Sums(
         hidden.new_empty((), dtype=wide) if divide is not None and hidden.dtype == torch.float16 else None,
@@ -62,8 +62,9 @@ def new_sums(head: Head, divide: Tensor | None, dtype: torch.dtype, needs: list[
 class HeadGradients:
     """The running sums of a head's gradients over tiles: all classes of some rows, then those of the next rows.
 
-    Several tiles are summed before rounding: those of a row for hidden, in float32 or wider, and those of a class for
-    weight, in the dtype of the cut. In float16, the slopes are divided by a factor, by which `finish` multiplies them.
+    dX is summed over the blocks of classes in float32 or wider, and dW over the groups of rows in `cut.dtype`; both are
+    rounded at the end. With a factor (float16, gradients that arrive later), slopes come divided by it, and `finish`
+    multiplies the sums by it.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class HeadGradients:
         self.classes = head.weight.shape[0]
         self.of_hidden: Tensor | None = rows.like(self.whole)
         self.of_weight, self.of_bias = self._without_padding(of_weight), self._without_padding(of_bias)
-        # .data has a version counter of its own: a kept graph may add once more.
+        # .data hides the write from autograd's version check, which would refuse a second backward pass.
         self.main_grad = None if main_grad is None else main_grad.data[: self.classes]
         # None where this rank has all classes.
         self.ranks: RowSum | None = None
@@ -103,7 +104,7 @@ class HeadGradients:
         if self.bias_sum is not None:
             self.bias_sum[tile.classes] += tile.slope.sum(0, dtype=self.bias_sum.dtype)
         if self.of_hidden is not None and tile.classes.stop == self.classes:
-            # Once the ranks have added theirs.
+            # Round only after the sum over the ranks.
             total = self._total(self.of_hidden, tile.rows)
             if self.ranks is not None:
                 self.ranks.end(total)
@@ -111,7 +112,7 @@ class HeadGradients:
                 self.of_hidden[tile.rows] = total
 
     def add_unweighted(self, slope: Tensor, row_factor: Tensor) -> None:
-        """Add the gradient of all logits, given without a factor for each row.
+        """Add the gradient of all logits, which lacks a factor for each row.
 
         dX = factor · (slope @ W), dW = slopeᵀ @ (factor · X).
         """
@@ -157,7 +158,7 @@ class HeadGradients:
         out = self._total(of_hidden, tile.rows)
         multiply(out, tile.slope, self.weight[tile.classes], None if first else out)
         if last and self.ranks is not None:
-            # While the gradient of weight is computed.
+            # The all-reduce overlaps with the matmul of the gradient of weight.
             self.ranks.start(out)
 
     def _total(self, of_hidden: Tensor, rows: slice) -> Tensor:
@@ -191,7 +192,7 @@ def sums_backward(passes: RowPasses, name: str, make_kernel: Callable[..., Kerne
         grad_loss: Tensor, weight: Tensor, sums: Sums, main_grad: Tensor | None, needs: list[bool],
         recycles: bool = False,
     ) -> Outputs:  # fmt: skip
-        """Allocate the gradients; scaling sums that have their dtype in place saves a copy."""
+        """Allocate the gradients. With `recycles`, a sum that has their dtype is scaled in place."""
         sums = sums if main_grad is None else sums._replace(sum_weight=None)
         return tuple(
             t if t is None or (recycles and t.dtype == weight.dtype) else torch.empty_like(t, dtype=weight.dtype)
@@ -207,7 +208,7 @@ def sums_backward(passes: RowPasses, name: str, make_kernel: Callable[..., Kerne
             if grad is not None and summed is not None and grad.numel():
                 passes.scaled(summed, factor, grad)
         if main_grad is not None and sums.sum_weight is not None and needs[1]:
-            # .data has a version counter of its own: a kept graph may add once more.
+            # .data hides the write from autograd's version check, which would refuse a second backward pass.
             passes.scaled(sums.sum_weight, factor, main_grad.data, add=True)
 
     return make_kernel(name, allocate, launch, functools.partial(allocate, recycles=True))

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The walk over the logits of a head: how they are cut for a budget, and their tiles one after the other.
 
-Tiles have some rows and some classes; all classes of some rows come before the next rows. The schedules:
+A tile has some rows and some classes. The walk visits all classes of some rows before the next rows.
 
-* At once: the upstream gradient is known but for a factor of all rows. A tile has all classes of its rows, and its loss
-  and its gradient are computed in the forward pass: three matmuls.
-* Kept: the upstream gradients of rows arrive later. Logits that fit the budget are kept until then, and their gradient
-  overwrites them: three matmuls.
-* Again: logits that do not fit are recomputed in the backward pass: four matmuls. Tiles take all rows and a block of
-  classes: the gradient of weight is then one matmul a block, rounded once, and what is summed over the blocks in
-  float32 is the gradient of hidden, which is small. Only if that sum does not fit are rows cut, too.
+    schedule  chosen by                  when                                       matmuls  saved
+    at once   ChunkOptions.chunks        the upstream gradient is one scalar        3        the gradients' sums
+    kept      ChunkOptions.tiles         each row has its own, and the logits fit   3        the logits
+    again     ChunkOptions.tiles         each row has its own, and they do not fit  4        the softmax statistics
+    derived   ChunkOptions.derivative    they do not fit, and the weight is frozen  2        (N, H), the derivative
 
-A cut may keep the first classes and compute the others again. A frozen head has a fourth (derivative.py).
+* At once: a tile has all classes of its rows. The forward pass computes its loss and, up to the scalar, its gradient.
+* Kept: the gradient overwrites the logits in the backward pass.
+* Again: the backward pass recomputes the logits. Tiles take all rows and a block of classes: the gradient of weight is
+  one matmul a block, rounded once, and only the gradient of hidden, which is small, is summed over the blocks in
+  float32. Rows are cut, too, only if that sum does not fit. A cut may keep the first classes and recompute the others.
+* Derived: the forward pass sums the gradient of hidden, and the backward pass scales it (derivative.py).
+
+Where the weight is frozen, "at once" and "kept" take two matmuls and "again" takes three.
 """
 
 from __future__ import annotations
@@ -37,14 +42,20 @@ CHUNK_BYTES = 2150 * MiB
 CPU_BYTES = 64 * MiB
 LONG_CHUNK = 2048
 HALF_CHUNK = 4096
-# Classes of a block, of which there are BLOCKS at least, fewer classes before rows are cut, and what their number is a
-# multiple of. The gradient of hidden is read and written in float32 once a block, which takes 1 % of a step on an H200;
-# 64 classes for each of its 132 processors fill these with whole waves of tiles (8192: 3 % slower).
-BLOCK, NARROW, BLOCKS, MULTIPLE = 8448, 2048, 4, 128
+# The most classes of a block. Each block reads and writes the gradient of hidden in float32, which takes 1 % of a step
+# on an H200; 64 classes for each of its 132 processors fill these with whole waves of tiles (8192: 3 % slower).
+BLOCK = 8448
+# The fewest blocks; rows are cut only if a block would have fewer classes than NARROW.
+BLOCKS, NARROW = 4, 2048
+# The classes of a block are a multiple of this.
+MULTIPLE = 128
 # A sum in float32 beside a block gets one part in SUMMED of the budget.
 SUMMED = 4
 # Blocks of the gradient where all logits are kept and must stay.
 KEPT_BLOCKS = 8
+# Rows of a batch-invariant matmul on a GPU, which take about as long as reading the weight. On the CPU it is one row,
+# because libraries may treat the last rows of a matrix differently.
+GROUP = 256
 
 
 class Cut(NamedTuple):
@@ -52,10 +63,11 @@ class Cut(NamedTuple):
 
     rows          of a tile
     classes       of a tile
-    kept_classes  classes before the first tile, whose logits are kept for the backward pass
+    kept_classes  the leading classes, whose logits are kept for the backward pass; they are the first tile
     dtype         in which gradients of weight are summed over groups of rows
     wide          whether the matmul writes logits in float32
     derives       whether the forward pass sums the derivative by hidden
+    group         the rows of every matmul that computes logits, with padding; 0 multiplies a tile at once
     """
 
     rows: int
@@ -64,11 +76,12 @@ class Cut(NamedTuple):
     dtype: torch.dtype
     wide: bool = False
     derives: bool = False
+    group: int = 0
 
     def blocks(self, classes: int, stays: int = 0) -> list[slice]:
-        """Return the classes that are kept and those of each tile, of so many; none reaches over the class `stays`.
+        """Split the classes into the kept ones and blocks, none of which crosses the class `stays`.
 
-        Without any class there is an empty tile: the other ranks wait for this one.
+        A shard without classes has one empty tile, since the other ranks wait for this one.
         """
         middle = max(self.kept_classes, stays)
         starts = [
@@ -79,12 +92,12 @@ class Cut(NamedTuple):
         return list(map(slice, starts, [*starts[1:], classes])) or [slice(0, 0)]
 
     def tile(self, rows: int) -> int:
-        """Return the number of logits that fit the memory of a tile, of a head with so many rows."""
+        """Return the number of logits in the memory of a tile, for a head with so many rows."""
         return min(self.rows, rows) * self.classes
 
     def scratch(self, head: Head, needs: list[bool], blocks: int, *, slopes: bool) -> int:
-        """Return the bytes of a walk: its tile, unless all logits are kept, and the gradient of hidden that several
-        tiles add to; on the CPU also what the passes and matmuls of the reference allocate.
+        """Return the bytes that a walk allocates: a tile, unless all logits are kept, and the gradient of hidden if
+        several tiles add to it. On the CPU these include what passes and matmuls of the reference allocate.
 
         blocks  float32 blocks of logits that these passes hold
         slopes  whether the gradient of logits is computed
@@ -93,6 +106,7 @@ class Cut(NamedTuple):
         total, length, copied = accumulator(dtype), min(self.rows, rows), 0
         logit = total if self.wide else dtype
         held = 0 if self.kept_classes == classes else self.tile(rows) * logit.itemsize
+        held += self.group * (width * dtype.itemsize + classes * logit.itemsize)
         if slopes and logit != dtype:
             held += self.tile(rows) * dtype.itemsize
         if slopes and needs[0] and self.classes < classes and dtype != total:
@@ -110,13 +124,15 @@ def chunking(
     rows: int, width: int, classes: int, dtype: torch.dtype, device: str, *,
     chunk: int = 0, budget: int = 0, accumulate_dtype: torch.dtype | None = None,
 ) -> Cut:  # fmt: skip
-    """Chunks of `chunk` rows, by the report's formula for -1, or for 0 those that fit a budget in bytes beyond inputs
-    and gradients.
+    """Cut into chunks of `chunk` rows. -1 takes the formula of the Liger Kernel report. 0 takes chunks that fit a
+    budget in bytes beyond inputs and gradients.
 
-    The gradients that are required make no difference: matmuls of other sizes round differently, and recomputed logits
-    must match their statistics. A single chunk writes dW in its own dtype, which is exact and takes least. With
-    several, dW is summed in float32 where the budget holds that sum beside a long chunk, else in its own dtype (in
-    float32 always for float16, which overflows before it is scaled).
+    The cut does not depend on which gradients are required, so that forward and backward always cut alike: matmuls of
+    other sizes round differently, and recomputed logits must match their statistics.
+
+    A single chunk writes dW in its own dtype: one rounding, and the least memory. Several chunks sum dW in float32 if
+    the budget holds that sum beside a long chunk, and in its own dtype otherwise. In float16, where unscaled sums would
+    overflow, they always sum in float32.
     """
     wide = accumulate_dtype or accumulator(dtype)
     once = accumulate_dtype or (accumulator(dtype) if dtype == torch.float16 else dtype)
@@ -150,16 +166,20 @@ def _power_below(n: int) -> int:
 
 def tiling(
     rows: int, width: int, classes: int, dtype: torch.dtype, device: str, wide: bool, *,
-    chunk: int = 0, budget: int = 0, accumulate_dtype: torch.dtype | None = None,
+    chunk: int = 0, budget: int = 0, accumulate_dtype: torch.dtype | None = None, whole: bool = False,
 ) -> Cut:  # fmt: skip
-    """The tiles for a budget in bytes beyond inputs and gradients, or chunks of rows with all classes where they are
-    asked for."""
+    """Cut for upstream gradients that arrive later, within a budget in bytes beyond inputs and gradients.
+
+    Keep all logits if they fit; otherwise recompute blocks of classes of all rows, and keep as many leading classes as
+    fit; if the float32 gradient of hidden does not fit beside a block, cut rows, too. `whole` cuts only rows. `chunk`
+    takes chunks of rows with all classes instead.
+    """
     total, once, count = accumulator(dtype), accumulate_dtype or dtype, max(rows, 1)
     if chunk:
         cut = chunking(rows, width, classes, dtype, device, chunk=chunk, accumulate_dtype=accumulate_dtype)
         return cut._replace(rows=min(cut.rows, count))
     held = held_bytes(budget, device)
-    # The numbers of a row.
+    # The statistics of the rows.
     held -= min(64 * count, held // 64)
     # Logits in float32 are not overwritten by a gradient in another dtype.
     logit = total.itemsize if wide else dtype.itemsize
@@ -167,35 +187,36 @@ def tiling(
     if count * classes * item <= held:
         return Cut(count, classes, classes, once)
     beside = width * total.itemsize if total != dtype else 0
-    wanted = min(BLOCK, -(-classes // BLOCKS))
+    wanted = classes if whole else min(BLOCK, -(-classes // BLOCKS))
     spare = (held - count * beside) // (count * item)
-    if spare >= min(wanted, NARROW):
+    if not whole and spare >= min(wanted, NARROW):
         room = (spare - wanted) * item // logit
         kept_classes = _rounded(room, classes - wanted) if room > 0 else 0
         return Cut(count, min(wanted, _rounded(spare, classes)), kept_classes, once)
     length = _rounded(held // (beside + wanted * item), count)
-    block = _rounded((held - length * beside) // (length * item), classes)
+    block = classes if whole else _rounded((held - length * beside) // (length * item), classes)
     wide_sum = dtype == torch.float16 or held >= 4 * classes * width * total.itemsize
     summed = accumulate_dtype or (total if wide_sum else dtype)
     return Cut(length, block, 0, summed if length < count else once)
 
 
 def held_bytes(budget: int, device: str) -> int:
-    """Return the budget, or that of the device if it is 0."""
+    """Return the budget, or the default of the device for 0."""
     return budget or (CPU_BYTES if device == "cpu" else CHUNK_BYTES)
 
 
 def _rounded(classes: int, most: int) -> int:
-    """Return the classes of a block, in whole tiles of a matmul where there are as many."""
+    """Round a number of classes down to whole tiles of a matmul, if there are as many, and to at most `most`."""
     return min(most, max(1, classes // MULTIPLE * MULTIPLE or classes))
 
 
 class ChunkOptions(NamedTuple):
-    """How many rows of logits are held at a time, as kernels take it: chunk 0 for the budget and -1 for the formula
-    of the report, budget 0 for the default.
+    """The options that decide how many logits are held at a time, as kernels take them: chunk 0 follows the budget, -1
+    is the formula of the Liger Kernel report, and budget 0 is the default.
 
-    main_grad  a sum over batches to which the gradient of weight is added, in its place
-    wide       the matmul writes logits in float32
+    main_grad        a sum over batches to which the gradient of weight is added, in its place
+    wide             the matmul writes logits in float32
+    batch_invariant  a row of logits and its sums do not depend on other rows
     """
 
     accumulate_dtype: torch.dtype | None
@@ -204,36 +225,38 @@ class ChunkOptions(NamedTuple):
     pack: bool
     main_grad: Tensor | None
     wide: bool
+    batch_invariant: bool
 
     @classmethod
     def from_arguments(
         cls, accumulate_dtype: torch.dtype | None, chunk: Chunk, budget: int | None, pack: bool,
-        main_grad: Tensor | None, wide: bool = False,
+        main_grad: Tensor | None, wide: bool = False, batch_invariant: bool = False,
     ) -> Self:  # fmt: skip
-        """Make them from the options of an op."""
+        """Create them from the arguments of an op."""
         rows = 0 if chunk is None else -1 if chunk == "report" else chunk
-        return cls(accumulate_dtype, rows, budget or 0, pack, main_grad, wide)
+        return cls(accumulate_dtype, rows, budget or 0, pack, main_grad, wide, batch_invariant)
 
     def chunks(self, hidden: Tensor, classes: int) -> Cut:
-        """Cut for gradients that are computed at once."""
+        """Cut for the schedule "at once"."""
         rows, width = hidden.shape
         return chunking(rows, width, classes, hidden.dtype, hidden.device.type, **self._limits())
 
     def derivative(self, head: Head, vocab: Vocabulary) -> Cut | None:
-        """Cut for a derivative by hidden that the forward pass sums (derivative.py); None where all logits can be kept
-        instead, which takes as few matmuls, or where the sum does not fit.
+        """Cut for a derivative by hidden that the forward pass sums (derivative.py).
 
-        What is kept for one class a row counts as the gradient that it becomes. Ranks decide alike.
+        Return None if all logits can be kept, which takes as few matmuls, if the sum does not fit, if `chunk` or
+        `batch_invariant` is set, or if rows of a sharded head have several targets. With one target a row, the
+        derivative becomes the gradient of hidden, so the budget does not pay for it. All ranks decide alike.
         """
         (rows, width), dtype, device = head.hidden.shape, head.hidden.dtype, head.hidden.device.type
         classes, shared, several = vocab.usual(), vocab.group is not None, head.target.shape[1] > 1
         fits = tiling(rows, width, classes, dtype, device, False, budget=self.budget).kept_classes == classes
-        if self.chunk or (shared and several) or fits:
+        if self.chunk or self.batch_invariant or (shared and several) or fits:
             return None
         wide, held = accumulator(dtype), held_bytes(self.budget, device)
         held -= min(64 * rows, held // 64) + (rows * width * wide.itemsize if several else 0)
         beside, block = 0 if several or wide == dtype else width * wide.itemsize, min(BLOCK, -(-classes // BLOCKS))
-        # The sum is read and written once a block: fewer rows with more classes each take less time.
+        # Each block reads and writes the sum: few rows with many classes each take less time than the reverse.
         most = held // SUMMED // beside if beside else held // (block * dtype.itemsize)
         length = rows if several or shared else _rounded(max(0, most), rows)
         room = (held - length * beside) // max(1, length * dtype.itemsize)
@@ -242,17 +265,18 @@ class ChunkOptions(NamedTuple):
         return Cut(length, _rounded(room, classes if beside else block), 0, dtype, derives=True)
 
     def tiles(self, head: Head, vocab: Vocabulary) -> Cut:
-        """Cut for gradients that arrive later."""
+        """Cut for the schedules "kept" and "again"."""
         (rows, width), hidden, mine = head.hidden.shape, head.hidden, vocab.mine(head.weight.shape[0])
 
         def cut(classes: int) -> Cut:
             sizes = rows, width, max(1, classes), hidden.dtype, hidden.device.type
-            return tiling(*sizes, self.wide, **self._limits())._replace(wide=self.wide)
+            tiles = tiling(*sizes, self.wide, whole=self.batch_invariant, **self._limits())
+            group = (1 if hidden.is_cpu else GROUP) if self.batch_invariant else 0
+            return tiles._replace(wide=self.wide, group=group)
 
         if vocab.group is None:
             return cut(mine)
-        # Ranks meet once for each group of rows, so that these must be the same on all, however uneven their shards
-        # are.
+        # Ranks meet once for each group of rows, which must be the same on all, however uneven their shards are.
         tiles = cut(mine)._replace(rows=cut(vocab.usual()).rows)
         return tiles if mine else tiles._replace(kept_classes=0)
 
@@ -261,7 +285,7 @@ class ChunkOptions(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Logits of some rows and classes, and the memory for their gradient, which mostly is the same."""
+    """The logits of some rows and classes, and the memory for their gradient, which is mostly the same."""
 
     rows: slice
     classes: slice
@@ -283,20 +307,20 @@ class Tiles:
         self.memory: dict[torch.dtype, Tensor] = {}
 
     def __iter__(self) -> Iterator[Tile]:
-        """Compute each tile; logits that are kept in their place."""
+        """Compute each tile; kept logits are written to their memory."""
         for rows, classes in self._places():
             memory = None if self.kept_logits is None or classes.start else self.kept_logits[rows]
             logits = self.logits(rows, classes, memory)
             yield Tile(rows, classes, logits, logits)
 
-    def again(self, overwrite: bool) -> Iterator[Tile]:
-        """Take each tile for its gradient: kept logits as they are, recomputed ones else.
+    def for_backward(self, overwrite: bool) -> Iterator[Tile]:
+        """Yield the tiles of the backward pass: kept logits are reused, others are recomputed.
 
-        The gradient may overwrite kept logits, or has memory of its own.
+        overwrite  whether the gradient may overwrite kept logits; otherwise it has memory of its own
         """
         stays = 0
         if self.kept_logits is not None and not overwrite:
-            # Logits that must stay are taken block by block.
+            # If the kept logits must stay, their gradient takes memory: a block of classes at a time.
             stays, self.cut = self.cut.kept_classes, self.cut._replace(kept_classes=0)
             if self.cut.classes == self.classes and self.kept_logits.dtype == self.dtype:
                 self.cut = self.cut._replace(classes=_rounded(-(-self.classes // KEPT_BLOCKS), self.classes))
@@ -316,14 +340,28 @@ class Tiles:
         weight, bias = self.head.weight, self.head.bias
         if classes.stop - classes.start < self.classes:
             weight, bias = weight[classes], None if bias is None else bias[classes]
-        if out.dtype == weight.dtype:
-            multiply(out, self.head.hidden[rows], weight.t(), bias)
-            return out
-        multiply(out, self.head.hidden[rows], weight.t())
-        return out if bias is None else out.add_(bias)
+        fused = bias if out.dtype == weight.dtype else None
+        if self.cut.group:
+            self._multiply_groups(out, self.head.hidden[rows], weight.t(), fused)
+        else:
+            multiply(out, self.head.hidden[rows], weight.t(), fused)
+        return out if bias is None or bias is fused else out.add_(bias)
+
+    def _multiply_groups(self, out: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Multiply the same number of rows each time, from the same memory: libraries choose a kernel, and so the order
+        of a sum, by sizes, strides and alignment."""
+        group = hidden.new_zeros(self.cut.group, hidden.shape[1])
+        padded = out.new_empty(len(group), out.shape[1])
+        for rows in slices(slice(0, len(hidden)), len(group)):
+            count = rows.stop - rows.start
+            group[:count] = hidden[rows]
+            product = out[rows] if 1 < count == len(group) else padded
+            multiply(product, group, weight, bias)
+            if product is padded:
+                out[rows] = padded[:count]
 
     def _view(self, rows: slice, classes: slice, dtype: torch.dtype) -> Tensor:
-        """The beginning of the shared memory as a dense matrix."""
+        """Return the beginning of the shared memory as a dense matrix."""
         if dtype not in self.memory:
             size = self.cut.tile(self.rows)
             self.memory[dtype] = torch.empty(size, dtype=dtype, device=self.head.hidden.device)

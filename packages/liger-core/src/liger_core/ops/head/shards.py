@@ -306,7 +306,7 @@ class RowSum:
             out.copy_(torch.where(here[:, None], mine[(self.index - start).clamp(0, count - 1)], out))
 
 
-# Of a rank that has all classes, however many these are.
+# The vocabulary of a rank that holds every class; the number of classes is not used.
 ALONE = Vocabulary(None, 0, 0)
 
 

@@ -180,12 +180,12 @@ class TokenLoop:
         saved: Saved, moments: Tensor, options: RowOptions, vocab: Vocabulary, needs: list[bool],
     ) -> None:  # fmt: skip
         cut = chunks.tiles(head, vocab)
-        # Known since the forward pass, so that the device need not be waited for.
+        # The forward pass has the number of counted rows, so the device need not be waited for.
         rows, chosen, head, options = _counted(head, options, chunks, vocab, int(saved.number))
         upstream, moments, selected = map(rows.take, (upstream, moments, saved.selected))
         gradient = _of_chosen(upstream.grad_log_prob, selected, chosen, head.target, vocab.classes, options)
         if saved.derivative is not None:
-            # The derivative of one class a row is whole; of several it lacks their rows of weight.
+            # For one class a row, the derivative is complete. For several, it lacks their rows of weight.
             several = slice(None if chosen.shape[1] > 1 else 0)
             slope = (gradient * chosen_slopes(options, selected, head.weight.dtype))[:, several]
             out, derivative = rows.like(gradients.grad_hidden), saved.derivative[: chosen.shape[0]]
@@ -197,7 +197,8 @@ class TokenLoop:
         main_grad = chunks.main_grad if needs[1] else None
         totals = HeadGradients(rows, head, gradients, vocab, cut, main_grad, factor)
         ours = options.of(slice(None), slice(vocab.start, vocab.start + head.weight.shape[0]))
-        for tile in Tiles(head, cut, saved.kept_logits).again(overwrite=scratch is not None):
+        # `scratch` is the kept logits if they may be overwritten.
+        for tile in Tiles(head, cut, saved.kept_logits).for_backward(overwrite=scratch is not None):
             if tile.slope.shape[1]:
                 of_tile = ours.of(tile.rows, tile.classes)
                 self.passes.derivative(tile.logits, slopes.of(tile.rows), of_tile, tile.slope, tile.classes.start)
