@@ -25,25 +25,12 @@ from hf.tiny_models import (
     twin,
 )
 
-GATE = {"gemma2": "geglu"}
 NORMS = {"qwen3": 4 * LAYERS + 1, "gemma2": 4 * LAYERS + 1}
 
 
 @pytest.fixture(params=ARCHITECTURES)
 def architecture(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-def test_every_part_of_the_model_is_replaced(architecture: str) -> None:
-    model = make(architecture)
-    keys = list(model.state_dict())
-    report = liger_hf.apply(model)
-    norms = NORMS.get(architecture, 2 * LAYERS + 1)
-    in_layers = dict.fromkeys(("add_rms_norm", "rope", GATE.get(architecture, "swiglu")), LAYERS)
-    normalized = {"qk_norm_rope": LAYERS} if architecture == "qwen3" else {}
-    assert report.replaced == {"rms_norm": norms, **in_layers, **normalized, "linear_cross_entropy": 1}
-    assert {row.verdict for row in report.rows} == {"replaced"}
-    assert list(model.state_dict()) == keys
 
 
 @pytest.mark.parametrize("items", [{}, {"num_items_in_batch": torch.tensor(37)}], ids=["mean", "accumulated"])

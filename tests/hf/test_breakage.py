@@ -64,7 +64,7 @@ def test_replicas_of_data_parallel_are_refused_with_a_sentence() -> None:
     patched, plain = pair()
     plain._replicate_for_data_parallel()
     with pytest.raises(
-        liger_hf.ModelError, match=r"one process each, .*DataParallel .*; start with torchrun or accelerate launch"
+        liger_hf.ModelError, match=r"one process per GPU, .*DataParallel .*; start with torchrun or accelerate launch"
     ):
         patched._replicate_for_data_parallel()
     patched.liger_report.undo()

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial, update_wrapper, wraps
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ import liger_hf
 from hf.sweep import build
 from hf.test_heads import adapted
 from hf.tiny_models import VOCABULARY, disagreements, exact_step, make, patched_twin, step, tokens
+from liger_hf.patch import replacement
+from liger_hf.rules.norm.within import untouched
 
 pytestmark = pytest.mark.usefixtures("kernels_when_compiled")
 
@@ -85,6 +89,33 @@ def test_other_heads_and_rotary_functions_break_no_graph(model_type: str) -> Non
         torch._dynamo.utils.counters.clear()
         step(torch.compile(plain, backend="aot_eager"), **inputs)
         assert breaks <= graph_breaks()
+
+
+def replaced(norm: nn.Module, forward: Any) -> Any:
+    return replacement(norm, lambda self, x: x, forward).value
+
+
+# Name → the forward that a norm gets as an instance, and whether it still computes what its class does.
+FORWARDS: dict[str, tuple[Callable[[nn.Module], Any], bool]] = {
+    "of_its_class": (lambda norm: norm.forward, True),
+    "by_apply": (lambda norm: replaced(norm, nn.RMSNorm.forward), True),
+    "by_apply_for_another_class": (lambda norm: replaced(norm, nn.LayerNorm.forward), False),
+    "another_method": (lambda norm: MethodType(lambda self, x: x, norm), False),
+    "a_function": (lambda norm: wraps(norm.forward)(lambda x: x), False),
+    "a_partial_function": (lambda norm: update_wrapper(partial(norm.forward), norm.forward), False),
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", [None, *FORWARDS])
+def test_compiled_code_finds_out_whether_a_norm_has_the_forward_of_its_class(name: str | None) -> None:
+    norm = nn.RMSNorm(4)
+    make_forward, expected = FORWARDS[name] if name else (None, True)
+    if make_forward:
+        norm.forward = make_forward(norm)
+    assert untouched(norm, nn.RMSNorm.forward) == expected
+    compiled = torch.compile(lambda x: x + untouched(norm, nn.RMSNorm.forward), fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(())) == expected
 
 
 @pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
@@ -178,7 +209,8 @@ def test_a_compiled_patched_model_needs_no_causal_mask() -> None:
     model = make("llama").train()
     assert attention_flags(model, **tokens()) == {False}
     with liger_hf.apply(model) as report:
-        assert "its attention gets is_causal=True" in str(report)
+        on_gpu = next(model.parameters()).is_cuda
+        assert ("attention uses is_causal=True, which is faster than a mask" in str(report)) == on_gpu
         assert attention_flags(model, **tokens()) == {True}
     torch._dynamo.reset()
     assert attention_flags(model, **tokens()) == {False}

@@ -76,10 +76,7 @@ def test_the_report_distinguishes_the_parts() -> None:
 def test_a_head_that_belongs_to_an_inner_model_is_replaced_there() -> None:
     model = build("vision:llama4")
     rows = {row.module: row for row in liger_hf.apply(model).rows if row.op == "linear_cross_entropy"}
-    assert (
-        rows["Llama4ForConditionalGeneration"].reason
-        == "its head belongs to language_model, which is a model by itself"
-    )
+    assert rows["Llama4ForConditionalGeneration"].reason == "its head belongs to language_model, a separate model"
     assert rows["Llama4ForCausalLM"].verdict == "replaced"
 
 

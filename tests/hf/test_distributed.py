@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
-from hf.two_ranks import TRAINED, WAYS, chunks_by_rank, log_probs, on_two_ranks, train, trl_head, work
+from hf.two_ranks import TRAINED, WAYS, chunks_by_rank, log_probs, on_two_ranks, train, trl_divergence, trl_head, work
 
 pytestmark = [
     pytest.mark.slow,
@@ -84,6 +85,10 @@ def test_log_probabilities_of_a_sharded_head_have_the_gradients_of_one_process(r
 
 
 @DEVICES
-def test_trl_runs_on_our_head_where_fsdp2_shards_it(ranks_on: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainers", [trl_head, trl_divergence], ids=["head", "distillation"])
+@pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental':UserWarning")
+def test_trl_runs_on_our_ops_where_fsdp2_shards_the_head(
+    trainers: Callable[..., None], ranks_on: str, tmp_path: Path
+) -> None:
     pytest.importorskip("trl", reason="needs trl")
-    on_two_ranks(trl_head, str(tmp_path / "store"), ranks_on)
+    on_two_ranks(trainers, str(tmp_path / "store"), ranks_on)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import liger_hf
 from hf.sweep import build
-from hf.tiny_models import twin
+from hf.tiny_models import outcome, twin
 from liger_hf.patch import INSTALLED
 from liger_hf.rebinding import innermost
 from liger_hf.rules.gated_mlp.gate import activations_of
@@ -70,12 +70,7 @@ def test_a_gate_is_replaced_wherever_a_forward_has_it(block: Block, op: str) -> 
     patched, x = twin(block), torch.randn(3, 5, 8)
     report = liger_hf.apply(patched)
     assert report.replaced == {op: 1}
-    results = []
-    for module in (block, patched):
-        y = module(x)
-        y.square().sum().backward()
-        results.append([y, module.gate_up.grad, module.down.grad])
-    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(outcome(patched, x), outcome(block, x))
     report.undo()
     assert torch.equal(patched(x), block(x))
 
@@ -93,7 +88,10 @@ def test_an_activation_that_is_watched_when_apply_runs_is_the_reason() -> None:
     block = Block(nn.SiLU())
     block.act.register_forward_hook(lambda child, given, y: None)
     (row,) = [row for row in liger_hf.apply(block).rows if row.op == "swiglu"]
-    assert (row.verdict, row.reason) == ("left", "it would pass over self.act, and the hooks on that have to run")
+    assert (row.verdict, row.reason) == (
+        "left",
+        "the fused op would skip self.act, which has a hook or its own forward; remove it before `apply`",
+    )
 
 
 def test_another_activation_that_takes_its_place_runs() -> None:
@@ -123,29 +121,6 @@ def test_other_activations_masks_and_numbers_do_not_concern_the_rule() -> None:
     assert activations_of(Masked.forward) == ()
     assert activations_of(Shown.forward) == ()
     assert [row for row in liger_hf.apply(Block(nn.Sigmoid())).rows if row.op == "swiglu"] == []
-
-
-# Model type → the class whose forward has the gate, and how many there are.
-GATES = {
-    "llama4_text": ("Llama4TextExperts", 4),
-    "moshi": ("MoshiGatingMLP", 2),
-    "zamba2": ("Zamba2MLP", 1),
-    "longcat_flash": ("LongcatFlashExperts", 2),
-    "jetmoe": ("JetMoeMoE", 2),
-    "cpmant": ("CpmAntDenseGatedACT", 2),
-    "recurrent_gemma": ("RecurrentGemmaRecurrentBlock", 2),
-    "dbrx": ("DbrxExpertGLU", 2),
-    "vision:glm4v": ("Glm4vVisionPatchMerger", 1),
-}
-
-
-@pytest.mark.parametrize("model_type", GATES)
-def test_gates_of_models_that_were_left_are_replaced(model_type: str) -> None:
-    name, count = GATES[model_type]
-    report = liger_hf.apply(build(model_type), only=["swiglu", "geglu"])
-    rows = [row for row in report.rows if row.module == name and row.op in ("swiglu", "geglu")]
-    assert {row.verdict for row in rows} == {"replaced"}
-    assert sum(row.count for row in rows) == count
 
 
 def test_a_forward_that_another_rule_has_rebuilt_gets_its_gate_too() -> None:

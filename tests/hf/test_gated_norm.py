@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
 import liger_hf
-from hf.tiny_models import disagreements
+from hf.tiny_models import disagreements, outcome
 from liger_hf.isolation import DoublePrecision
 
 
@@ -65,25 +65,30 @@ def report_of(form: tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int | None
 def test_a_gated_norm_has_the_outputs_and_gradients_of_the_plain_one(
     form: tuple[Callable[..., Tensor], int | None], dtype: torch.dtype
 ) -> None:
-    def run(module: nn.Module, precision: torch.dtype) -> dict[str, Tensor]:
-        leaves = [v.to(precision).clone().requires_grad_() for v in values]
-        y = module(*leaves)
-        y.backward(upstream.to(y.dtype))
-        return {"output": y.detach(), "x": leaves[0].grad, "gate": leaves[1].grad, "weight": module.weight.grad}  # type: ignore[dict-item]
-
     generator = torch.Generator().manual_seed(5)
     values = [torch.randn(4, 9, 32, generator=generator).to(dtype) for _ in range(2)]
-    upstream = torch.randn(4, 9, 32, generator=generator).to(dtype)
     plain, patched = GatedNorm(*form).to(dtype), GatedNorm(*form).to(dtype)
     assert liger_hf.apply(patched).replaced == {"gated_rms_norm": 1}
     with DoublePrecision():
-        exact = run(GatedNorm(*form).to(dtype).double(), torch.float64)
-    assert disagreements(run(patched, dtype), run(plain, dtype), exact) == {}
+        exact = outcome(GatedNorm(*form).to(dtype).double(), *(value.double() for value in values))
+    assert disagreements(outcome(patched, *values), outcome(plain, *values), exact) == {}
 
 
 @pytest.mark.parametrize("form", OTHERS.values(), ids=OTHERS.keys())
 def test_a_norm_with_another_gate_is_left(form: tuple[Callable[..., Tensor], int | None]) -> None:
     assert report_of(form).replaced == {}
+
+
+@pytest.mark.parametrize(
+    "formula", [lambda x, mask, weight: unit(x) * weight, OTHERS["detached_gate"][0]], ids=["unused", "detached"]
+)
+def test_a_second_argument_that_is_not_a_gate_is_named(formula: Callable[..., Tensor]) -> None:
+    class Masked(GatedNorm):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+            return super().forward(x, mask)
+
+    (row,) = liger_hf.apply(nn.Sequential(Masked(formula, None))).rows
+    assert row.reason == "the second argument of a norm must be a gate with a gradient, mask gets none"
 
 
 def test_a_gated_norm_without_its_gate_is_computed_as_before() -> None:

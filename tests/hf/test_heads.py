@@ -296,7 +296,7 @@ def test_what_is_not_quantized_gets_the_gradients_of_the_unpatched_model(
     ("model_type", "kind", "reason"),
     [
         ("blt", "BltPatcher", "its forward has neither labels nor a loss"),
-        ("prophetnet", "ProphetNetForCausalLM", "it works on output 1 of its base model, its head must take the last hidden states"),
+        ("prophetnet", "ProphetNetForCausalLM", "its head must get output 0 of the base model, its forward uses output 1"),
     ],
 )  # fmt: skip
 def test_the_report_says_what_a_model_has_instead_of_a_head_with_a_loss(

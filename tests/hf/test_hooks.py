@@ -272,7 +272,7 @@ def test_a_hook_on_the_activation_when_apply_comes_is_a_reason(kind: str) -> Non
     )
     model.get_submodule(path).act_fn.register_forward_hook(lambda *args: seen.append(args))
     rows = [row for row in liger_hf.apply(model).rows if row.op == OF_ACTIVATION[kind]]
-    assert "it would pass over act_fn, and the hooks on that have to run" in {
+    assert "the fused op would skip act_fn, which has a hook or its own forward; remove it before `apply`" in {
         row.reason for row in rows if row.verdict == "left"
     }
     assert [row.verdict for row in rows].count("replaced") == 1

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import liger_hf
 from hf.tiny_configs import tiny_config
-from hf.tiny_models import disagreements, step, twin
+from hf.tiny_models import disagreements, outcome, step, twin
 from liger_hf.isolation import DoublePrecision
 
 CONFIG = SimpleNamespace(hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-5, hidden_size=24)
@@ -38,19 +38,12 @@ def of(file: str) -> nn.Module:
 def test_hyper_connections_have_the_outputs_and_gradients_of_the_module_of_transformers(
     file: str, dtype: torch.dtype
 ) -> None:
-    def run(module: nn.Module, precision: torch.dtype) -> dict[str, Tensor]:
-        leaf = x.to(precision).clone().requires_grad_()
-        outputs = module(leaf)
-        torch.autograd.backward(outputs, [torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype) for y in outputs])
-        results = {name: y.detach() for name, y in zip(("post", "comb", "mixed"), outputs, strict=True)}
-        return results | {"x": leaf.grad} | {name: p.grad for name, p in module.named_parameters()}  # type: ignore[dict-item]
-
     x = torch.randn(2, 9, 4, 24, generator=torch.Generator().manual_seed(5)).to(dtype)
     plain, patched = of(file).to(dtype), of(file).to(dtype)
     assert liger_hf.apply(patched).replaced["sinkhorn"] == 1
     with DoublePrecision():
-        exact = run(of(file).to(dtype).double(), torch.float64)
-    assert disagreements(run(patched, dtype), run(plain, dtype), exact) == {}
+        exact = outcome(of(file).to(dtype).double(), x.double())
+    assert disagreements(outcome(patched, x), outcome(plain, x), exact) == {}
 
 
 class Changed(nn.Module):

@@ -104,7 +104,7 @@ def test_the_command_prints_whole_names_in_100_columns(folder: str) -> None:
         "│ model.layers.*.post_attention_layernorm │     2 │ rms_norm             │ replaceable: outputs"
         in result.stdout
     )
-    assert "│ left: not asked for" in result.stdout
+    assert "│ left: not listed in" in result.stdout
     assert max(len(line) for line in result.stdout.splitlines() if line[:1] in "┏┡│└") <= 100
 
 

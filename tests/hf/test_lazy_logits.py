@@ -24,7 +24,6 @@ import liger_hf
 import liger_hf.rules.head.causal_loss
 from hf.sweep import build
 from hf.tiny_models import VOCABULARY, LargestResult, disagreements, make, patched_twin, tokens, twin
-from liger_hf.rules.head.projection import scale_and_cap
 from liger_hf.rules.head.rule import patches
 
 pytestmark = pytest.mark.cpu
@@ -386,27 +385,6 @@ def test_logits_beside_the_first_ones_are_treated_alike(monkeypatch: pytest.Monk
     torch.optim.SGD(patched.parameters(), lr=1.0).step()
     with pytest.raises(liger_hf.LogitsError, match="has been updated"):
         outputs.next_logits.sum()
-
-
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        ((), (1.0, None, None)),
-        ((("div", 4.0),), (0.25, None, None)),
-        ((("to", torch.float32), ("mul", 2.0), ("mul", 3.0)), (6.0, None, None)),
-        ((("div", 49.0), ("tanh",), ("mul", 49.0)), (1.0, 49.0, None)),
-        ((("mul", 2.0), ("div", 30.0), ("tanh",), ("mul", 30.0)), (2.0, 30.0, None)),
-        ((("tanh",), ("mul", -5.0)), (-5.0, 5.0, None)),
-        ((("tanh",), ("tanh",)), None),
-        ((("tanh",), ("mul", 0.0)), None),
-        ((("mul", 2.0), ("add", torch.ones(1, 1)), ("mul", 3.0)), (6.0, None, torch.tensor([0.5]))),
-        ((("tanh",), ("add", torch.ones(1))), None),
-        ((("add", torch.ones(1)), ("add", torch.ones(1))), None),
-    ],
-    ids=str,
-)
-def test_steps_become_scale_and_cap(steps: tuple[Any, ...], expected: Any) -> None:
-    assert scale_and_cap(steps) == expected
 
 
 def test_steps_that_the_op_does_not_know_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def by_trl(model: Any, **inputs: Any) -> tuple[Tensor, Tensor]:
         OPTIONS["softcap"],
         OPTIONS["logit_scale"],
     )
-    found = liger_hf.trl._Function(None).apply(*given, ("log_probs", "entropy"))[:2]
+    found = liger_hf.trl._Function(torch.autograd.Function).apply(*given, ("log_probs", "entropy"))[:2]
     return tuple(value.new_zeros(target.shape).masked_scatter(counted, value) for value in found)  # type: ignore[union-attr,return-value]
 
 

@@ -28,8 +28,8 @@ def stop(what: Callable[..., Any]) -> Callable[..., Any]:
 
 # The command line, and what it hands the model to: at that place its name.
 COMMANDS: dict[str, tuple[tuple[str, ...], str, Callable[..., Any]]] = {
-    "demo": (("demo", "--model"), "liger_train.demo.run.compared", lambda setup, *_: setup.model),
-    "train": (("train", "--model"), "liger_train.train.command._trained", lambda setup, *_: setup.model),
+    "demo": (("demo", "--model"), "liger_train.demo.run.compare", lambda setup, *_: setup.model),
+    "train": (("train", "--model"), "liger_train.runs.command._train", lambda setup, *_: setup.model),
     "plan": (("plan", "--device", "cpu", "--model"), "liger_train.plan.command._plan", lambda setup, *_: setup.model),
     "inspect": (("inspect",), "liger_hf.inspection.inspect", lambda config, **_: config.to_dict()),
 }

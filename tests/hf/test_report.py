@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rich.console
 import torch
 from transformers import AutoConfig
 
@@ -37,21 +36,15 @@ def test_a_row_has_pattern_count_class_op_backend_and_reason() -> None:
     assert rows["(the model itself)"].op == "linear_cross_entropy"
 
 
-def test_the_report_is_plain_data_text_and_a_table() -> None:
+def test_the_report_is_plain_data_and_text() -> None:
     report = liger_hf.apply(make())
     data = json.loads(report.to_json())
     assert data == report.to_dict()
     assert data["model"] == "LlamaForCausalLM"
     assert {row["pattern"] for row in data["rows"]} == {row.pattern for row in report.rows}
-    console = rich.console.Console(width=240, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(report.table())
-    table = console.export_text()
-    for text in (str(report), table):
-        assert "model.layers.*.input_layernorm" in text
-        assert (
-            "LlamaForCausalLM: 1 × linear_cross_entropy, 2 × add_rms_norm, 2 × rope, 2 × swiglu, 5 × rms_norm replaced"
-            in text
-        )
+    assert "model.layers.*.input_layernorm" in str(report)
+    counts = "1 × linear_cross_entropy, 2 × add_rms_norm, 2 × rope, 2 × swiglu, 5 × rms_norm"
+    assert str(report).startswith(f"LlamaForCausalLM: {counts} replaced\n")
 
 
 @pytest.mark.parametrize(
@@ -65,11 +58,58 @@ def test_the_report_is_plain_data_text_and_a_table() -> None:
 def test_only_the_requested_ops_are_replaced(chosen: dict[str, Any]) -> None:
     report = liger_hf.apply(make(), **chosen)
     assert report.replaced.keys() == {"rms_norm", "swiglu"}
+    reason = "excluded by exclude=" if "exclude" in chosen else "not listed in only="
     assert {row.op: row.reason for row in report.rows if row.verdict == "left"} == {
-        "add_rms_norm": "not asked for",
-        "rope": "not asked for",
-        "linear_cross_entropy": "not asked for",
+        "add_rms_norm": reason,
+        "rope": reason,
+        "linear_cross_entropy": reason,
     }
+
+
+@pytest.mark.parametrize(
+    ("chosen", "reason"),
+    [
+        ({"exclude": ["swiglu"]}, "swiglu fits, but is excluded by exclude="),
+        ({"only": ["geglu", "rope"]}, "swiglu fits, but is not listed in only="),
+    ],
+)
+def test_an_unwanted_op_that_fits_is_named(chosen: dict[str, Any], reason: str) -> None:
+    report = liger_hf.inspect(make(), **chosen)
+    assert {row.reason for row in report.rows if row.pattern == "model.layers.*.mlp"} == {reason}
+    assert report.absent == ({"geglu": "swiglu fits instead"} if "only" in chosen else {})
+
+
+@pytest.mark.parametrize("hooked", [(1,), (0, 2)])
+def test_a_row_names_its_layers_if_others_have_another_outcome(hooked: tuple[int, ...]) -> None:
+    model = make(num_hidden_layers=3)
+    for index in hooked:
+        model.model.layers[index].mlp.act_fn.register_forward_hook(lambda *args: None)
+    report = liger_hf.inspect(model, only=["swiglu"])
+    rows = {row.pattern: row.verdict for row in report.rows if row.op == "swiglu"}
+    one, two = "model.layers.1.mlp", "model.layers.{0,2}.mlp"
+    assert rows == ({one: "left", two: "replaceable"} if hooked == (1,) else {two: "left", one: "replaceable"})
+    assert "model.layers.*.self_attn" in {row.pattern for row in report.rows}
+
+
+def test_many_layers_are_named_by_the_first_eight() -> None:
+    model = make(num_hidden_layers=10)
+    model.model.layers[3].mlp.act_fn.register_forward_hook(lambda *args: None)
+    patterns = [row.pattern for row in liger_hf.inspect(model, only=["swiglu"]).rows if row.op == "swiglu"]
+    assert patterns == ["model.layers.{0,1,2,4,5,6,7,8,…}.mlp", "model.layers.3.mlp"]
+
+
+def test_the_title_counts_what_is_left_and_says_where_to_ask_about_the_rest() -> None:
+    lines = str(liger_hf.apply(make(), only=["rms_norm"])).splitlines()
+    assert lines[0] == "LlamaForCausalLM: 5 × rms_norm replaced, 7 left"
+    assert lines[-1].startswith("Modules without a row match no rule. liger_hf.inspect(module, only=[op]) says what")
+    with pytest.raises(liger_hf.ModelError, match="float named variance_epsilon, eps, epsilon or norm_eps"):
+        liger_hf.inspect(make().lm_head, only=["rms_norm"])
+
+
+def test_a_module_that_no_rule_matches_has_no_empty_table() -> None:
+    title, sentence = str(liger_hf.apply(torch.nn.Linear(4, 4))).splitlines()
+    assert title == "Linear: nothing replaced. No module matches a rule."
+    assert sentence.startswith("Modules without a row")
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
@@ -84,17 +124,35 @@ def test_an_op_that_was_asked_for_and_that_the_model_cannot_have_is_in_its_repor
     report = liger_hf.apply(make().model, only=["rms_norm", "linear_cross_entropy"])
     assert report.replaced == {"rms_norm": 5}
     assert report.absent == {"linear_cross_entropy": "no module is a model with an output head"}
-    console = rich.console.Console(width=240, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(report.table())
-    for text in (str(report), console.export_text()):
-        assert "no module is a model with an output head" in text
+    assert "no module is a model with an output head" in str(report)
 
 
 def test_a_forward_that_other_code_replaced_is_left_and_named() -> None:
     model = make()
     model.model.norm.forward = lambda x: x
     reasons = {row.pattern: row.reason for row in liger_hf.apply(model).rows}
-    assert reasons["model.norm"] == f"its forward was already replaced on this instance by {__name__}"
+    assert reasons["model.norm"] == f"its forward was already replaced on this instance, by code in {__name__}"
+
+
+@pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_backward_hook_on_the_head_is_noted(hook: str) -> None:
+    model = make()
+    getattr(model.lm_head, hook)(lambda *args: None)
+    note = "lm_head has a backward hook, so the full logits are computed. Remove the hook to save their memory."
+    assert note in liger_hf.inspect(model).notes
+    assert note not in liger_hf.inspect(model, exclude=["linear_cross_entropy"]).notes
+
+
+def test_a_model_that_returns_a_tuple_is_left_and_named() -> None:
+    class Returning(type(make())):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, labels: Any = None, **options: Any) -> Any:
+            return super().forward(input_ids, labels=labels, **options).to_tuple()
+
+    model = make()
+    model.__class__ = Returning
+    reasons = {row.op: row.reason for row in liger_hf.apply(model).rows}
+    words = "the model must return an output with `.loss` and `.logits`, it returns tuple"
+    assert reasons["linear_cross_entropy"] == words
 
 
 def test_another_loss_function_is_left_and_named() -> None:

@@ -16,6 +16,7 @@ from transformers.models.roformer.modeling_roformer import RoFormerSelfAttention
 
 import liger_hf
 from hf.sweep import build
+from hf.tiny_configs import tiny_config
 from liger_hf.rules.rotary import forms as rotary_forms
 from liger_hf.rules.rotary import method
 from liger_hf.rules.rotary import rule as rotary
@@ -142,9 +143,38 @@ def test_the_last_columns_are_rotated_where_the_function_does(monkeypatch: pytes
     assert count.calls == 1
 
 
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("qwen2_vl", "Qwen2VLTextModel"), ("qwen2_5_vl", "Qwen2_5_VLTextModel"), ("glm4v", "Glm4vTextModel")],
+)
+def test_every_row_of_multimodal_positions_reaches_the_rotation(family: str, kind: str) -> None:
+    """Patched models in which one row of (3, batch, tokens) is read are right for text, whose rows are equal."""
+    torch.manual_seed(0)
+    model = getattr(import_module(f"transformers.models.{family}.modeling_{family}"), kind)(
+        tiny_config(f"{family}_text")
+    )
+    model = model.double().eval()
+    ids, positions = torch.randint(3, 20, (2, 7)), torch.randint(9, (3, 2, 7))
+    changed = [positions.clone() for _ in range(3)]
+    for row, each in enumerate(changed):
+        each[row] = each[row].flip(-1) + 1
+
+    def states() -> list[Tensor]:
+        with torch.no_grad():
+            return [model(input_ids=ids, position_ids=each).last_hidden_state for each in (positions, *changed)]
+
+    expected = states()
+    report = liger_hf.apply(model)
+    assert report.replaced["rope"] == model.config.num_hidden_layers, report
+    first, *others = ours = states()
+    # Angles are computed in float32.
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+    assert [float((first - other).abs().max()) > 1e-4 for other in others] == [True] * 3
+
+
 def test_a_function_of_other_arguments_is_left_alone() -> None:
     chosen, _ = decision(lambda states, angles: states * angles)
-    assert chosen.reason == "it calls apply_rotary, which takes other arguments than queries, keys and their angles"
+    assert chosen.reason == "it calls apply_rotary, whose arguments are not queries, keys and their angles"
 
 
 def test_one_tensor_of_two_is_optional() -> None:
@@ -218,8 +248,7 @@ def test_a_method_of_other_arguments_and_a_function_of_other_words_are_left_with
             return x * angles
 
     assert [row.reason for row in liger_hf.apply(Bound()).rows] == [
-        "it calls _apply_rotary_embedding, a method, which takes other arguments than a table of angles, queries and "
-        "keys"
+        "it calls _apply_rotary_embedding, a method, whose arguments are not a table of angles, queries and keys"
     ]
     rows = [
         row
@@ -227,5 +256,5 @@ def test_a_method_of_other_arguments_and_a_function_of_other_words_are_left_with
         if row.module == "Llama4VisionAttention"
     ]
     assert [row.reason for row in rows] == [
-        "it calls vision_apply_rotary_emb, which takes other arguments than queries, keys and their angles"
+        "it calls vision_apply_rotary_emb, whose arguments are not queries, keys and their angles"
     ]

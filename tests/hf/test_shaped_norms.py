@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import liger_hf
-from hf.tiny_models import disagreements
+from hf.tiny_models import disagreements, outcome
 from liger_core.accuracy import error
 from liger_hf.isolation import DoublePrecision
 
@@ -56,15 +56,6 @@ NORMS: dict[str, tuple[str, Callable[[], nn.Module], tuple[tuple[int, ...], ...]
     "centered_heads": ("layer_norm", lambda: Heads(True, True), ((2, 5, 4, 8),)),
     "heads": ("rms_norm", lambda: Heads(False, False), ((2, 5, 4, 8),)),
 }
-
-
-def outcome(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    module.zero_grad()
-    leaf = x.clone().requires_grad_()
-    y = module(leaf)
-    y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y))
-    gradients = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
-    return {"output": y.detach(), "x": leaf.grad, **gradients}  # type: ignore[dict-item]
 
 
 def drawn(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:

@@ -5,6 +5,7 @@ statements is not."""
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from hf.tiny_models import OPTIONS, make
 from liger_hf.discovery import rules
 from liger_hf.inspection import _built
 from liger_hf.rebinding import innermost, unwrapped
+from liger_hf.source import copy_of, definition_of, rebuilt
 
 pytestmark = pytest.mark.cpu
 
@@ -51,7 +53,7 @@ class Compiled:
 
 WAYS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "decorator": (undeclared, "it has a closure, as super() and decorators without functools.wraps make one"),
-    "source": (without_source, "its source is missing, or is not that of the running code"),
+    "source": (without_source, "it has no source (defined with exec, or edited after import); define it in a .py file"),
     "compiled": (Compiled, "it is not a Python function"),
 }
 
@@ -167,6 +169,18 @@ class Looked(nn.Embedding):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.norm(super().forward(ids))
+
+
+def relu(self: nn.Module, x: Any) -> Any:
+    return torch.relu(x)
+
+
+def test_a_rebuilt_forward_is_read_after_an_equal_one_is_gone() -> None:
+    first, second = (rebuilt(relu, copy_of(relu), {"torch": torch}) for _ in range(2))
+    assert first.__code__ == second.__code__
+    del first
+    gc.collect()
+    assert definition_of(second) is not None
 
 
 def test_a_forward_that_cannot_be_read_but_has_no_sum_in_its_code_gives_no_row() -> None:

@@ -112,6 +112,20 @@ def step_disagreements(patched: nn.Module, plain: nn.Module, **inputs: Any) -> d
     return disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs))
 
 
+def outcome(module: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
+    """The outputs of a module, and the gradients of its inputs and parameters for upstream ones that rise from -1 to 1."""
+    module.zero_grad()
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    outputs = module(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    # The same values in every dtype.
+    upstream = [torch.linspace(-1, 1, y.numel(), device=y.device).bfloat16().to(y.dtype).view_as(y) for y in outputs]
+    torch.autograd.backward(outputs, upstream)
+    results = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
+    results |= {f"gradient of input {i}": leaf.grad for i, leaf in enumerate(leaves)}  # type: ignore[misc]
+    return results | {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
 class LargestResult(TorchDispatchMode):
     """The number of elements of the largest tensor that any operation returns within this context."""
 

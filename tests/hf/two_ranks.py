@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -373,6 +374,47 @@ def trl_head(rank: int, store: str, device: str = "cpu") -> None:
             advantages = torch.linspace(-1, 1, outputs.log_probs.shape[1], device=outputs.log_probs.device)
             ((outputs.log_probs * advantages).sum() - 0.1 * outputs.entropy.sum()).backward()
         expected.compare("TRL", model, lambda parameter: parameter.grad.full_tensor())
+
+
+def trl_divergence(rank: int, store: str, device: str = "cpu") -> None:
+    """One process; raises if GKD and DistillationTrainer have other gradients on sharded models than on whole ones."""
+    with two_processes(rank, store, device):
+        # Here: only this test needs it.
+        from trl.experimental.gkd import GKDTrainer
+        from trl.models.utils import _ForwardRedirection
+        from trl.trainer import distillation_trainer, utils
+
+        base, teacher = (
+            trained("everything"),
+            make("llama", hidden_size=96, tie_word_embeddings=False).eval().requires_grad_(False),
+        )
+        accelerator = SimpleNamespace(unwrap_model=lambda model: model, autocast=nullcontext)
+        trainer = SimpleNamespace(accelerator=accelerator, teacher_model=teacher, beta=0.3)
+
+        def logits(model: Any, input_ids: Tensor, labels: Tensor) -> Tensor:
+            sides = [side(input_ids=input_ids).logits[:, :-1] for side in (model, teacher)]
+            return GKDTrainer.generalized_jsd_loss(sides[0], sides[1].detach(), labels[:, 1:], beta=0.3)
+
+        def gkd(model: Any, **inputs: Tensor) -> Tensor:
+            ones = torch.ones_like(inputs["input_ids"])
+            return GKDTrainer.compute_loss(trainer, model, {**inputs, "attention_mask": ones})
+
+        def distillation(model: Any, input_ids: Tensor, labels: Tensor) -> Tensor:
+            def loss() -> Tensor:
+                hidden, theirs = (side.base_model(input_ids).last_hidden_state[:, :-1] for side in (model, teacher))
+                heads = (model.lm_head.weight, teacher.lm_head.weight)
+                return distillation_trainer._chunked_divergence_loss(hidden, theirs, *heads, labels[:, 1:] != -100, 0.3)
+
+            return _ForwardRedirection()(model, model, loss)[0]
+
+        expected = _mean_gradients(twin(base), logits)
+        for name, loss in {"GKD": gkd, "distillation": distillation}.items():
+            model = twin(base)
+            utils.add_fused_lm_head(model)
+            sharded(model)
+            with liger_hf.use_in_trl():
+                loss(model, **uneven(rank)).backward()
+            expected.compare(name, model, lambda parameter: parameter.grad.full_tensor())
 
 
 def patched_and_wrapped(model: Any, wrap: Callable[[Any], Any], patch_last: bool) -> Any:

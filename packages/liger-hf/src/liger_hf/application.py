@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +24,12 @@ from liger_hf.four_bits import expert_matrices
 from liger_hf.patch import EARLIER, Patch
 from liger_hf.private_transformers import OFFLOADED, USES_KERNELS
 from liger_hf.rebinding import unwrapped
-from liger_hf.report import LEFT, REPLACED, Report, Row
+from liger_hf.report import EXCLUDED, LEFT, REPLACED, UNLISTED, Report, Row, pattern
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.experts import adapters
+from liger_hf.rules.head import rule as head
 from liger_hf.rules.lora import together
+from liger_hf.stand_in import device_of
 from liger_hf.verification import Decision, decide
 
 Names = Iterable[Op[..., Any] | str] | None
@@ -41,19 +43,18 @@ def apply(
     only, exclude  ops or their names; by default all that have a rule, except embedding. Excluding rope excludes
                    qk_norm_rope, too
     verify         accept a replacement only if, on small random input on the model's device, its outputs and gradients
-                   are as accurate as the module's own. Without it candidates are compared by their outputs on the CPU
-                   only
+                   are as accurate as the module's own; for weights on the meta device, on a GPU if there is one.
+                   Without it candidates are compared by their outputs on the CPU only
     mlp_rows       the most rows that gated MLPs compute at once; the backward pass recomputes them. For long sequences
 
     Only the instances in this model change: no class, no module of Python, no other model, no weight or state_dict. The
-    report says why a module is left. A second `apply` changes nothing. Apply before `torch.compile` and after PEFT has
-    wrapped the model.
+    report says why a module is left. A second `apply` skips modules that are already replaced. Apply before
+    `torch.compile` and after PEFT has wrapped the model.
 
     While training, `outputs.logits` is computed when it is read; pass keep_logits=True to the model to get a tensor at
     once.
 
-    Raises ModelError if model is not a module or if only= names nothing that it has, OptionError for unknown ops,
-    DeviceError for weights on the meta device.
+    Raises ModelError if model is not a module or if only= names nothing that it has, OptionError for unknown ops.
     """
     if mlp_rows is not None and (not isinstance(mlp_rows, int) or mlp_rows < 1):
         raise OptionError(f"liger_hf.apply: mlp_rows must be an integer of at least 1, got {mlp_rows!r}")
@@ -62,7 +63,7 @@ def apply(
     if patches and only is None:
         owners = {id(patch.owner) for patch in patches}
         masks = [patch for patch in causal_mask.patches(model) if id(patch.owner) not in owners]
-        report.notes.extend([causal_mask.NOTE] if masks else [])
+        report.notes.extend([causal_mask.NOTE] if masks and any(p.is_cuda for p in model.parameters()) else [])
         patches.extend(masks)
     if (packing := recurrent.note(model)) is not None:
         report.notes.append(packing)
@@ -111,31 +112,44 @@ def survey(
         if not rule.on_request or wanted & {*rule.ops}
         if (match := rule.look(module)) is not None
     ]
+    home = device or device_of(model)
+    plan = PatchPlan()
+    decisions: dict[Any, Decision] = {}
+    # Op → the op that fits the modules of its rule; itself if no op does.
+    fitting: dict[str, str] = {}
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, module, rule, match in matches:
+        if match.fallback and id(module) in plan.replaced:
+            continue
+        decision = _decision(decisions, rule, _on_device(match, device, home), wanted, excluded, verify)
+        fits = rule.ops if decision.candidate is None else (decision.candidate.op.name,)
+        fitting = dict.fromkeys(rule.ops, fits[0]) | fitting | {op: op for op in fits}
+        decision = plan.add(module, _if_wanted(decision, wanted, excluded))
+        op, backend, outcome = match.op, "", LEFT
+        if decision.candidate is not None:
+            replacing = decision.candidate.op
+            op, backend, outcome = replacing.name, _backend(replacing, module, device, home), verdict
+        kind = type_before_parametrizations(module).__name__
+        key = (
+            rule.name,
+            pattern(name) or "(the model itself)",
+            kind,
+            op,
+            backend,
+            outcome,
+            decision.reason,
+            decision.details,
+        )
+        names.setdefault(key, []).append(name)
     if only is not None:
-        report.absent = _absent(matches, wanted)
+        report.absent = _absent(fitting, wanted)
         if wanted and wanted <= report.absent.keys():
             missing = "; ".join(f"{op}: {report.absent[op]}" for op in sorted(wanted))
             raise ModelError(
                 f"{caller}: only= must name something that {report.model} has, it has none of it: {missing}"
             )
-    home = device or next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-    plan = PatchPlan()
-    decisions: dict[Any, Decision] = {}
-    rows: dict[tuple[str, ...], int] = {}
-    for name, module, rule, match in matches:
-        if match.fallback and id(module) in plan.replaced:
-            continue
-        decision = _decision(decisions, rule, _on_device(match, device, home), wanted, verify)
-        decision = plan.add(module, _unless_excluded(decision, excluded))
-        op, backend, outcome = match.op, "", LEFT
-        if decision.candidate is not None:
-            replacing = decision.candidate.op
-            op, backend, outcome = replacing.name, _backend(replacing, module, device, home), verdict
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "(the model itself)"
-        kind = type_before_parametrizations(module).__name__
-        key = (pattern, kind, op, backend, outcome, decision.reason)
-        rows[key] = rows.get(key, 0) + 1
-    report.rows = [Row(pattern, count, *rest) for (pattern, *rest), count in rows.items()]
+    report.rows = list(_rows(names))
+    report.notes.extend(head.notes(model, plan.patches))
     reasons = [row.reason for row in report.rows if row.op in wanted]
     if reasons and all(EARLIER in reason for reason in reasons):
         report.notes.append("Nothing was changed: an earlier apply has replaced these modules already.")
@@ -177,9 +191,30 @@ class PatchPlan:
         return decision
 
 
-def _unless_excluded(decision: Decision, excluded: set[str]) -> Decision:
-    parts = set() if decision.candidate is None else {op.name for op in decision.candidate.covers} & excluded
-    return Decision(None, f"it has {', '.join(parts)} as a part, which was excluded") if parts else decision
+def _if_wanted(decision: Decision, wanted: set[str], excluded: set[str]) -> Decision:
+    if decision.candidate is None:
+        return decision
+    op, parts = decision.candidate.op.name, {op.name for op in decision.candidate.covers} & excluded
+    if op not in wanted:
+        return Decision(None, f"{op} fits, but is {_unwanted((op,), excluded)}")
+    return Decision(None, f"it includes {', '.join(parts)}, {EXCLUDED}") if parts else decision
+
+
+def _rows(names: dict[tuple[str, ...], list[str]]) -> Iterator[Row]:
+    """Yield a row for each kind of module and decision; if only some modules of a pattern differ, rows name layers."""
+    outcomes = Counter(key[:2] for key in names)
+    for (rule, modules, *rest), each in names.items():
+        yield Row(modules if outcomes[rule, modules] == 1 else _braced(each), len(each), *rest)
+
+
+def _braced(names: list[str]) -> str:
+    """Return names that differ in numbers as one, such as layers.{0,3}.mlp, with at most eight numbers."""
+    columns = [list(dict.fromkeys(column)) for column in zip(*(name.split(".") for name in names), strict=True)]
+    return ".".join(c[0] if len(c) == 1 else f"{{{','.join(c[:8])}{',…' * (len(c) > 8)}}}" for c in columns)
+
+
+def _unwanted(ops: tuple[str, ...], excluded: set[str]) -> str:
+    return UNLISTED if excluded.isdisjoint(ops) else EXCLUDED
 
 
 def _names(caller: str, option: str, ops: Names, otherwise: tuple[str, ...]) -> set[str]:
@@ -241,29 +276,27 @@ def _notes(model: nn.Module) -> list[str]:
     return notes
 
 
-def _absent(matches: list[tuple[str, nn.Module, Rule, Found]], wanted: set[str]) -> dict[str, str]:
-    """Return the wanted ops that no module is a candidate for, each with a sentence of its first rule."""
-    present = {op for _, _, rule, _ in matches for op in rule.ops}
-    absent: dict[str, str] = {}
-    for rule in rules():
-        for op in rule.ops:
-            if op in wanted - present:
-                absent.setdefault(op, rule.nothing)
-    return absent
+def _absent(fitting: dict[str, str], wanted: set[str]) -> dict[str, str]:
+    """Return the wanted ops that fit no module, each with the op that fits instead, or a sentence of its first rule."""
+    return {
+        op: f"{fitting[op]} fits instead" if op in fitting else rule.nothing
+        for rule in reversed(rules())
+        for op in rule.ops
+        if op in wanted and fitting.get(op) != op
+    }
 
 
-def _decision(decisions: dict[Any, Decision], rule: Rule, match: Found, wanted: set[str], verify: bool) -> Decision:
+def _decision(
+    decisions: dict[Any, Decision], rule: Rule, match: Found, wanted: set[str], excluded: set[str], verify: bool
+) -> Decision:
     """Return the decision for a module. All modules of one kind share one check."""
-    if not wanted & set(rule.ops):
-        return Decision(None, "not asked for")
+    if wanted.isdisjoint(rule.ops):
+        return Decision(None, _unwanted(rule.ops, excluded))
     if match.refusal is not None:
         return Decision(None, match.refusal)
     key = (rule.look, match.kind)
     if key not in decisions:
-        decision = decide(match, verify)
-        if decision.candidate is not None and decision.candidate.op.name not in wanted:
-            decision = Decision(None, f"{decision.candidate.op.name} would fit but was not asked for")
-        decisions[key] = decision
+        decisions[key] = decide(match, verify)
     return decisions[key]
 
 

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback
 
 from liger_hf.application import Names, apply
 from liger_hf.report import Report
+from liger_hf.without_gradient import GradientCheck
 
 
-class LigerCallback(TrainerCallback):
+class LigerCallback(GradientCheck):
     """Apply Liger to the model of a Trainer, also of TRL's: `Trainer(..., callbacks=[LigerCallback()])`.
 
     only, exclude, verify  as for `liger_hf.apply`
@@ -22,6 +23,8 @@ class LigerCallback(TrainerCallback):
 
     It applies when the Trainer is created, before accelerate wraps the model; the report is `callback.report`. If it is
     added later by `trainer.add_callback`, or if model_init= creates a new model, it applies when training begins.
+
+    After the first steps, it warns about trainable weights that got no gradient, such as adapters that never ran.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class LigerCallback(TrainerCallback):
         undo: bool = False,
         show: Callable[[Report], Any] | None = print,
     ) -> None:
+        super().__init__(warnings.warn)
         self.options: dict[str, Any] = {"only": only, "exclude": exclude, "verify": verify}
         self.undo = undo
         self.show = show
@@ -45,6 +49,7 @@ class LigerCallback(TrainerCallback):
     on_train_begin = on_init_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        super().on_train_end(args, state, control)
         if self.undo and self.report is not None:
             self.report.undo()
             self.model = None

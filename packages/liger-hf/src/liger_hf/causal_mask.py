@@ -21,8 +21,8 @@ from liger_hf.private_transformers import attention_implementation, create_causa
 from liger_hf.rebinding import called, rebound
 
 NOTE = (
-    "If the model is compiled and called without a mask, positions, a cache, or any argument that could change its "
-    "mask, its attention gets is_causal=True instead of a mask."
+    "When compiled and called without attention_mask, position_ids or a cache, attention uses is_causal=True, which is "
+    "faster than a mask."
 )
 NAME = create_causal_mask.__name__
 # The arguments of a model that never change its mask. With any other argument, the model makes its own mask.

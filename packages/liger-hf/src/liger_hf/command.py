@@ -49,7 +49,7 @@ def inspect(
     as_json: AsJson = False,
     all_columns: AllColumns = False,
 ) -> None:
-    """Show which modules of a model can be replaced by which ops, and why others cannot; no weights are loaded."""
+    """Show which modules of a model ops can replace, and why not similar ones; no weights are loaded."""
     if dtype is not None and dtype not in DTYPES:
         raise OptionError(
             f"liger inspect: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.{nearest(dtype, DTYPES)}"
@@ -68,19 +68,15 @@ def inspect(
 
 
 def _print(report: Report, all_columns: bool) -> None:
-    columns = [
-        Column("modules"),
-        Column("count", number=True),
-        Column("class", detail=True),
-        Column("op"),
-        Column("backend", detail=True),
-    ]
+    columns = [Column("modules"), Column("count", number=True), Column("class", detail=True), Column("op")]
+    columns += [Column("backend", detail=True), Column("verdict: reason", prose=True)]
     rows: list[list[Cell]] = []
     for *cells, verdict, reason in report.cells():
         style = "yellow" if verdict == "left" else "green"
         rows.append([*cells, Text.assemble((verdict, style), f": {reason}")])
     console = output()
     console.print(report.title(), markup=False)
-    print_table(console, [*columns, Column("verdict: reason", prose=True)], rows, all_columns=all_columns)
-    for note in [*report.implementations, *report.notes]:
+    if rows:
+        print_table(console, columns, rows, all_columns=all_columns)
+    for note in report.sentences():
         console.print(note, markup=False)

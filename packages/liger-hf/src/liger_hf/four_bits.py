@@ -62,6 +62,24 @@ def expert_matrices(module: nn.Module) -> list[str]:
     return [name for name, p in module.named_parameters(recurse=False) if p.dim() == 3 and p.is_floating_point()]
 
 
+def routers(model: nn.Module) -> list[str]:
+    """Return the names of the linear layers beside experts that weight them: one output for each expert, or for all."""
+    names = []
+    for path, module in model.named_modules():
+        bases = [_without_adapters(child) for child in module.children()]
+        counts = {getattr(child, name).shape[0] for child in bases for name in expert_matrices(child)}
+        for name, child in module.named_children() if counts else ():
+            linear = [(inner, layer) for inner, layer in child.named_modules() if isinstance(layer, nn.Linear)]
+            if len(linear) == 1 and linear[0][1].out_features in {1, *counts}:
+                names.append(f"{path}.{name}.{linear[0][0]}".rstrip("."))
+    return names
+
+
+def _without_adapters(module: Any) -> Any:
+    """Return what PEFT's wrappers of the parameters of a module are around."""
+    return _without_adapters(module.base_layer) if hasattr(module, "base_layer") else module
+
+
 def packed(weight: Tensor) -> Any:
     """Return a parameter of bitsandbytes that holds the weight in 4 bits."""
     kind = importlib.import_module("bitsandbytes").nn.Params4bit

@@ -17,6 +17,7 @@ from liger_hf.configs import config_of
 from liger_hf.errors import ModelError
 from liger_hf.private_transformers import OFFLOADED, makes, without_weights
 from liger_hf.report import REPLACEABLE, Report
+from liger_hf.stand_in import default_device
 
 CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
 
@@ -84,7 +85,7 @@ def _without_weights(model: nn.Module) -> bool:
 
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return default_device()
     try:
         chosen = torch.device(device)
         torch.empty(0, device=chosen)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -59,6 +60,12 @@ def may_pass(module: nn.Module) -> bool:
         elif module.__dict__.get(name) != known:
             return False
     return True
+
+
+def skipping(children: Iterable[tuple[str, nn.Module]]) -> str | None:
+    """Return why a fused op may not skip these children, or None if it may."""
+    name = next((name for name, child in children if hooked(child)), None)
+    return name and f"the fused op would skip {name}, which has a hook or its own forward; remove it before `apply`"
 
 
 def hooked(module: nn.Module) -> bool:

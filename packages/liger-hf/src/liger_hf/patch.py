@@ -73,7 +73,7 @@ def forward_of(module: nn.Module) -> Callable[..., Any] | str:
     # From its globals: functools.wraps copies the original's __module__.
     space = getattr(function or current, "__globals__", {})
     origin = space.get("__name__") or getattr(current, "__module__", None) or type(current).__name__
-    return f"its forward was already replaced on this instance by {origin}"
+    return f"its forward was already replaced on this instance, by code in {origin}"
 
 
 def replaced_method(module: nn.Module, name: str) -> str | None:

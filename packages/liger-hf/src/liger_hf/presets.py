@@ -52,6 +52,23 @@ PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma-7b": ("gemma", _fields(256_000, 3072, 24_576, 28, 16, 16, True, head_dim=256)),
     "mistral-7b": ("mistral", _fields(32_000, 4096, 14_336, 32, 32, 8, False, sliding_window=4096)),
+    "qwen3-4b": (
+        "qwen3",
+        _fields(151_936, 2560, 9728, 36, 32, 8, True, head_dim=128, rope_parameters=_base(1_000_000.0)),
+    ),
+    "qwen3-30b-a3b": (
+        "qwen3_moe",
+        _fields(
+            *(151_936, 2048, 6144, 48, 32, 4, False),
+            head_dim=128,
+            rope_parameters=_base(1_000_000.0),
+            num_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=768,
+            norm_topk_prob=True,
+        ),
+    ),
+    "gemma-3-1b": ("gemma3_text", _fields(262_144, 1152, 6912, 26, 4, 1, True, head_dim=256, sliding_window=512)),
     "phi-3-mini": ("phi3", _fields(32_064, 3072, 8192, 32, 32, 32, False, pad_token_id=32_000)),
 }
 # Earlier names, which old results contain.

@@ -186,29 +186,34 @@ def makes(auto: Any, config: Any) -> bool:
 
 _LOAD = TRANSFORMERS.word(
     "transformers.modeling_utils:_load_pretrained_model",
-    "`liger train` says which weights of a checkpoint its model leaves out.",
-    "It does not.",
+    "`liger train` loads each rank's shards alone, and says which weights of a checkpoint its model leaves out.",
+    "Each rank loads the whole model, and nothing is said.",
 )
 _RENAME = TRANSFORMERS.word(
     "transformers.core_model_loading:rename_source_key",
     "`liger train` says which weights of a checkpoint its model leaves out.",
     "It does not.",
 )
+INITIALIZE = TRANSFORMERS.word(
+    "transformers.modeling_utils:_init_weights",
+    "`liger train` initializes weights whole, one module at a time, and keeps each rank's shards of them.",
+    "Each rank initializes its own shards; ranks then draw the same values.",
+)
+INITIALIZED = TRANSFORMERS.word(
+    "transformers.modeling_utils:_is_hf_initialized",
+    "`liger train` leaves weights that were loaded.",
+    "It initializes them again.",
+)
 
 
 @contextmanager
 def recording_checkpoints(files: list[str], names: dict[str, str]) -> Iterator[None]:
     """Record the files that Transformers loads, and each tensor's name in the checkpoint → its name in the model."""
-    from transformers import PreTrainedModel, core_model_loading
+    from transformers import core_model_loading
 
-    load, rename = getattr(PreTrainedModel, _LOAD, None), getattr(core_model_loading, _RENAME, None)
-    if load is None or rename is None:
+    if (rename := getattr(core_model_loading, _RENAME, None)) is None:
         yield
         return
-
-    def recorded_load(model: Any, state_dict: Any, checkpoint_files: Any, *rest: Any, **options: Any) -> Any:
-        files.extend(checkpoint_files or ())
-        return load(model, state_dict, checkpoint_files, *rest, **options)
 
     def recorded_rename(name: str, *rest: Any, **options: Any) -> Any:
         renamed = rename(name, *rest, **options)
@@ -216,9 +221,24 @@ def recording_checkpoints(files: list[str], names: dict[str, str]) -> Iterator[N
         return renamed
 
     with (
-        replacing(PreTrainedModel, _LOAD, staticmethod(recorded_load)),
+        before_loading(lambda model, checkpoint_files: files.extend(checkpoint_files or ())),
         replacing(core_model_loading, _RENAME, recorded_rename),
     ):
+        yield
+
+
+@contextmanager
+def before_loading(prepare: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Call prepare(model, files) before Transformers loads the weights of a model from these files, if any."""
+    from transformers import PreTrainedModel
+
+    load: Any = getattr(PreTrainedModel, _LOAD, None)
+
+    def prepared(model: Any, state_dict: Any, checkpoint_files: Any, *rest: Any, **options: Any) -> Any:
+        prepare(model, checkpoint_files)
+        return load(model, state_dict, checkpoint_files, *rest, **options)
+
+    with replacing(PreTrainedModel, _LOAD, staticmethod(prepared)):
         yield
 
 
@@ -354,6 +374,11 @@ _DISABLED = TRANSFORMERS.word(
 TRL_HEAD = TRANSFORMERS.word(
     "trl.trainer.utils:_ChunkedLogProbFunction",
     "`use_in_trl` replaces the head of TRL's trainers.",
+    "`use_in_trl` raises Unsupported.",
+)
+TRL_DIVERGENCE = TRANSFORMERS.word(
+    "trl.trainer.distillation_trainer:_chunked_divergence_loss",
+    "`use_in_trl` replaces the loss of TRL's DistillationTrainer.",
     "`use_in_trl` raises Unsupported.",
 )
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+from transformers.utils.quantization_config import Mxfp4Config
 
-from liger_hf.four_bits import expert_matrices, hold_in_four_bits, packed
+from liger_hf.four_bits import expert_matrices, hold_in_four_bits, packed, routers
 
 # An attribute of a quantized parameter: it holds the matrices of experts.
 EXPERTS = "liger_experts"
@@ -33,11 +35,22 @@ def loading_in_four_bits() -> Iterator[None]:
 
 
 class ExpertsQuantizer(Bnb4BitHfQuantizer):
-    """bitsandbytes' quantizer of Transformers, which also quantizes the matrices of experts."""
+    """bitsandbytes' quantizer of Transformers, which also quantizes the matrices of experts, but no router.
+
+    It reads matrices in MXFP4, too, where the model's config has no quantization_config.
+    """
 
     def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> bool:
         is_matrix = _is_expert_matrix(model, param_name)
         return is_matrix or super().param_needs_quantization(model, param_name, **options)
+
+    @staticmethod
+    def get_modules_to_not_convert(model: Any, *options: Any, **named: Any) -> Any:
+        return [*Bnb4BitHfQuantizer.get_modules_to_not_convert(model, *options, **named), *routers(model)]
+
+    def get_weight_conversions(self) -> Any:
+        mxfp4 = Mxfp4HfQuantizer(Mxfp4Config(dequantize=True), pre_quantized=True)
+        return [*super().get_weight_conversions(), *mxfp4.get_weight_conversions()]
 
     def get_quantize_ops(self) -> Any:
         return _Quantize(self)
@@ -59,7 +72,9 @@ class _Quantize(Bnb4bitQuantize):
         rest = {name: value for name, value in input_dict.items() if name not in experts}
         result: dict[str, Tensor] = super().convert(rest, model=model, **options) if rest else {}
         for name, value in experts.items():
-            result[name] = packed(value[0] if isinstance(value, list) else value)
+            value = value[0] if isinstance(value, list) else value
+            # MXFP4 becomes bfloat16.
+            result[name] = packed(value.to(model.get_parameter(name).dtype))
             setattr(result[name], EXPERTS, True)
         return result
 

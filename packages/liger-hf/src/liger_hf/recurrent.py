@@ -26,7 +26,7 @@ KEEPS = {"update_conv_state", "update_recurrent_state", "set_linear_cache", "con
 
 def note(model: nn.Module) -> str | None:
     """Return a warning about packed documents for this model; None if attention alone mixes its tokens."""
-    kinds = {kind for kind in {type(module) for module in model.modules()} if _keeps_a_state(kind)}
+    kinds = {kind for kind in {type(module) for module in model.modules()} if keeps_a_state(kind)}
     modules = [module for module in model.modules() if type(module) in kinds]
     # Models and blocks only pass the state to their layers.
     layers = [module for module in modules if sum(type(inner) in kinds for inner in module.modules()) == 1]
@@ -34,7 +34,8 @@ def note(model: nn.Module) -> str | None:
     return NOTE.format(count=len(layers), s="s" * (len(layers) > 1), classes=classes) if layers else None
 
 
-def _keeps_a_state(kind: type[nn.Module]) -> bool:
+def keeps_a_state(kind: type[nn.Module]) -> bool:
+    """Return whether the forward of a module class of Transformers passes a state from token to token."""
     forward = innermost(unwrapped(kind.forward))
     if not isinstance(forward, FunctionType):
         return False

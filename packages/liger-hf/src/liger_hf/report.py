@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import asdict, dataclass, field, replace
 from types import MethodType
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
 from torch import nn
 
 from liger_hf.errors import ModelError
@@ -19,18 +18,29 @@ from liger_hf.rules.head.weights import OPTIMIZERS
 
 # REPLACEABLE is the verdict of `inspect`, which changes nothing.
 REPLACED, REPLACEABLE, LEFT = "replaced", "replaceable", "left"
+# The ends of reasons for modules that the caller does not want replaced.
+EXCLUDED, UNLISTED = "excluded by exclude=", "not listed in only="
 ATTRIBUTE = "liger_report"
+OTHERS = (
+    "Modules without a row match no rule. liger_hf.inspect(module, only=[op]) says what the rule of an op looks for."
+)
 PICKLED = "a pickled model comes back without Liger; call liger_hf.apply again"
+
+
+def pattern(name: str) -> str:
+    """Return the name of a module with layer numbers as *."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 @dataclass(frozen=True)
 class Row:
     """Modules of one kind that are handled alike.
 
-    pattern  their names, with layer numbers as *
+    pattern  their names, with layer numbers as *, or as {0,3} if only these layers are handled alike
     backend  the backend of the op on their device; empty if they were left
     verdict  "replaced" or "left", and "replaceable" for a model that was only inspected
     reason   why
+    details  the figures of a failed check
     """
 
     pattern: str
@@ -40,6 +50,7 @@ class Row:
     backend: str
     verdict: str
     reason: str
+    details: str = ""
 
 
 @dataclass(eq=False)
@@ -116,8 +127,8 @@ class Report:
         stuck = [name for name in stuck if not name.startswith(self.model + ".")]
         if stuck:
             raise ModelError(
-                f"liger_hf.undo: every forward must be as apply left it, {', '.join(dict.fromkeys(stuck))} was "
-                "replaced again; undo that first"
+                f"liger_hf.undo: every forward must still be Liger's, {', '.join(dict.fromkeys(stuck))} was replaced "
+                "again; undo that first"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -151,23 +162,17 @@ class Report:
         rows = [(r.pattern, str(r.count), r.module, r.op, r.backend, r.verdict, r.reason) for r in self.rows]
         return [*rows, *(("–", "0", "–", op, "", LEFT, reason) for op, reason in self.absent.items())]
 
-    def table(self) -> Table:
-        """Return a table for a terminal: `rich.print(report.table())`."""
-        table = Table(title=self.title(), title_justify="left")
-        for heading in ("modules", "count", "class", "op", "backend", "verdict", "reason"):
-            table.add_column(heading, justify="right" if heading == "count" else "left", overflow="fold")
-        for *cells, verdict, reason in self.cells():
-            style = "yellow" if verdict == LEFT else "green"
-            table.add_row(*map(Text, cells), Text(verdict, style=style), Text(reason))
-        if sentences := [*self.implementations, *self.notes]:
-            table.caption = Text("\n".join(sentences))
-        return table
-
     def title(self) -> str:
-        """Return a line that says how many modules of the model each op replaces."""
+        """Return a line that says how many modules of the model each op replaces, and how many are left."""
         planned = any(row.verdict == REPLACEABLE for row in self.rows)
         counts = ", ".join(f"{count} × {op}" for op, count in (self.replaceable if planned else self.replaced).items())
-        return f"{self.model}: {counts or 'nothing'} {'can be replaced' if planned else 'replaced'}"
+        left = sum(row.count for row in self.rows if row.verdict == LEFT)
+        end = f", {left} left" * bool(left) if self.rows else ". No module matches a rule."
+        return f"{self.model}: {counts or 'nothing'} {'can be replaced' if planned else 'replaced'}{end}"
+
+    def sentences(self) -> list[str]:
+        """Return the sentences below the rows: implementations, notes, and how to ask about any other module."""
+        return [*self.implementations, *self.notes, OTHERS]
 
     def __str__(self) -> str:
         rows = [("modules", "count", "class", "op", "backend", "verdict", "reason"), *self.cells()]
@@ -175,12 +180,12 @@ class Report:
         lines = [
             "  ".join([*map(str.ljust, cells, widths), f"{verdict}: {reason}"]) for *cells, verdict, reason in rows
         ]
-        return "\n".join([self.title(), *lines, *self.implementations, *self.notes])
+        return "\n".join([self.title(), *(lines if len(rows) > 1 else ()), *self.sentences()])
 
 
 def _replicate_for_data_parallel(self: nn.Module) -> Any:
     """Refuse DataParallel, whose replicas would call forwards that are bound to the modules of the first GPU."""
     raise ModelError(
-        "liger_hf.apply: a patched model must run on several GPUs by one process each, torch.nn.DataParallel copies it "
+        "liger_hf.apply: to run on several GPUs, start one process per GPU, torch.nn.DataParallel copies the model "
         "within one; start with torchrun or accelerate launch, or show one GPU with CUDA_VISIBLE_DEVICES=0"
     )

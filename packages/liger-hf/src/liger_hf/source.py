@@ -17,8 +17,8 @@ from weakref import WeakKeyDictionary
 from liger_hf.rebinding import innermost, redecorated, twin
 
 _definitions: WeakKeyDictionary[FunctionType, ast.FunctionDef | None] = WeakKeyDictionary()
-# Keyed by code, which a rebound function shares.
-_rebuilt: WeakKeyDictionary[CodeType, ast.FunctionDef] = WeakKeyDictionary()
+# Keyed by code, which a rebound function shares. Equal codes are one key, so it must outlive the first of them.
+_rebuilt: dict[CodeType, ast.FunctionDef] = {}
 
 
 def definition_of(function: Any) -> ast.FunctionDef | None:

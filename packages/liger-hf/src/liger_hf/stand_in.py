@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_core import DeviceError
 from liger_hf.private_transformers import OFFLOADED, OFFLOADED_FORWARD
 
 # Modules may treat few and many tokens differently. Besides a few tokens in every dtype, checks run in float32 on one
@@ -195,7 +194,7 @@ class Draw:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return the device on which the module computes."""
+    """Return the device on which the module computes; for weights on the meta device, where they are checked."""
     for parameter in module.parameters():
         if parameter.device.type != "meta":
             return parameter.device
@@ -206,9 +205,9 @@ def device_of(module: nn.Module) -> torch.device:
             runs_on = getattr(inner, "execution_device", None)
             if runs_on is not None:
                 return torch.device(runs_on)
-    if next(module.parameters(), None) is not None:
-        raise DeviceError(
-            f"liger_hf.apply: the weights must be on a device where they can be used, those of {type(module).__name__} "
-            "are on meta; load the weights first, or pass verify=False"
-        )
-    return torch.device("cpu")
+    return default_device() if next(module.parameters(), None) is not None else torch.device("cpu")
+
+
+def default_device() -> torch.device:
+    """Return the device of checks of weights on the meta device: a GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

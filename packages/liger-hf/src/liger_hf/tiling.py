@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from liger_core.autograd import Kept, check_backward
 from liger_hf.patch import Patch, replacement, slot
+from liger_hf.private_transformers import OFFLOADED
 from liger_hf.repeated import RandomState, Settings, draws
 from liger_hf.rules.gated_mlp.rule import look
 from liger_hf.verification import decide
@@ -51,7 +52,9 @@ def _gathers(module: nn.Module) -> bool:
     ZeRO-3, accelerate's offloading and tensor parallelism have such hooks.
     """
     return any(
-        hasattr(p, "ds_id") or p.is_meta or (isinstance(p, DTensor) and child._forward_hooks)
+        hasattr(p, "ds_id")
+        or (p.is_meta and OFFLOADED in vars(child))
+        or (isinstance(p, DTensor) and child._forward_hooks)
         for child in module.modules()
         for p in child.parameters(recurse=False)
     )

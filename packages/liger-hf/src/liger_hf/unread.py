@@ -34,7 +34,7 @@ def unread(module: nn.Module, names: Collection[str], operators: str, left: str)
     elif forward.__closure__:
         reason = "it has a closure, as super() and decorators without functools.wraps make one"
     else:
-        reason = "its source is missing, or is not that of the running code"
+        reason = "it has no source (defined with exec, or edited after import); define it in a .py file"
     return f"{type(module).__name__}.forward could not be read, so {left}: {reason}"
 
 

@@ -15,15 +15,16 @@ from liger_hf.isolation import DoublePrecision, undisturbed
 from liger_hf.rule import Candidate, Found
 from liger_hf.stand_in import Case, Results, Unfit, mode
 
-NO_OP = "no op computes what the module does"
+NO_OP = "no op matches"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The candidate that replaces every module of a kind, or why none does."""
+    """The candidate that replaces every module of a kind, or why none does, perhaps with the figures of its check."""
 
     candidate: Candidate | None
     reason: str
+    details: str = ""
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,14 @@ class Verdict:
     passed    the number of cases before the failing one
     distance  the distance from the original's outputs; in a failing case, the error of the result
     close     whether it may pass with another draw, because its errors are as small as rounding errors
+    details   the case, its result and all figures
     """
 
     problem: str | None
     passed: int
     distance: float
     close: bool = False
+    details: str = ""
 
 
 # The original may round the largest elements well by chance: on one draw, the more accurate swiglu had 1.3 times the
@@ -76,8 +79,8 @@ def decide(match: Found, verify: bool) -> Decision:
     if not first:
         return Decision(None, NO_OP)
     closest = min(first, key=lambda candidate: (-first[candidate].passed, first[candidate].distance))
-    name = ", ".join(filter(None, (closest.op.name, closest.detail)))
-    return Decision(None, f"{NO_OP}; closest is {name}: {first[closest].problem}")
+    name = f"{closest.op.name} ({closest.detail})" if closest.detail else closest.op.name
+    return Decision(None, f"{NO_OP}. Closest: {name}. {first[closest].problem}", first[closest].details)
 
 
 def _known(
@@ -122,9 +125,10 @@ def _verdict(candidate: Candidate, known: list[tuple[Case, Results, Results]], v
         except BackendError:
             raise
         except Exception as trouble:
-            return Verdict(f"{case.name}: {_short(trouble)}", number, float("inf"))
+            return Verdict(f"It fails ({case.name}): {_short(trouble)}", number, float("inf"))
         if got.keys() != original.keys():
-            return Verdict(f"{case.name}: {', '.join(original)} expected, got {', '.join(got)}", number, float("inf"))
+            words = f"It has other results ({case.name}): {', '.join(original)} expected, got {', '.join(got)}"
+            return Verdict(words, number, float("inf"))
         for name, result in got.items():
             if name.startswith("gradient") and not verify:
                 continue
@@ -132,7 +136,10 @@ def _verdict(candidate: Candidate, known: list[tuple[Case, Results, Results]], v
             distance += error(result, original[name]).frobenius if wrong is None else 0.0
             if wrong is not None:
                 off = error(result, exact[name]).frobenius if result.shape == exact[name].shape else float("inf")
-                failed = failed or Verdict(f"{case.name}, {name}: {wrong}", number, off, True)
+                figures = wrong.replace("reference", "original")
+                short = figures.partition(", original")[0].replace(" (allowed", ", allowed")
+                words = f"Its {name} is off ({case.name}): {short}"
+                failed = failed or Verdict(words, number, off, True, f"{case.name}, {name}: {figures}")
                 if judge(result, original[name], exact[name], case.dtype, leeway=LUCK):
                     return replace(failed, close=False)
     return failed or Verdict(None, len(known), distance)

@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from liger_core import experts
 from liger_core.op import autocast_dtype
 from liger_hf.four_bits import declared, matrices_of, quantized
-from liger_hf.passing import PASSED, hooked, may_pass, passed_over
+from liger_hf.passing import PASSED, may_pass, passed_over, skipping
 from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.private_transformers import GATE, experts_implementation, run_experts_in_a_loop
 from liger_hf.rule import Candidate, Found, Rule
@@ -111,8 +111,7 @@ def _refusal(module: nn.Module) -> str | None:
             f"the experts implementation {name!r} was chosen; model.set_experts_implementation('grouped_mm') lets the "
             "op replace it"
         )
-    watched = next((name for name, child in module.named_children() if hooked(child)), None)
-    return None if watched is None else f"it would pass over {watched}, and the hooks on that have to run"
+    return skipping(module.named_children())
 
 
 def _units(module: nn.Module) -> Iterator[GateFunction]:

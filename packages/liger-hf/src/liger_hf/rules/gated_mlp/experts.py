@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_hf.passing import PASSED, hooked, may_pass, passed_over
+from liger_hf.passing import PASSED, may_pass, passed_over, skipping
 from liger_hf.patch import MARK, Patch, forward_of, replaced_method
 from liger_hf.private_transformers import GATE, experts_function, experts_implementation
 from liger_hf.rebinding import innermost
@@ -34,9 +34,7 @@ def look(module: nn.Module) -> Found | None:
     runs = _implementation(module)
     if isinstance(runs, str):
         return Found("swiglu", refusal=runs, fallback=True)
-    watched = next((name for name, child in module.named_children() if hooked(child)), None)
-    if watched is not None:
-        reason = f"it would pass over {watched}, and the hooks on that have to run"
+    if (reason := skipping(module.named_children())) is not None:
         return Found("swiglu", refusal=reason, fallback=True)
     parameter = next(module.parameters(), None)
     dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else torch.float32

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from liger_core import Op
 from liger_hf.isolation import undisturbed
-from liger_hf.passing import hooked
+from liger_hf.passing import skipping
 from liger_hf.patch import Patch, forward_of, installed_in, replacement, replacing
 from liger_hf.rebinding import unwrapped
 from liger_hf.rule import Candidate, Found, Rule
@@ -66,8 +66,8 @@ def look(module: nn.Module) -> Found | None:
     first = next(iter(activations.values()))
     # Functions are compared directly, modules by class and configuration.
     alike = tuple(name for name, value in activations.items() if _kind(value) == _kind(first))
-    if isinstance(first, nn.Module) and hooked(first):
-        return Found("swiglu", refusal=f"it would pass over {alike[0]}, and the hooks on that have to run")
+    if isinstance(first, nn.Module) and (reason := skipping([(alike[0], first)])) is not None:
+        return Found("swiglu", refusal=reason)
     parameter = next((p for p in module.parameters() if p.is_floating_point()), None)
     dtype = parameter.dtype if parameter is not None else torch.float32
     return Found(

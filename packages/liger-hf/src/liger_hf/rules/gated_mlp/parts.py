@@ -76,9 +76,7 @@ def watch(module: nn.Module, original: Callable[..., Any], parts: MLPParts, stan
     parts.order = tuple(name for name, _ in trained)
     for name, x in trained:
         if name in parts.between and x.shape[:-1] != ROWS:
-            raise Unfit(
-                f"it gives {name} something else than rows: of shape {tuple(x.shape)}, where its input has rows {ROWS}"
-            )
+            raise Unfit(f"{name} must get one row per row of its input {(*ROWS, HIDDEN)}, it gets {tuple(x.shape)}")
     evaluated = _calls(module, original, stand_ins, False)
     for name, child in parts.between.items():
         uses = [[called for called, _ in calls].count(name) for calls in (trained, evaluated)]

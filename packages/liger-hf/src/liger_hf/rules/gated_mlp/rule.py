@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_core import Op, geglu, relu_squared, swiglu
-from liger_hf.passing import PASSED, hooked, may_pass, passed_over
+from liger_hf.passing import PASSED, may_pass, passed_over, skipping
 from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.gated_mlp.ownership import unshared
@@ -50,9 +50,8 @@ def look(module: nn.Module) -> Found | None:
     others = {name: child for name, child in module._modules.items() if child is not None and name not in linears}
     passed = {n: c for n, c in others.items() if not isinstance(c, nn.Dropout) and next(c.parameters(), None) is None}
     between = {name: child for name, child in others.items() if name not in passed}
-    watched = next((name for name, child in passed.items() if hooked(child)), None)
-    if watched is not None:
-        return Found("swiglu", refusal=f"it would pass over {watched}, and the hooks on that have to run")
+    if (reason := skipping(passed.items())) is not None:
+        return Found("swiglu", refusal=reason)
     parts = MLPParts(linears, between, passed, layout)
     first = next(iter(linears.values()))
     weight = next((p for p in first.parameters() if p.is_floating_point()), None)

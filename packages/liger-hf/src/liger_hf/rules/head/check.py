@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,10 @@ def _run(model: PreTrainedModel, path: str, classes: int, layer: nn.Linear, hidd
                 patch.install()
         forward = twin.forward if patched else lambda **named: original(twin, **named)
         outputs = forward(**arguments)
+        if not (isinstance(outputs, Mapping) and outputs.keys() >= {"loss", "logits"}):
+            raise Unfit(
+                f"the model must return an output with `.loss` and `.logits`, it returns {type(outputs).__name__}"
+            )
         if patched and not isinstance(outputs["logits"], LazyLogits):
             raise LogitsError("its forward must hand the logits to its loss function, it reads them itself")
         scored: dict[str, Tensor] = {}
@@ -168,7 +172,7 @@ class _BaseOutput:
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, int) and index > 0:
-            raise Unfit(f"it works on output {index} of its base model, its head must take the last hidden states")
+            raise Unfit(f"its head must get output 0 of the base model, its forward uses output {index}")
         return (self.last_hidden_state,)[index]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ from liger_hf.stand_in import device_of
 
 NOTHING = "no module is a model with an output head"
 OP = "linear_cross_entropy"
+# The attribute of a patched model that holds its head.
+HEAD = "liger_head"
 
 
 def look(module: nn.Module) -> Found | None:
@@ -44,7 +46,7 @@ def look(module: nn.Module) -> Found | None:
     models = ((name, child) for name, child in module.named_modules() if isinstance(child, PreTrainedModel))
     inner = next((name for name, child in models if child is not module and _head_of(child)[0] is head), None)
     if inner is not None:
-        return Found(OP, refusal=f"its head belongs to {inner}, which is a model by itself")
+        return Found(OP, refusal=f"its head belongs to {inner}, a separate model")
     original, sharded = own_forward(module), sharded_head(head)
     projection = forward_of(head) if sharded is None else sharded
     if isinstance(original, str) or isinstance(projection, str):
@@ -115,12 +117,20 @@ def patches(model: nn.Module, head: nn.Module) -> list[Patch]:
     assert not isinstance(original, str)
     return [
         # In a list, because as an attribute the head would become a second submodule.
-        Patch(model, "liger_head", [head]),
+        Patch(model, HEAD, [head]),
         *([Patch(head, SHARDED, True)] if isinstance(sharded, ShardedHead) else []),
         replacement(head, _head_forward(inner, sizes[1]), inner),
         Patch(model, LOSS, MODEL_LOSSES[_loss_of(model)]),
         replacement(model, _model_forward(original), original),
     ]
+
+
+def notes(model: nn.Module, patches: Iterable[Patch]) -> Iterator[str]:
+    """Yield a sentence for each patched head whose backward hooks need the full logits."""
+    heads = [patch.value[0] for patch in patches if patch.attribute == HEAD]
+    for name, module in model.named_modules():
+        if any(module is head for head in heads) and (module._backward_hooks or module._backward_pre_hooks):
+            yield f"{name} has a backward hook, so the full logits are computed. Remove the hook to save their memory."
 
 
 def _head_forward(original: Callable[..., Any], classes: int) -> Callable[..., Any]:
@@ -142,7 +152,7 @@ def _model_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(
         self: nn.Module, *args: Any, keep_logits: bool | None = None, skip_logits: bool | None = None, **options: Any
     ) -> Any:
-        holder = self.__dict__.get("liger_head")
+        holder = self.__dict__.get(HEAD)
         if holder is None:
             # The patch was undone, but other code has wrapped this function and still calls it.
             return original(self, *args, **options)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_core import mix_streams, project_streams, sinkhorn
-from liger_hf.passing import PASSED, hooked, may_pass, passed_over
+from liger_hf.passing import PASSED, may_pass, passed_over, skipping
 from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.norm.rule import eps_of
@@ -47,8 +47,8 @@ def look(module: nn.Module) -> Found | None:
     ((name, norm),) = module._modules.items()
     if norm is None or eps_of(norm) is None or next(norm.parameters(), None) is not None:
         return Found("sinkhorn", refusal=f"{name} must be a norm without weights, it is {type(norm).__name__}")
-    if hooked(norm):
-        return Found("sinkhorn", refusal=f"it would pass over {name}, and the hooks on that have to run")
+    if (reason := skipping([(name, norm)])) is not None:
+        return Found("sinkhorn", refusal=reason)
     return Found(
         "sinkhorn",
         kind=(type(module), configuration(module), type(norm), configuration(norm), streams, fn.dtype, fn.device.type),

@@ -47,9 +47,9 @@ def look(module: nn.Module) -> Found | None:
         words = f"the norms that it scales and shifts must be of one class, {', '.join(names)} are not"
         return Found(op, refusal=words)
     matches = {name: norm_in(child, kind) for name, child in children.items()}
-    refusals = [reason for name, child in children.items() if (reason := _refusal(matches[name], child)) is not None]
-    if refusals:
-        return Found(op, refusal=f"the norm that it scales and shifts must be one that it may pass over: {refusals[0]}")
+    for name, child in children.items():
+        if (reason := _refusal(matches[name], child)) is not None:
+            return Found(op, refusal=f"{name}: {reason}")
     first = children[names[0]]
     distinct = {matches[name].kind: child for name, child in children.items()}  # type: ignore[union-attr]
     return Found(

@@ -25,9 +25,12 @@ from liger_hf.rules.norm.shaped import cases, form_of
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, Unfit, configuration, device_of, of_length, replica, trial
 
 Cast = Literal["input", "float32"]
-NOTHING = "no module is a norm: none without children has an eps"
 CONSTANT = "its forward has several numbers that may be its eps"
 EPS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+NOTHING = (
+    f"no module is a norm: none without children has a float named {', '.join(EPS[:-1])} or {EPS[-1]}, or calls "
+    "F.layer_norm or F.rms_norm"
+)
 # The dtype of the rows before the weight, and the offset of the weight.
 CONVENTIONS: tuple[tuple[Cast, float], ...] = (("input", 0.0), ("float32", 1.0), ("float32", 0.0), ("input", 1.0))
 # The width of the rows of a norm without a weight, which does not determine it.
@@ -69,7 +72,7 @@ def look(module: nn.Module) -> Found | None:
     def all_cases(device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
         if form is not None:
             return cases(module, form, weights, device, dtypes)
-        return (drawn.case(_run(module, drawn)) for drawn in inputs(module, device, dtypes, gated))
+        return (drawn.case(_run(module, drawn, arguments)) for drawn in inputs(module, device, dtypes, gated))
 
     return Found(
         op,
@@ -238,16 +241,23 @@ def inputs(
         yield NormInputs("", torch.float32, x, upstream, values, tuple(gate))
 
 
-def _run(module: nn.Module, drawn: NormInputs) -> Run:
+def _run(module: nn.Module, drawn: NormInputs, arguments: tuple[str, ...]) -> Run:
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
         y = function(replica(module, parameters=weights), *inputs.values())
         if isinstance(y, Tensor) and y.shape != drawn.x.shape:
             raise Unfit(f"it is not a norm: rows of shape {tuple(drawn.x.shape)} become {tuple(y.shape)}")
         return {"output": y}
 
-    return trial(
-        call, dict(zip(("x", "gate"), (drawn.x, *drawn.gates), strict=False)), {"output": drawn.upstream}, drawn.values
-    )
+    leaves = dict(zip(("x", "gate"), (drawn.x, *drawn.gates), strict=False))
+    run = trial(call, leaves, {"output": drawn.upstream}, drawn.values)
+
+    def checked(function: Callable[..., Any], exact: bool) -> dict[str, Tensor]:
+        results = run(function, exact)
+        if drawn.gates and "gradient of gate" not in results:
+            raise Unfit(f"the second argument of a norm must be a gate with a gradient, {arguments[-1]} gets none")
+        return results
+
+    return checked
 
 
 RULE = Rule("norm", look, ("rms_norm", "layer_norm", "gated_rms_norm", "group_norm"), NOTHING)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -28,7 +29,7 @@ def norm_in(child: nn.Module, op: str = "rms_norm") -> Found | None:
 def refusal(child: nn.Module) -> str | None:
     """Return why the norm must be called as a module, or None."""
     if OFFLOADED in child.__dict__ or _hooked(child):
-        return "hooks on it have to run"
+        return "the norm has hooks, which the fused op would skip"
     forward = forward_of(child)
     return forward if isinstance(forward, str) and not hasattr(getattr(child.forward, "__func__", None), MARK) else None
 
@@ -37,7 +38,8 @@ def untouched(child: Any, forward: Callable[..., Any]) -> bool:
     """Return whether calling the module runs only the forward of its class, or the replacement by `apply`."""
     if _hooked(child) or has_global_hook() or not may_pass(child):
         return False
-    function = getattr(child.forward, "__func__", None)
+    # Not getattr with a default: Dynamo does not find __func__ in a method by its name, and returns the default.
+    function = child.forward.__func__ if isinstance(child.forward, MethodType) else None
     # A replacement is for the class that the module had when it was installed.
     return function is forward or (
         hasattr(function, MARK) and getattr(function, "__wrapped__", None) is type(child).forward is forward

@@ -24,7 +24,7 @@ from liger_hf.rules.residual.source import norms_of_sums, with_one_call
 from liger_hf.stand_in import Case, Run, device_of, replica, trial
 from liger_hf.unread import unread
 
-NOTHING = "no forward adds two tensors and passes the sum straight to {}"
+NOTHING = "no forward has the statements `x = a + b; y = self.norm(x)` or `y = self.norm(a + b)`, with {} as norm"
 
 
 def look(module: nn.Module, norm: str = "rms_norm") -> Found | None:
@@ -46,7 +46,7 @@ def look(module: nn.Module, norm: str = "rms_norm") -> Found | None:
     after = {name: getattr(module, name) for name in names}
     for name, child in after.items():
         if (reason := children[name].refusal or refusal(child)) is not None:
-            return Found(op, refusal=f"the norm after its sum must be one that it may pass over: {reason}")
+            return Found(op, refusal=f"{name}: {reason}")
     if len({type(child) for child in after.values()}) > 1:
         return Found(op, refusal=f"the norms after its sums must be of one class, {', '.join(names)} are not")
     kinds = {children[name].kind: child for name, child in after.items()}
@@ -134,9 +134,11 @@ def _run(child: nn.Module, drawn: norms.NormInputs) -> Run:
     """Return a pass with both results and the gradients of both summands; the upstream gradients differ."""
 
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
-        return dict(zip(("normed", "sum"), function(replica(child, parameters=weights), *inputs.values()), strict=True))
+        return dict(
+            zip(("norm of the sum", "sum"), function(replica(child, parameters=weights), *inputs.values()), strict=True)
+        )
 
-    upstream = {"normed": drawn.upstream, "sum": drawn.upstream.flip(-1)}
+    upstream = {"norm of the sum": drawn.upstream, "sum": drawn.upstream.flip(-1)}
     return trial(call, {"left": drawn.x, "right": drawn.upstream}, upstream, drawn.values)
 
 

@@ -27,7 +27,7 @@ def of_a_method(module: nn.Module, name: str) -> Found:
         return Found("rope", refusal=reason)
     count = len(inspect.signature(original).parameters) - 1 if isinstance(static, staticmethod) else 0
     if count not in (2, 3):
-        words = f"it calls {name}, a method, which takes other arguments than a table of angles, queries and keys"
+        words = f"it calls {name}, a method, whose arguments are not a table of angles, queries and keys"
         return Found("rope", refusal=words)
     parameter = next(module.parameters(), None)
     dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else torch.float32

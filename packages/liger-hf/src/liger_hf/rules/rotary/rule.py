@@ -44,7 +44,7 @@ def look(module: nn.Module) -> Found | None:
         return None if method is None else of_a_method(module, method)
     readable = {name: known for name, function in functions.items() if (known := signature(function)) is not None}
     if not readable:
-        words = f"it calls {', '.join(functions)}, which takes other arguments than queries, keys and their angles"
+        words = f"it calls {', '.join(functions)}, whose arguments are not queries, keys and their angles"
         return Found("rope", refusal=words)
     width = getattr(module, "head_dim", None)
     width = width if isinstance(width, int) and width % 8 == 0 else 64

@@ -58,18 +58,17 @@ def look(module: nn.Module) -> Found | None:
         lost = unread(module, module._modules, "", "norms of queries and keys are left alone")
         has_parts = lost is not None and _norms_in(module) and rotary_functions(unwrapped(type(module).forward))
         return Found("qk_norm_rope", refusal=lost) if has_parts else None
-    children = [getattr(module, name) for names in step.norm_names for name in names]
+    children = {name: getattr(module, name) for names in step.norm_names for name in names}
     original = forward_of(module)
     if isinstance(original, str):
         return Found("qk_norm_rope", refusal=original)
-    for child in children:
+    for name, child in children.items():
         if (reason := _refusal(child)) is not None:
-            words = f"the norms of queries and keys must be ones that it may pass over: {reason}"
-            return Found("qk_norm_rope", refusal=words)
-    kinds = {match.kind for child in children if (match := norm_in(child)) is not None}
+            return Found("qk_norm_rope", refusal=f"{name}: {reason}")
+    kinds = {match.kind for child in children.values() if (match := norm_in(child)) is not None}
     if len(kinds) > 1:
         return Found("qk_norm_rope", refusal="the norms of queries and keys must be of one class, width, eps and dtype")
-    first = children[0]
+    first = next(iter(children.values()))
     return Found(
         "qk_norm_rope",
         kind=(type(module), original, step, *kinds),
