@@ -8,12 +8,13 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.markup import escape
 from torch.multiprocessing.spawn import ProcessException
@@ -21,8 +22,19 @@ from torch.multiprocessing.spawn import ProcessException
 from liger_core.errors import OptionError
 from liger_core.tables import Column, output, print_table
 from liger_verify.comparison import compare
-from liger_verify.matrix import MODELS, SETUPS, Outcome, outcomes, reason_of, setups_in, steps_of
+from liger_verify.forms import Packing, packings
+from liger_verify.matrix import (
+    MODELS,
+    SETUPS,
+    Outcome,
+    outcomes,
+    packing_outcomes,
+    reason_of,
+    setups_in,
+    steps_of,
+)
 from liger_verify.report import Report
+from liger_verify.sampler import SamplerReport, compare_sampler, drawn, loaded_model, read_samples
 from liger_verify.training import SHARDS, Training
 from liger_verify.world import Step, World
 
@@ -42,6 +54,25 @@ MATRIX = (
     Column("Liger"),
     Column("error", "the largest of a gradient, relative to one process in float64", number=True),
     Column("s", "seconds, with those of the one process where it was not yet known", number=True),
+    Column("result"),
+)
+SAMPLER = (
+    Column("model in"),
+    Column("head in"),
+    *(Column(name, "of the gap in nats", number=True) for name in ("mean", "rms", "p99", "largest")),
+    Column("training", "whether the training forward pass is batch-invariant"),
+    Column("sampler", "whether prefill and decode are batch-invariant"),
+)
+# The dtypes of the model and of the head that are compared with a sampler; bugs show in float64.
+PRECISIONS = ((torch.float64, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32))
+# The root mean square in nats that passes for the log-probabilities of another program.
+OTHER_PROGRAM = 0.05
+PACKING = (
+    Column("model"),
+    Column("packed by", "the argument that separates documents"),
+    Column("Liger"),
+    Column("error", "the largest of a hidden state or gradient, relative to documents alone in float64", number=True),
+    Column("s", "seconds", number=True),
     Column("result"),
 )
 # The rows of the table that are shown without --all.
@@ -94,6 +125,16 @@ def verify(
     matrix: Annotated[
         bool, typer.Option("--matrix", help="Several models in every kind of setup, with and without Liger.")
     ] = False,
+    sampler: Annotated[
+        bool, typer.Option("--sampler", help="Log-probabilities of training, compared with those of generation.")
+    ] = False,
+    log_probs: Annotated[
+        str | None,
+        typer.Option(help="FILE with JSON lines of tokens and log_probs from vLLM or SGLang, instead of --sampler."),
+    ] = None,
+    packing: Annotated[
+        bool, typer.Option("--packing", help="Documents packed into one row, compared with the same documents alone.")
+    ] = False,
     setups: Annotated[
         str | None, typer.Option(help="FILE.toml with a table for each setup: a matrix of your own.")
     ] = None,
@@ -119,7 +160,15 @@ def verify(
     step: Annotated[str | None, typer.Option(help="FILE.py:FUNCTION, a step of your own instead of a model.")] = None,
     sequence: Annotated[int, typer.Option(min=8, help="Tokens per sequence.")] = 16,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and tokens.")] = 0,
-    tolerance: Annotated[float, typer.Option(help="Relative error that passes.")] = 1e-4,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help=(
+                "Relative error that passes: by default 1e-4, with --packing 1e-7. With --sampler it is a gap in nats, "
+                "with --log-probs the root mean square (default: 0.05)."
+            )
+        ),
+    ] = None,
     patience: Annotated[float, typer.Option(min=1, help="Seconds that a process waits for the others.")] = 600.0,
     limit: Annotated[
         float,
@@ -133,22 +182,37 @@ def verify(
     The number of tokens in the loss differs between ranks, some ranks have none, and sequences are packed and padded.
     Exit code 1 if anything differs. With several models or setups, all are compared, even if one differs, crashes or
     hangs.
+
+    With --packing, one process runs documents packed into one row and the same documents alone, and names the layer in
+    which they mix.
     """
     start = time.perf_counter()
+    single = {"tp": tp > 1, "cp": cp > 1, "shard": shard != "fsdp2", "accumulation": accumulation > 1}
+    single |= {"ranks": ranks is not None, "step": step is not None}
+    if sampler or log_probs is not None:
+        others = {"matrix": matrix, "packing": packing, "setups": setups is not None, **single}
+        for option in (name for name, value in others.items() if value):
+            raise OptionError(f"verify: --sampler compares one model on one process; leave out --{option}")
+        if model is not None and len(model) > 1:
+            raise OptionError(f"verify: --sampler compares one model, got {', '.join(model)}; run it for each")
+        if not _sampler((model or MODELS)[0], log_probs, liger is not False, seed, tolerance, as_json):
+            raise typer.Exit(1)
+        return
     count = ranks or max(2, tp * cp)
     setup: dict[str, Any] = {"tp": tp, "cp": cp, "shard": shard, "accumulation": accumulation, "ranks": count}
     several = matrix or setups is not None
+    of_one = [name for name, value in single.items() if value]
+    if packing:
+        of_one += ["matrix"] * matrix + ["setups"] * (setups is not None)
+        for option in of_one:
+            raise OptionError(f"verify: --packing compares documents on one process; leave out --{option}")
+        cases = packings(model or MODELS[:1], liger, sequence, seed)
+        if not _several(packing_outcomes(cases, tolerance or 1e-7), len(cases), as_json, start, PACKING):
+            raise typer.Exit(1)
+        return
     if several:
-        single = {
-            "tp": tp > 1,
-            "cp": cp > 1,
-            "shard": shard != "fsdp2",
-            "accumulation": accumulation > 1,
-            "ranks": ranks,
-            "step": step,
-        }
-        _not_both(matrix, setups is not None, [name for name, value in single.items() if value])
-    options: dict[str, Any] = {"tolerance": tolerance, "patience": patience}
+        _not_both(matrix, setups is not None, of_one)
+    options: dict[str, Any] = {"tolerance": 1e-4 if tolerance is None else tolerance, "patience": patience}
     if several or (step is None and len(model or []) > 1):
         listed = setups_in(setups) if setups is not None else SETUPS if matrix else [setup]
         ways = [liger] if liger is not None else [False, True] if several else [True]
@@ -179,6 +243,39 @@ def verify(
         raise typer.Exit(1)
 
 
+def _sampler(model: str, path: str | None, liger: bool, seed: int, tolerance: float | None, as_json: bool) -> bool:
+    """Compare the training forward pass with a sampler in several precisions, and print a table."""
+    samples = None if path is None else read_samples(path)
+    if tolerance is None:
+        tolerance = 1e-4 if path is None else OTHER_PROGRAM
+    loaded_here = loaded_model(model, liger, seed)
+    samples = samples or drawn(loaded_here, seed)
+    reports: list[tuple[str, str, SamplerReport]] = []
+    for dtype, head in PRECISIONS if path is None else PRECISIONS[1:]:
+        passes = tolerance if path is not None or dtype == torch.float64 else OTHER_PROGRAM
+        report = compare_sampler(
+            loaded_here.to(dtype), samples, tolerance=passes, head_dtype=head, sampler_head_dtype=head
+        )
+        reports.append((str(dtype)[6:], str(head or dtype)[6:], report))
+    # In 16 bits the gap is a measurement; what is right shows in float64, or with the most precise head.
+    verdict = reports[0 if path is None else -1][-1]
+    if as_json:
+        rows = [{"model_dtype": m, "head_dtype": h, **r.as_dict()} for m, h, r in reports]
+        print(json.dumps(_finite({"right": verdict.right, "comparisons": rows}), indent=2))
+        return verdict.right
+    words = {True: "yes", False: "no", None: "–"}
+    print_table(
+        console := output(),
+        SAMPLER,
+        [
+            [m, h, *(f"{v:.1e}" for v in r.gap.values()), words[r.training_invariant], words[r.sampler_invariant]]
+            for m, h, r in reports
+        ],
+    )
+    console.print(f"[{'green' if verdict.right else 'red'}]{escape(str(verdict))}[/]")
+    return verdict.right
+
+
 def _not_both(matrix: bool, setups: bool, options: list[str]) -> None:
     if matrix and setups:
         raise OptionError("verify: --matrix has its setups, --setups those of a file; leave one of them out")
@@ -204,7 +301,9 @@ def _single(run: Callable[[], Report], title: str, as_json: bool, all_rows: bool
     return report.right
 
 
-def _several(results: Iterable[Outcome], count: int, as_json: bool, start: float) -> bool:
+def _several(
+    results: Iterable[Outcome], count: int, as_json: bool, start: float, columns: Sequence[Column] = MATRIX
+) -> bool:
     """Print comparisons as they end, then a table of all and the problems of each; return whether all passed."""
     ended: list[Outcome] = []
     for outcome in results:
@@ -218,7 +317,7 @@ def _several(results: Iterable[Outcome], count: int, as_json: bool, start: float
         print(json.dumps(_finite({**whole, "comparisons": [o.as_dict() for o in ended]}), indent=2))
         return not wrong
     console = output()
-    print_table(console, MATRIX, [_row(outcome) for outcome in ended])
+    print_table(console, columns, [_row(outcome) for outcome in ended])
     for outcome in wrong:
         console.print(f"[red]{escape(outcome.training.title)}: {escape(str(outcome))}[/red]")
     color = "red" if wrong else "green"
@@ -232,8 +331,10 @@ def _several(results: Iterable[Outcome], count: int, as_json: bool, start: float
 def _row(outcome: Outcome) -> list[str]:
     t = outcome.training
     error = "–" if math.isnan(outcome.error) else f"{outcome.error:.1e}"
-    sizes = [str(size) for size in (t.ranks, t.tp, t.cp, t.dp)]
     ending = ["yes" if t.liger else "no", error, f"{outcome.seconds:.1f}", outcome.result]
+    if isinstance(t, Packing):
+        return [t.model, t.form, *ending]
+    sizes = [str(size) for size in (t.ranks, t.tp, t.cp, t.dp)]
     return [t.model, *sizes, t.shard, str(t.accumulation), *ending]
 
 

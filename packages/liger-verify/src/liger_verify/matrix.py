@@ -15,6 +15,8 @@ from typing import Any, get_type_hints
 
 from liger_core.errors import OptionError, nearest
 from liger_verify.comparison import check, compare_with_truth, leave_truth
+from liger_verify.forms import Packing
+from liger_verify.packing import PackingReport
 from liger_verify.report import Report
 from liger_verify.training import Training
 
@@ -40,9 +42,9 @@ LEAST = {"sequence": 8, "seed": 0, "ranks": 2}
 class Outcome:
     """The outcome of one comparison in a matrix: a report, or the problem that prevented it."""
 
-    training: Training
+    training: Training | Packing
     seconds: float
-    report: Report | None = None
+    report: Report | PackingReport | None = None
     problem: str = ""
 
     @property
@@ -63,7 +65,7 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the outcome as a dictionary, for --json."""
-        fields = {name: getattr(self.training, name) for name in FIELDS}
+        fields = {name: value for name, value in vars(self.training).items() if isinstance(value, (str, int))}
         outcome = {"seconds": self.seconds, "result": self.result, "largest_error": self.error}
         details = {"problem": self.problem} if self.report is None else self.report.as_dict()
         return {"setup": self.training.title, **fields, **outcome, **details}
@@ -143,6 +145,20 @@ def outcomes(matrix: Sequence[Training], *, tolerance: float, patience: float, l
                     except Exception as error:
                         problem = reason_of(error)
                 yield Outcome(training, time.perf_counter() - start, report, problem)
+
+
+def packing_outcomes(packings: Sequence[Packing], tolerance: float) -> Iterator[Outcome]:
+    """Yield the outcome of every comparison of packed documents, even if others fail."""
+    for _, alike in groupby(packings, lambda packing: (packing.model, packing.liger)):
+        model = None
+        for packing in alike:
+            start, report, problem = time.perf_counter(), None, ""
+            try:
+                model = model or packing.build()
+                report = packing.report(model, tolerance)
+            except Exception as error:
+                problem = reason_of(error)
+            yield Outcome(packing, time.perf_counter() - start, report, problem)
 
 
 def _truth(training: Training, folder: str, patience: float, limit: float) -> tuple[str, str]:

@@ -20,6 +20,13 @@ TINY: dict[str, Any] = {
     "qk_rope_head_dim": 8, "chunk_size": 8, "mamba_chunk_size": 8, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
+# What other model types need to be made tiny, or to have a layer of each kind.
+KINDS = ["linear_attention", "hybrid"] * 2
+HYBRID = {"layer_types": KINDS, "layers_block_type": KINDS, "num_hidden_layers": 4}
+FITTING: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention"]}, "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 16}, "zamba": {**HYBRID, "attention_head_dim": 16}, "zamba2": HYBRID,
+}  # fmt: skip
 # Fields that some configs leave empty although their models need them.
 UNSET = ("head_dim", "num_key_value_heads")
 # The most parameters of a model that one process trains quickly in float64.
@@ -40,7 +47,9 @@ def tiny_config(model: str, options: Mapping[str, Any]) -> Any:
     default: Any = CONFIG_MAPPING[model]
     try:
         default = AutoConfig.for_model(model)
-        return AutoConfig.for_model(model, **{**_tiny(default), "use_cache": False, **options})
+        return AutoConfig.for_model(
+            model, **{**_tiny(default), **FITTING.get(model, {}), "use_cache": False, **options}
+        )
     except Exception as error:
         raise _not_tiny(model, error, default) from error
 
