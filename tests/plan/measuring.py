@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from liger_train.runs.run import run
 from liger_train.setup import Setup
-from liger_train.train.run import run
 
 CPU = torch.device("cpu")
 

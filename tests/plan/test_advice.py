@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
-from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from hf.tiny_configs import tiny_config
 from liger_train.plan import planning
-from liger_train.plan.advice import BARE, CHECKLIST, alternatives, checklist, largest_batch
+from liger_train.plan.advice import BARE, CHECKLIST, KEEPING_ADAPTERS, SPEEDS, alternatives, checklist
 from liger_train.plan.step import Prediction
-from liger_train.setup import Setup
+from liger_train.setup import ALL_LINEAR, Setup
 
 GiB = 1 << 30
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def predicting(size: Callable[[Setup], float]) -> Callable[[Setup], Prediction]:
@@ -69,6 +72,64 @@ def test_the_checklist_passes_over_what_saves_nothing() -> None:
     assert peaks == sorted(set(peaks), reverse=True)
 
 
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+def test_a_mixture_with_adapters_gets_four_bits_and_then_no_adapters_on_experts(adapter: str, tmp_path: Path) -> None:
+    tiny_config("qwen2_moe").save_pretrained(tmp_path)
+
+    def size(setup: Setup) -> float:
+        on_experts = setup.adapter_targets == ALL_LINEAR
+        return (8 - 2 * (setup.optimizer == "adamw-8bit") - 3 * (setup.adapter == "qlora") - 2 * (not on_experts)) * GiB
+
+    setup = Setup(str(tmp_path), adapter=adapter)
+    items = [item for item in checklist(setup, GiB, predicting(size)) if item.prediction]
+    four_bits = ["weights in 4 bits"] if adapter == "lora" else []
+    assert [item.title for item in items[-1 - len(four_bits) :]] == [*four_bits, "no adapters on experts"]
+    fitting = items[-1].prediction.setup
+    assert (fitting.adapter, fitting.optimizer) == ("qlora", "adamw-8bit")
+    # Neither the gate of the shared expert nor "down_proj", which would name the experts' matrix as well.
+    assert fitting.adapter_targets == "gate_proj,k_proj,o_proj,q_proj,up_proj,v_proj"
+    assert "no adapters on experts" not in [item.title for item in checklist(fitting, 0, predicting(size))]
+
+
+@pytest.mark.parametrize("title", SPEEDS)
+def test_a_measured_speed_is_that_of_two_rows_that_differ_by_the_technique(title: str) -> None:
+    for measured in SPEEDS[title]:
+        paths = [RESULTS / name for name in measured["rows"]]
+        first, last = (
+            _rows(path, speed) for path, speed in zip((paths[0], paths[-1]), measured["tokens_per_second"], strict=True)
+        )
+        assert first, measured
+        # A text has no columns. Both 16-bit precisions are as fast.
+        alike = {*first[0]} & set(OPTIONS) - {*STEPS[title], "precision"}
+        assert any(all(a[key] == b[key] for key in alike) for a in first for b in last), measured
+
+
+# A strategy of an earlier version is the value of --shard.
+OPTIONS = ("model", "batch", "sequence", "ranks", "implementation", *BARE, "adapter", "adapter_rank", "adapter_targets")
+STEPS = dict(CHECKLIST) | {
+    "weights in 4 bits": {"adapter": "qlora"},
+    "no adapters on experts": {"adapter_targets": ""},
+}
+
+
+def _rows(path: Path, speed: int) -> list[dict[str, Any]]:
+    """Return the rows of a file with this speed."""
+    if path.suffix == ".txt":
+        return [
+            {} for words in re.findall(r"([\d,]+) tokens/s", path.read_text()) if int(words.replace(",", "")) == speed
+        ]
+    return [row for row in json.loads(path.read_text()) if round(row["tokens_per_second"] or 0) == speed]
+
+
+def test_the_checklist_has_the_cheapest_technique_first_by_measured_speed() -> None:
+    titles = [title for title, _ in CHECKLIST]
+    titles.insert(len(KEEPING_ADAPTERS), "weights in 4 bits")
+    # Checkpoints that exist are offloaded at no cost.
+    measured = [SPEEDS[title] for title in titles if title in SPEEDS and title != "offload checkpoints"]
+    speeds = [min(after / before for before, after in (row["tokens_per_second"] for row in rows)) for rows in measured]
+    assert speeds == sorted(speeds, reverse=True)
+
+
 def test_what_is_offloaded_is_updated_by_adamw() -> None:
     setups = [item.prediction.setup for item in checklist(Setup("tiny"), 0, predicting(counted)) if item.prediction]
     assert {setup.optimizer for setup in setups if setup.offload == "none"} == {"adamw", "adamw-8bit", "galore"}
@@ -93,37 +154,10 @@ def test_a_setup_that_fits_is_advised_as_it_is(limit: int, monkeypatch: pytest.M
     # With a batch of two it fits no more.
     monkeypatch.setattr(planning, "predict", predicting(lambda setup: counted(setup) * setup.batch))
     setup = Setup("tiny", memory_limit=limit)
-    found = planning.planned(setup, limit, techniques=False)
+    found = planning.make_plan(setup, limit, techniques=False)
     assert found.prediction.fits(limit)
     assert found.command == setup.command()
     assert [name for name, _ in found.bars] == ["this setup"]
-
-
-@given(st.integers(0, 500), st.integers(1, 50), st.integers(0, 300), st.integers(0, 40), st.integers(1, 2000))
-def test_the_largest_batch_fits_and_one_more_does_not(
-    static: int, slope: int, bend: int, steeper: int, limit: int
-) -> None:
-    def size(setup: Setup) -> int:
-        return static + slope * setup.batch + steeper * max(0, setup.batch - bend)
-
-    found = largest_batch(Setup("tiny"), limit, predicting(size))
-    assert found == 0 or size(replace(Setup("tiny"), batch=found)) <= limit
-    assert size(replace(Setup("tiny"), batch=found + 1)) > limit
-
-
-@given(
-    st.integers(0, 10**9), st.integers(0, 10**6), st.integers(0, 10**6), st.integers(0, 10**6), st.integers(1, 10**12)
-)
-def test_the_largest_batch_takes_few_predictions(static: int, slope: int, bend: int, steeper: int, limit: int) -> None:
-    asked: list[int] = []
-
-    def size(setup: Setup) -> int:
-        asked.append(setup.batch)
-        return static + slope * setup.batch + steeper * max(0, setup.batch - bend)
-
-    largest_batch(Setup("tiny"), limit, predicting(size))
-    # Bisection alone takes 20; two of three may go to lines that meet far from the bend.
-    assert len(asked) <= 60
 
 
 def test_an_alternative_changes_one_option() -> None:

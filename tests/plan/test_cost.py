@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from liger_train.plan.cost import sentence
+from liger_train.runs import command
 from liger_train.setup import Setup
-from liger_train.train import command
 
 SETUP = Setup("tiny", 1, command.LONG, checkpoint="offload", mlp="tiled")
 GIB = 1 << 30
@@ -32,8 +32,8 @@ def test_of_another_gpu_it_names_the_peak_alone() -> None:
 def test_a_run_that_does_not_fit_is_sent_to_the_plan() -> None:
     found = sentence(replace(SETUP, memory_limit=32 << 20), "NVIDIA A100", 80 * GIB)
     assert found.endswith(
-        "of 32 MiB, which does not fit; `liger plan` with the same options and --memory-limit 32MiB looks for what "
-        "does."
+        "of 32 MiB, which does not fit; `liger plan` with the same options and --memory-limit 32MiB finds a "
+        "setup that does."
     )
 
 

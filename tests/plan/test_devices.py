@@ -10,7 +10,7 @@ import torch
 
 from liger_core import swiglu
 from liger_core.plugins import registry
-from liger_train.plan.devices import standing_in
+from liger_train.plan.devices import choosing_as_on
 
 X = torch.randn(4, 8)
 BACKEND = """
@@ -30,7 +30,7 @@ Install = Callable[[str, str], Path]
 
 def test_cpu_tensors_stand_in_for_those_of_a_gpu(install: Install) -> None:
     install("third", BACKEND.replace("OPTIONS", "supports_fake_tensors=True"))
-    with standing_in("cuda", "cpu") as backends:
+    with choosing_as_on("cuda", "cpu") as backends:
         assert backends[-1] == "third"
         assert torch.equal(swiglu(X, X), swiglu.reference(X, X) + 1)
     assert torch.equal(swiglu(X, X), swiglu.reference(X, X))
@@ -40,11 +40,11 @@ def test_what_stands_in_need_not_be_able_to_run(install: Install) -> None:
     """Where there is no GPU, Triton's backend is unavailable, but what it would allocate is known."""
     install("third", BACKEND.replace("OPTIONS", "unavailable=lambda: 'broken', supports_fake_tensors=True"))
     assert "third" in registry().unavailable
-    with standing_in("cuda", "cpu"):
+    with choosing_as_on("cuda", "cpu"):
         assert torch.equal(swiglu(X, X), swiglu.reference(X, X) + 1)
 
 
 def test_a_backend_without_fake_tensors_does_not_stand_in(install: Install) -> None:
     install("third", BACKEND.replace("OPTIONS", "supports_fake_tensors=False"))
-    with standing_in("cuda", "cpu") as backends:
+    with choosing_as_on("cuda", "cpu") as backends:
         assert "third" not in backends

@@ -14,10 +14,11 @@ from liger_train.plan.estimate import Rates, estimate
 from liger_train.setup import Setup
 
 RATES = Rates(matmul=750e12, memory=4.2e12, attention=375e12, links=350e9, hosts=45e9)
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-21-h200-training-runs" / "train.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+STEPS = RESULTS / "2026-11-23-h200-steps" / "step.json"
 TRAINED = [
     row
-    for row in json.loads(RESULTS.read_text())
+    for row in json.loads((RESULTS / "2026-11-21-h200-training-runs" / "train.json").read_text())
     if (row["model"], row["batch"], row["checkpoint"]) == ("llama-3-8b", 32, "full") and row["liger"] in ("none", "all")
 ]
 ONE = Setup("llama-3.2-1b", 4, 1024)
@@ -42,6 +43,15 @@ def test_a_step_of_an_8b_model_takes_about_what_was_measured_and_liger_as_much_l
     assert estimated["none"] / estimated["all"] == pytest.approx(measured["none"] / measured["all"], rel=0.1)
 
 
+def test_adapted_layers_count_the_matmuls_with_their_frozen_weights() -> None:
+    (measured,) = (
+        row["tokens_per_second"] for row in json.loads(STEPS.read_text()) if row["implementation"] == "liger"
+    )
+    setup = Setup("llama-3-8b", 16, 2048, adapter="lora")
+    found = estimate(setup, RATES, 41_943_040, 8_072_204_288).seconds
+    assert found == pytest.approx(16 * 2048 / measured, rel=0.2)
+
+
 def test_tensor_parallelism_shares_the_matmuls_and_adds_its_collectives() -> None:
     one, two = (estimate(replace(ONE, ranks=tp, tp=tp), RATES, WEIGHTS) for tp in (1, 2))
     assert one.tensor == one.sharding == 0
@@ -54,9 +64,13 @@ def test_tensor_parallelism_shares_the_matmuls_and_adds_its_collectives() -> Non
 
 
 def test_fsdp2_counts_only_where_it_takes_longer_than_the_step() -> None:
-    near, far = (estimate(replace(ONE, ranks=ranks, shard="fsdp2"), RATES, WEIGHTS) for ranks in (8, 16))
+    near, far = (
+        estimate(replace(ONE, ranks=16, shard="fsdp2"), replace(RATES, hosts=rate), WEIGHTS) for rate in (45e9, 2e9)
+    )
     assert near.seconds == near.operations
-    assert far.seconds == far.sharding == pytest.approx(8 * WEIGHTS * 15 / 16 / RATES.hosts)
+    # The embedding, which is the head, is gathered once. Half of all crosses the network, over eight adapters.
+    once = 2 * (128_256 + 1) * 2048
+    assert far.seconds == far.sharding == pytest.approx((8 * WEIGHTS - once) / 2 / 8 / 2e9)
 
 
 def test_recomputing_half_of_the_layers_takes_half_of_the_time_that_recomputing_all_adds() -> None:

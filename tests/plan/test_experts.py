@@ -16,7 +16,7 @@ from hf.tiny_configs import TYPES, VOCABULARY, tiny_config
 from liger_core.errors import OptionError
 from liger_train.plan.devices import replace as replaced
 from liger_train.plan.step import predict
-from liger_train.train.data import _trained
+from liger_train.runs.data import _train_tokenizer
 from plan.measuring import measured_bytes, tiny
 
 # The number of tokens that their attention selects is a value, which fake tensors do not have.
@@ -44,7 +44,7 @@ def test_mixed_precision_can_be_planned_for_every_model_with_experts(model_type:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_prediction_for_experts_is_the_peak_of_the_trainer(precision: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(tiny_config("mixtral")).save_pretrained(tmp_path)
-    _trained(["some text"], VOCABULARY).save_pretrained(tmp_path)
+    _train_tokenizer(["some text"], VOCABULARY).save_pretrained(tmp_path)
     setup = replace(tiny(precision=precision), model=str(tmp_path))
     assert predict(setup).peak_bytes == pytest.approx(measured_bytes(setup), rel=0.02)
 

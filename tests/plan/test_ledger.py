@@ -51,13 +51,13 @@ def test_a_label_that_comes_late_holds_from_the_beginning() -> None:
     with FakeTensorMode(), ledger:
         x = floats(KiB)
         y = floats(KiB)
-        ledger.note(y, GRADIENTS)
+        ledger.record(y, GRADIENTS)
     assert ledger.peak().held == {OTHER: 4 * KiB, GRADIENTS: 4 * KiB}
     assert x.shape == y.shape
 
 
 def test_what_an_operation_holds_inside_counts_while_it_runs() -> None:
-    ledger = Ledger(scratch=lambda func, args, kwargs: 8 * KiB if func is torch.ops.aten.mul.Tensor else 0)
+    ledger = Ledger(workspace=lambda func, args, kwargs: 8 * KiB if func is torch.ops.aten.mul.Tensor else 0)
     with FakeTensorMode(), ledger:
         x = floats(KiB)
         y = x * x
@@ -69,7 +69,7 @@ def test_what_moves_away_is_held_no_longer() -> None:
     ledger = Ledger()
     with FakeTensorMode(), ledger:
         x = floats(KiB)
-        ledger.note(x, WEIGHTS)
+        ledger.record(x, WEIGHTS)
         ledger.move(x, 3 * KiB)
         ledger.begin()
         del x
@@ -88,7 +88,7 @@ def test_the_ledger_agrees_with_torchs_own_tracker() -> None:
         model.zero_grad()
         with mode, watch:
             for tensor in (*model.parameters(), x) if watch is ledger else ():
-                ledger.note(tensor)
+                ledger.record(tensor)
             model(x).square().sum().backward()
     assert ledger.peak().total == pytest.approx(
         theirs.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"], rel=0.001

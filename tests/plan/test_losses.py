@@ -51,10 +51,11 @@ def test_a_plan_counts_the_memory_of_a_loss(
     # On a CPU that multiplies matrices of bfloat16 itself, oneDNN copies them into buffers of its own first.
     with torch.backends.mkldnn.flags(enabled=False):
         measured = peak_bytes(partial(step, loss, inputs(needs)), CPU, collect=False)
-    ledger = Ledger(partial(devices.replace, "cpu"), partial(devices.scratch, "cpu"))
-    with FakeTensorMode(), devices.as_on("cpu"):
+    ledger = Ledger(partial(devices.replace, "cpu"), partial(devices.workspace, "cpu"))
+    with FakeTensorMode(), devices.emulating("cpu"):
         given = inputs(needs)
-        ledger.label(given, WEIGHTS)
+        for tensor in given:
+            ledger.record(tensor, WEIGHTS)
         with ledger:
             ledger.begin()
             step(loss, given)

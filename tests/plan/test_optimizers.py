@@ -11,8 +11,8 @@ from torch import nn
 
 from liger_bench.memory import held_bytes
 from liger_train.plan.optimizers import OPTIMIZERS, weights_of
+from liger_train.runs.arguments import training_arguments
 from liger_train.techniques import TECHNIQUES
-from liger_train.train.arguments import training_arguments
 from plan.measuring import tiny
 
 # Compiled for minutes, for a GPU, or without a state that could be looked at.

@@ -20,8 +20,8 @@ from liger_train.options import GROUPS
 from liger_train.plan import command as plan_command
 from liger_train.plugin import liger_commands
 from liger_train.row import row_of
+from liger_train.runs import command as train_command
 from liger_train.setup import Setup
-from liger_train.train import command as train_command
 from liger_verify.plugin import liger_commands as verify_commands
 
 WHERE = dict.fromkeys(("machine", "versions", "commit", "date"), "")
@@ -56,6 +56,7 @@ LINES = {
     "shard": "--shard fsdp2",
     "tp": "--tp 1",
     "cp": "--cp 1",
+    "replicate": "--replicate 1",
     "offload": "--shard fsdp2 --offload parameters",
     "nvme_folder": "--shard zero3 --offload nvme --nvme-folder on/the/other/machine",
     "output": "--output model",
@@ -95,13 +96,14 @@ def test_every_option_of_train_is_one_of_plan_with_the_same_help_and_default() -
     group, names, meaning = train.pop("model")
     assert plan.pop("model") == (group, names, meaning.removesuffix("  [required]"))
     assert {name: plan[name] for name in train} == train
-    assert plan.keys() - train.keys() == {"techniques", "compare"}
+    assert plan.keys() - train.keys() == {"techniques", "compare", "serve", "nodes", "links", "network"}
 
 
 def test_options_that_verify_has_too_mean_the_same() -> None:
     train, verify = options_of("train"), options_of("verify")
     for name in ("sequence", "accumulation", "tp", "cp"):
-        assert verify[name][2].partition("  [")[0] == train[name][2].partition("  [")[0]
+        # Some are of a plan also auto.
+        assert train[name][2].partition("  [")[0].startswith(verify[name][2].partition("  [")[0].rstrip("."))
 
 
 def test_every_option_is_in_a_group_of_the_help() -> None:
@@ -122,7 +124,7 @@ def setups(monkeypatch: pytest.MonkeyPatch) -> list[Setup]:
     def swept(setup: Setup, *more: Any, **others: Any) -> None:
         seen.append(setup)
 
-    monkeypatch.setattr(train_command, "_trained", trained)
+    monkeypatch.setattr(train_command, "_train", trained)
     monkeypatch.setattr(train_command, "sweep", swept)
     # Neither packages nor the text need be here. A plan is checked as always.
     monkeypatch.setattr(techniques, "check", lambda setup: None)
@@ -185,7 +187,8 @@ def test_what_both_commands_read_names_neither_in_its_errors() -> None:
     assert str(errors.SetupError("--batch must be 1")) == "train: --batch must be 1"
 
 
-def test_another_number_of_ranks_than_those_that_run_is_an_error_that_says_how() -> None:
+def test_another_number_of_ranks_than_those_that_run_is_an_error_that_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(OptionError, match="got 4; run it under torchrun --nproc-per-node 4 -m liger_core train"):
         run("train", "--device cpu --ranks 4")
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of tensor and context parallelism: the shards that Transformers makes, and the memory that two ranks take on
-the CPU."""
+"""Plans of data, tensor and context parallelism: the shards that Transformers makes, and the memory that two ranks
+take on the CPU."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ from plan.measuring import measured_bytes, tiny
 
 # FSDP2 last: accelerate remembers it in the environment.
 SETUPS: dict[str, dict[str, Any]] = {
+    "dp, plain": {"liger": "none", "checkpoint": "full"},
+    "dp, with Liger": {"checkpoint": "full"},
+    "dp, with Liger and micro-batches": {"accumulation": 3},
+    "dp, with Liger and adapters": {"adapter": "lora", "checkpoint": "full"},
     "tp, plain": {"tp": 2, "liger": "none"},
     "tp, all but the loss": {"tp": 2, "liger": "all-but-loss"},
     "tp, plain, mixed precision": {"tp": 2, "liger": "none", "precision": "bf16"},
@@ -107,7 +111,5 @@ def test_only_the_fused_loss_leaves_the_logits_of_other_ranks_to_them() -> None:
 
 
 def test_tensor_parallelism_without_a_plan_of_linear_layers_cannot_be_planned() -> None:
-    with pytest.raises(
-        OptionError, match="plan: --tp needs a model whose tensor-parallel plan shards linear layers alone"
-    ):
+    with pytest.raises(OptionError, match="plan: --tp needs a model whose tp_plan shards linear layers alone"):
         parallel.shard(make("mixtral"), Setup("mixtral", tp=2, ranks=2))

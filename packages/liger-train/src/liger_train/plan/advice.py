@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predict the savings of each technique, and find the first setup of the checklist and the largest batch that fit."""
+"""Predict the savings of each technique, and find the first setup of the checklist that fits."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from typing import Any
 
 from liger_core.errors import LigerError
+from liger_hf.four_bits import routers
+from liger_train.adapters import adaptable, last_parts
 from liger_train.combinations import ZERO
 from liger_train.implementations import PEER
-from liger_train.plan.step import Prediction, predict
-from liger_train.setup import Setup
+from liger_train.plan.step import Prediction, on_meta, predict
+from liger_train.setup import ALL_LINEAR, Setup
 from liger_train.technique import Technique
 from liger_train.techniques import LIST, NUMBER, TECHNIQUES, check_techniques
 
 Predict = Callable[[Setup], Prediction]
 # These depend on free memory, on the user, on the machine or on another library.
 NO_ALTERNATIVE = ("auto", NUMBER, LIST, "nvme", PEER)
-MESH = ("tp", "cp")
+MESH = ("tp", "cp", "replicate")
 # What has no prediction of its own.
 UNPREDICTED = ("compile",)
 
@@ -44,10 +48,23 @@ class Item:
     prediction: Prediction | None
     problem: str = ""
 
+    @property
+    def speed(self) -> str:
+        """The measured speed with the technique, as a multiple of the speed without it."""
+        rows = [(row["run"], *row["tokens_per_second"]) for row in SPEEDS.get(self.title, ())]
+        return "; ".join(f"{after / before:.2f} × ({run})" for run, before, after in rows)
 
-# Cheapest first: the first two make a step faster, the last ones wait for the host or a disk. Offloading takes AdamW,
-# which then runs on the CPU.
-CHECKLIST: tuple[tuple[str, dict[str, Any]], ...] = (
+    @property
+    def costs(self) -> str:
+        techniques = [TECHNIQUES[option][value] for option, value in self.changes.items() if option in TECHNIQUES]
+        return "; ".join(technique.costs for technique in techniques if technique.costs != "nothing")
+
+
+SPEEDS: dict[str, Any] = tomllib.loads((files("liger_train.plan") / "speeds.toml").read_text())
+Step = tuple[str, dict[str, Any]]
+# Cheapest first: the first two make a step faster, the last ones wait for the host or a disk. Offloading checkpoints is
+# free, but needs them. Offloading takes AdamW, which then runs on the CPU.
+KEEPING_ADAPTERS: tuple[Step, ...] = (
     ("Liger", {"liger": "all"}),
     ("mixed precision", {"precision": "bf16"}),
     ("ZeRO stage 2", {"shard": "zero2"}),
@@ -55,6 +72,9 @@ CHECKLIST: tuple[tuple[str, dict[str, Any]], ...] = (
     ("gradient checkpointing", {"checkpoint": "full"}),
     ("tiled MLPs", {"mlp": "tiled"}),
     ("offload checkpoints", {"checkpoint": "offload"}),
+)
+CHECKLIST: tuple[Step, ...] = (
+    *KEEPING_ADAPTERS,
     ("ZeRO stage 3", {"shard": "zero3"}),
     ("GaLore", {"optimizer": "galore"}),
     ("offload the optimizer", {"optimizer": "adamw", "offload": "optimizer"}),
@@ -108,7 +128,7 @@ def checklist(setup: Setup, limit: int, foresee: Predict = predict) -> Iterator[
     now = replace(setup, **(BARE if setup.adapter == "none" else BARE | {"precision": setup.precision}))
     prediction = foresee(now)
     yield Item("no technique", {}, prediction)
-    for title, changes in CHECKLIST:
+    for title, changes in (*KEEPING_ADAPTERS, *_of_adapters(setup), *CHECKLIST[len(KEEPING_ADAPTERS) :]):
         if prediction.fits(limit):
             return
         if any(_stays_where_it_is(setup, option, value) for option, value in changes.items()):
@@ -136,37 +156,19 @@ def checklist(setup: Setup, limit: int, foresee: Predict = predict) -> Iterator[
         yield Item(title, changes | more, prediction)
 
 
+def _of_adapters(setup: Setup) -> Iterator[Step]:
+    """Yield what makes adapters take less memory: a frozen model in 4 bits and, since it trains less, after that,
+    experts without adapters."""
+    if setup.adapter == "lora":
+        yield "weights in 4 bits", {"adapter": "qlora"}
+    if setup.adapter != "none" and setup.adapter_targets == ALL_LINEAR:
+        model = on_meta(setup)
+        linear, experts = adaptable(model)
+        names = {*last_parts({*linear} - {*routers(model)})} - {*last_parts(experts)}
+        if experts and names:
+            yield "no adapters on experts", {"adapter_targets": ",".join(sorted(names))}
+
+
 def _stays_where_it_is(setup: Setup, option: str, value: str) -> bool:
     """Whether a technique would offload to the host in a run on the CPU, where everything is already."""
     return setup.device == "cpu" and ("offload" in (option, value) or value.startswith("paged"))
-
-
-def largest_batch(setup: Setup, limit: int, foresee: Predict = predict) -> int:
-    """Return the largest micro-batch that fits, in sequences; 0 if not even one fits.
-
-    Memory grows piecewise linearly with the batch, and never more slowly for larger batches.
-    """
-    low, high, batch = 0, LARGEST_BATCH + 1, 1
-    sizes: dict[int, int] = {}
-    # Between low and high, after each prediction.
-    widths: list[int] = []
-    while high - low > 1:
-        sizes[batch] = foresee(replace(setup, batch=batch)).peak_bytes
-        if sizes[batch] <= limit:
-            # On along the line through the last two that fit, memory passes the limit here, or before.
-            slope = (sizes[batch] - sizes[low]) / (batch - low) if low else 0
-            guess = batch + int((limit - sizes[batch]) / slope) + 1 if slope else 2 * batch
-            low = batch
-        else:
-            # Below the line between the two, memory still fits here.
-            high = batch
-            guess = low + (limit - sizes[low]) * (high - low) // (sizes[high] - sizes[low]) if low else 0
-        widths.append(high - low)
-        if high in sizes and len(widths) > 2 and widths[-1] > widths[-3] // 2:
-            # The lines meet far from where memory bends.
-            guess = (low + high) // 2
-        batch = min(max(guess, low + 1), high - 1)
-    return low
-
-
-LARGEST_BATCH = 1 << 20

@@ -16,19 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from liger_bench.printing import size, unit_of
-from liger_train.plan.ledger import ACTIVATIONS, CATEGORIES, CHECKPOINTS, GRADIENTS, LOGITS, OPTIMIZER, OTHER, WEIGHTS
+from liger_train.plan.ledger import CATEGORIES, COLORS
 from liger_train.plan.step import Prediction
 
-# Distinguishable with any kind of color vision (Okabe and Ito 2008).
-COLORS = {
-    WEIGHTS: "#0072b2",
-    GRADIENTS: "#56b4e9",
-    OPTIMIZER: "#009e73",
-    CHECKPOINTS: "#f0e442",
-    ACTIVATIONS: "#e69f00",
-    LOGITS: "#d55e00",
-    OTHER: "#999999",
-}
 WIDTH = 48
 
 # A name and its prediction.

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import shlex
+from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,10 +18,11 @@ from typer import Option
 from liger_bench.progress import progress_bar
 from liger_bench.writable import check_folder
 from liger_core.errors import OptionError
+from liger_core.tables import output
 from liger_train import ranks
-from liger_train.cells import cells, strategies_of, swept
 from liger_train.options import RunOptions, setup_of, takes_options
-from liger_train.setup import AUTO, DEFAULTS, Setup
+from liger_train.setup import AUTO, AUTO_OPTIONS, DEFAULTS, Setup
+from liger_train.sweep_runs import setups_of, strategies_of, swept_values
 from liger_train.techniques import check
 
 PANEL = "Plan"
@@ -27,12 +30,10 @@ PANEL = "Plan"
 
 @takes_options(optional="model")
 def plan(
-    words: dict[str, Any],
+    values: dict[str, Any],
     options: RunOptions,
     *,
-    techniques: Annotated[
-        bool, Option(help="Also predict what each other technique would save.", rich_help_panel=PANEL)
-    ] = True,
+    techniques: Annotated[bool, Option(help="Also predict what other techniques save.", rich_help_panel=PANEL)] = True,
     compare: Annotated[
         list[Path] | None,
         Option(
@@ -43,50 +44,79 @@ def plan(
             rich_help_panel=PANEL,
         ),
     ] = None,
+    nodes: Annotated[
+        int | None, Option(min=1, help="Machines of --ranks. Default: one for each 8 ranks.", rich_help_panel=PANEL)
+    ] = None,
+    links: Annotated[
+        float, Option(min=1, help="GB/s that a GPU receives from GPUs of its machine.", rich_help_panel=PANEL)
+    ] = 450.0,
+    network: Annotated[
+        float, Option(min=1, help="GB/s that a GPU receives from other machines.", rich_help_panel=PANEL)
+    ] = 50.0,
+    serve: Annotated[
+        bool, Option("--serve", help="Show a page that answers for any method and batch.", rich_help_panel=PANEL)
+    ] = False,
 ) -> None:
     """Predict the peak memory of a training run before anything is allocated, and find a setup that fits.
 
-    A model of fake tensors takes one step. The options are those of `liger train`; those that do not affect memory have
-    no effect. Exit code 1 if the setup does not fit, even if one that does was found, if no run of a sweep fits, or
-    if --compare finds a prediction that is more than 10 % off or wrong about whether a run fits.
+    A model of fake tensors takes one step. The options are those of `liger train`; options that do not affect memory
+    have no effect. Exit code 1 if the setup does not fit, even if another one does; if no run of a sweep fits; or if
+    --compare finds a prediction that is more than 10 % off, or wrong about whether a run fits.
     """
-    if (words["model"] is None) == (not compare):
+    if (values["model"] is None) == (not compare):
         raise OptionError("plan: give either --model or --compare")
     if not ranks.first():
         return
-    device = "cuda" if words["device"] == AUTO else words["device"]
+    device = "cuda" if values["device"] == AUTO else values["device"]
     if device not in DEFAULTS:
         raise OptionError(f"plan: --device must be auto, cpu or cuda, got {device!r}")
     if compare:
-        _compare(compare, options.out, options.as_json, words["trust_remote_code"])
+        _compare(compare, options.out, options.as_json, values["trust_remote_code"])
         return
-    setup = setup_of(words, 1, device=device, ranks=max(ranks.count(), words["tp"] * words["cp"]))
-    limit = setup.memory_limit or _memory_here(device)
-    if words["batch"] == AUTO and limit is None:
-        none = "--device cpu has none" if device == "cpu" else "this machine has no GPU"
+    auto = [name for name in AUTO_OPTIONS if values[name] == AUTO]
+    shared = values["tp"] * values["cp"]
+    smallest = {"ranks": shared, "sequence": Setup.sequence, "batch": 1}
+    setup = setup_of(values, smallest, device=device, ranks=max(ranks.count(), shared))
+    limit = setup.memory_limit
+    if limit is None and device == "cuda" and torch.cuda.is_available():
+        limit = int(torch.cuda.get_device_properties(0).total_memory)
+    if auto and limit is None:
+        reason = "--device cpu has none" if device == "cpu" else "this machine has no GPU"
         raise OptionError(
-            f"plan: --batch auto needs a limit to stay within, and {none}; give, for instance, --memory-limit 24GiB"
+            f"plan: --{auto[-1]} auto needs a limit, and {reason}; give, for instance, --memory-limit 24GiB"
         )
     if device == "cpu":
-        # For `liger train` it would be that of a GPU.
+        # On the CPU, the limit is only for this plan: `liger train` supports it on GPUs only.
         setup = replace(setup, memory_limit=None)
     if options.sweeping:
-        _plan_sweep(setup, limit, options)
+        _plan_sweep(setup, limit, auto, options)
         return
     check(setup, here=False)
+    if serve:
+        _serve(setup)
+        return
     if options.out is not None:
         check_folder("plan: --out", options.out)
-    _plan(setup, limit, words["batch"] == AUTO, techniques, options.out, options.as_json)
+    if nodes and ("ranks" in auto or setup.ranks % nodes):
+        count = AUTO if "ranks" in auto else setup.ranks
+        raise OptionError(f"plan: --nodes must divide the number of ranks, got {nodes} and {count} ranks")
+    rates = {"links": links * 1e9, "hosts": network * 1e9} | ({"per_host": setup.ranks // nodes} if nodes else {})
+    _plan(setup, limit, auto, techniques, options, rates)
 
 
-def _plan(setup: Setup, limit: int | None, fill: bool, techniques: bool, out: Path | None, as_json: bool) -> None:
+def _plan(
+    setup: Setup, limit: int | None, auto: list[str], techniques: bool, options: RunOptions, rates: dict[str, Any]
+) -> None:
+    out, as_json = options.out, options.as_json
     with progress_bar() as bar:
         task = bar.add_task("loading Transformers", total=None)
         from liger_train.plan.chart import picture
-        from liger_train.plan.planning import planned
+        from liger_train.plan.cost import RATES
+        from liger_train.plan.planning import make_plan
         from liger_train.plan.tables import print_plan
 
-        plan = planned(setup, limit, techniques, fill, lambda doing: bar.update(task, description=doing))
+        all_rates = replace(RATES["H200"], **rates)
+        plan = make_plan(setup, limit, techniques, auto, all_rates, lambda doing: bar.update(task, description=doing))
     if out is not None:
         (out / "plan.json").write_text(json.dumps(plan.columns(), indent=1) + "\n")
         setup = plan.prediction.setup
@@ -96,45 +126,55 @@ def _plan(setup: Setup, limit: int | None, fill: bool, techniques: bool, out: Pa
         raise typer.Exit(1)
 
 
-def _plan_sweep(setup: Setup, limit: int | None, options: RunOptions) -> None:
+def _serve(setup: Setup) -> None:
+    """Serve the page until the command is interrupted; it asks for each combination that it shows."""
+    with progress_bar() as bar:
+        bar.add_task("loading Transformers", total=None)
+        from liger_train.plan.fit import curve_of_config, page, server
+
+    whole = page({setup.model: {}}, served=True)
+    with server(whole, partial(curve_of_config, setup)) as served, suppress(KeyboardInterrupt):
+        output().print(f"http://127.0.0.1:{served.server_port} shows the page until you press Ctrl+C.")
+        served.serve_forever()
+
+
+def _plan_sweep(setup: Setup, limit: int | None, auto: list[str], options: RunOptions) -> None:
     """Predict the peak of every run of a sweep."""
-    varied = swept(options.sweeps or [])
-    setups = cells(setup, varied, strategies_of(options.strategies, varied))
+    varied = swept_values(options.sweeps or [])
+    setups = setups_of(setup, varied, strategies_of(options.strategies, varied))
     for each in setups:
         check(each, here=False)
     if options.out is not None:
         check_folder("plan: --out", options.out)
     with progress_bar() as bar:
         task = bar.add_task("predicting", total=len(setups))
+        from liger_train.plan.auto_checkpoint import predict_end
+        from liger_train.plan.search import answered
         from liger_train.plan.step import predict
         from liger_train.plan.tables import print_sweep
 
         predictions = []
         for each in setups:
-            predictions.append(predict(each))
+            within = each.memory_limit or limit
+            if within is not None:
+                each, _ = answered(each, within, {*auto} - {*varied}, predict)
+            predictions.append(predict_end(predict(each), within))
             bar.advance(task)
     limits = [each.memory_limit or limit for each in setups]
-    fits = [None if most is None else each.fits(most) for each, most in zip(predictions, limits, strict=True)]
+    fits = [None if limit is None else each.fits(limit) for each, limit in zip(predictions, limits, strict=True)]
     text = json.dumps({"predictions": [asdict(each) | {"command": each.setup.command()} for each in predictions]})
     if options.out is not None:
         (options.out / "plan.json").write_text(text + "\n")
     if options.as_json:
         print(text)
     else:
-        print_sweep(predictions, list(varied), fits)
+        print_sweep(predictions, list(dict.fromkeys([*varied, *auto])), fits)
     if not any(fit in (True, None) for fit in fits):
         raise typer.Exit(1)
 
 
-def _memory_here(device: str) -> int | None:
-    """Return the memory of the GPU in this machine, if there is one."""
-    if device == "cuda" and torch.cuda.is_available():
-        return int(torch.cuda.get_device_properties(0).total_memory)
-    return None
-
-
 def _compare(results: list[Path], out: Path | None, as_json: bool, trust_remote_code: bool) -> None:
-    from liger_train.plan.comparison import compared, rows_in
+    from liger_train.plan.comparison import compare_rows, rows_in
     from liger_train.plan.tables import compared_page, print_compared, worst
 
     rows = [row for path in results for row in rows_in(path)]
@@ -143,7 +183,7 @@ def _compare(results: list[Path], out: Path | None, as_json: bool, trust_remote_
     with progress_bar() as bar:
         task = bar.add_task("predicting", total=len(rows))
         comparisons = []
-        for comparison in compared(rows, trust_remote_code=trust_remote_code):
+        for comparison in compare_rows(rows, trust_remote_code=trust_remote_code):
             comparisons.append(comparison)
             bar.advance(task)
     if out is not None:

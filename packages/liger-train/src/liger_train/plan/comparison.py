@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted and measured memory: the error for every row, and whether the prediction was right about fitting."""
+"""Compare predicted and measured memory: the error for every row, and whether the prediction of a fit was right."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from liger_core.errors import OptionError
 from liger_hf.presets import preset_name
 from liger_train.implementations import PEER
 from liger_train.plan.advice import Predict
+from liger_train.plan.auto_checkpoint import predict_end
 from liger_train.plan.step import forward_and_backward, predict
 from liger_train.setup import Setup
 
 RESULTS = "train.json"
-# Compiled implementations and those of other libraries are not predicted.
+# Implementation in rows of earlier versions → value of --liger; others are not predicted.
 LIGER = {"hf": "none", "liger": "all"}
-# The largest relative error that passes.
+# The allowed relative error.
 ALLOWED = 0.1
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Predicted and measured peak memory of a rank; measured_bytes is None if the run ran out of memory."""
+    """The predicted and measured peak memory of a rank; measured_bytes is None if the run ran out of memory."""
 
     setup: Setup
     predicted_bytes: int
@@ -40,7 +41,7 @@ class Compared:
 
     @property
     def right(self) -> bool:
-        """Whether the prediction about fitting was right; True if no limit is known."""
+        """Whether the prediction of a fit was right; True if no limit is known."""
         return self.predicted_to_fit is None or self.predicted_to_fit == self.fitted
 
     @property
@@ -60,44 +61,47 @@ class Compared:
 
 
 def rows_in(results: Path) -> list[dict[str, Any]]:
-    """The rows of a file, or of train.json in a folder, whose peak can be predicted: not those of --checkpoint auto or
-    of another library.
+    """Return the rows of a file, or of train.json in a folder, whose peak can be predicted.
+
+    --checkpoint auto without a limit and other libraries cannot be predicted.
 
     Raises OptionError if there are none.
     """
     path = results / RESULTS if results.is_dir() else results
     rows = [row for row in read_json(path) if row.get("peak_bytes") or row.get("out_of_memory")]
-    rows = [row for row in rows if row.get("checkpoint") != "auto" and row.get("liger") != PEER]
+    rows = [row for row in rows if row.get("checkpoint") != "auto" or row.get("memory_limit")]
+    rows = [row for row in rows if row.get("liger") != PEER]
     rows = [row for row in rows if row.get("implementation", "hf") in LIGER]
     if not rows:
-        raise OptionError(
-            f"plan: --compare must name results of `liger train`, but {path} has no rows that can be predicted"
-        )
+        raise OptionError(f"plan: --compare must name results of `liger train`, but no row of {path} can be predicted")
     return rows
 
 
-def compared(
-    rows: Sequence[dict[str, Any]], foresee: Predict = predict, *, trust_remote_code: bool = False
+def compare_rows(
+    rows: Sequence[dict[str, Any]], predict_setup: Predict = predict, *, trust_remote_code: bool = False
 ) -> Iterator[Compared]:
-    """Each row with its prediction. A row alone cannot allow a model's own code to run."""
+    """Yield each row with its prediction; a model's own code runs only if both the row and the caller trust it."""
     for row in rows:
-        setup = _benchmarked(row) if "implementation" in row else _trained(row)
+        setup = _setup_of_benchmark(row) if "implementation" in row else _setup_of_run(row)
         setup = replace(setup, trust_remote_code=setup.trust_remote_code and trust_remote_code)
-        predicted = forward_and_backward(setup) if "implementation" in row else foresee(setup).peak_bytes
+        if "implementation" in row:
+            predicted = forward_and_backward(setup)
+        else:
+            predicted = predict_end(predict_setup(setup), setup.memory_limit).peak_bytes
         fitted = not row["out_of_memory"]
-        # A row has the memory of the device only if it was capped.
-        foreseen = None if setup.memory_limit is None else predicted <= setup.memory_limit
+        # Without a limit, a row does not say how much memory the device has.
+        predicted_to_fit = None if setup.memory_limit is None else predicted <= setup.memory_limit
         measured = row["peak_bytes"] if fitted else None
-        yield Compared(setup, predicted, measured, row.get("peak_reserved_bytes") if fitted else None, foreseen, fitted)
+        reserved = row.get("peak_reserved_bytes") if fitted else None
+        yield Compared(setup, predicted, measured, reserved, predicted_to_fit, fitted)
 
 
-def _trained(row: dict[str, Any]) -> Setup:
+def _setup_of_run(row: dict[str, Any]) -> Setup:
     return Setup(**{field.name: row[field.name] for field in fields(Setup) if field.name in row})
 
 
-def _benchmarked(row: dict[str, Any]) -> Setup:
-    """The setup of a row of model.json, by an earlier version, which checkpointed every layer and kept weights in the
-    dtype of the matmuls."""
+def _setup_of_benchmark(row: dict[str, Any]) -> Setup:
+    """Return the setup of a row in an earlier version's model.json, whose weights had the dtype of matmuls."""
     precision = "fp32" if row["dtype"] == "float32" else "bf16-pure"
     return Setup(
         preset_name(row["model"]),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predict the memory and the time of a run on one GPU before it starts, in a sentence."""
+"""A sentence with the predicted memory and time of a run on one GPU, printed before it starts."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from liger_train.plan.estimate import Rates, estimate
 from liger_train.plan.step import predict
 from liger_train.setup import Setup
 
-# By a part of the GPU's name: matmuls and memory as `liger bench` measured them. A collective needs more than one GPU.
-RATES = {"H200": Rates(matmul=750e12, memory=4.2e12, attention=375e12, links=1, hosts=1)}
+# Part of a GPU's name → rates, with matmul and memory as `liger bench` measured them. One GPU has no collectives. The
+# attention of an H100 is that of an H200, in proportion to their matmuls.
+RATES = {
+    "H100": Rates(matmul=700e12, memory=3.0e12, attention=350e12, links=1, hosts=1),
+    "H200": Rates(matmul=750e12, memory=4.2e12, attention=375e12, links=1, hosts=1),
+}
 
 
-def sentence(setup: Setup, name: str, has: int) -> str | None:
-    """Predicted peak, and time where the rates of this GPU are known; None for a model that has no plan.
+def sentence(setup: Setup, name: str, memory: int) -> str | None:
+    """Return the predicted peak, and the time if this GPU's rates are known; None for a model that cannot be planned.
 
-    name, has  the name of the GPU, and its memory in bytes
+    name, memory  the name of the GPU, and its memory in bytes
     """
     try:
         prediction = predict(setup)
     except OptionError:
         return None
-    limit = min(has, setup.memory_limit or has)
+    limit = min(memory, setup.memory_limit or memory)
     words = f"Predicted: a peak of {size(prediction.peak_bytes)} of {size(limit)}"
     rates = next((rates for gpu, rates in RATES.items() if gpu in name), None)
     if rates is not None:
@@ -33,5 +37,5 @@ def sentence(setup: Setup, name: str, has: int) -> str | None:
         return words + "."
     return (
         f"{words}, which does not fit; `liger plan` with the same options and --memory-limit "
-        f"{size(limit).replace(' ', '')} looks for what does."
+        f"{size(limit).replace(' ', '')} finds a setup that does."
     )

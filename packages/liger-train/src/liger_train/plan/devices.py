@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The differences in memory between a step on its device and on the fake CPU tensors of a plan.
+"""Emulate a device on the fake CPU tensors of a plan.
 
 PyTorch without CUDA cannot run a backward pass over fake CUDA tensors, so plans use fake CPU tensors everywhere. This
-file has the differences: the implementations of Liger's ops, the workspaces of kernels, and the memory that libraries
-reserve.
+module makes up for the differences: the implementations of Liger's ops, the workspaces of kernels, and the memory that
+libraries reserve.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from liger_core.kernels import KERNELS, Kernel
 from liger_core.plugins import registry
 from liger_core.private_names import replacing
 from liger_core.private_torch import (
+    attention_of_cpus,
     graph_task,
     storage_id,
     storage_uses,
@@ -31,53 +32,52 @@ from liger_core.selection import Link, in_turn, ranked, settle
 from liger_hf.private_transformers import without_packing
 from liger_hf.rules.head.causal_loss import CHUNK_ELEMENTS
 
-# cuBLAS has a workspace of 32 MiB on a Hopper GPU for each thread that calls it: the main thread and that of autograd.
+# Bytes of cuBLAS workspaces: 32 MiB on a Hopper GPU for each calling thread, the main thread and autograd's.
 WORKSPACES = {"cuda": 2 * (32 << 20), "cpu": 0}
 
 NO_KERNELS = (
-    "No backend for GPUs could be loaded, so that Liger's ops are planned as their references, which keep more; pip "
+    "No backend for GPUs could be loaded, so Liger's ops are planned by their references, which keep more memory; pip "
     "install liger-triton."
 )
 
 
 @contextmanager
-def as_on(device: str, *, written_out: bool = False, packed: bool = False) -> Iterator[list[str]]:
-    """Within this context, fake CPU tensors take the code paths of a device; yields notes on those that are
-    unavailable.
+def emulating(device: str, *, written_out: bool = False, packed: bool = False) -> Iterator[list[str]]:
+    """Make fake CPU tensors take the code paths of a device; yield notes on paths that are unavailable.
 
     written_out  no fused attention supports the tensors, so attention scores are materialized
-    packed       sequences hold several documents, so attention has a mask
+    packed       sequences contain several documents, so attention has a mask
     """
     notes: list[str] = []
     with ExitStack() as stack:
         if written_out:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if device != "cpu":
-            if stack.enter_context(standing_in(device, "cpu"))[-1] == "reference":
+            if stack.enter_context(choosing_as_on(device, "cpu"))[-1] == "reference":
                 notes.append(NO_KERNELS)
-            # Tensors on the CPU get the chunks that those on every other device get.
+            # Use the chunk size of other devices, not of the CPU.
             stack.callback(CHUNK_ELEMENTS.update, dict(CHUNK_ELEMENTS))
             CHUNK_ELEMENTS.clear()
             if not written_out:
                 stack.enter_context(replacing(functional, "scaled_dot_product_attention", _fused_attention))
         if not packed:
-            # Transformers builds a mask if it cannot check whether a row packs several texts.
+            # Transformers makes a mask if it cannot read whether a row packs several texts.
             stack.enter_context(without_packing())
         yield notes
 
 
 @contextmanager
-def standing_in(device: str, fake_device: str) -> Iterator[list[str]]:
-    """Make ops on fake tensors of `fake_device` choose as they would on `device`, whether or not that can run here.
+def choosing_as_on(device: str, fake_device: str) -> Iterator[list[str]]:
+    """Make ops choose on fake tensors of `fake_device` as on `device`, even if that cannot run here.
 
-    Yields the names of the backends that could be loaded and support fake tensors, the preferred one last.
+    Yields the names of the loaded backends that support fake tensors, the preferred one last.
     """
     settle()
     installed = registry()
-    before = {op: op.choice for op in installed.ops.values()}
+    choices = {op: op.choice for op in installed.ops.values()}
     loaded: list[str] = []
-    links: dict[Any, list[Link]] = {op: [] for op in before}
-    # Nothing runs here, so that it does not matter whether `auto` would take a backend.
+    links: dict[Any, list[Link]] = {op: [] for op in choices}
+    # Nothing runs, so it does not matter whether `auto` would choose a backend.
     for backend in sorted(installed.backends.values(), key=lambda backend: backend.priority):
         if device in backend.device_types and backend.supports_fake_tensors:
             with suppress(Exception):
@@ -86,70 +86,77 @@ def standing_in(device: str, fake_device: str) -> Iterator[list[str]]:
                         0, Link(backend.name, implementation.function, implementation.function)
                     )
                 loaded.append(backend.name)
-    for op, tried in links.items():
-        op.choice = in_turn(op, {**ranked(installed, op), fake_device: tried})
+    for op, op_links in links.items():
+        op.choice = in_turn(op, {**ranked(installed, op), fake_device: op_links})
     try:
         yield loaded
     finally:
-        for op, choice in before.items():
+        for op, choice in choices.items():
             op.choice = choice
 
 
 def attention_is_written_out(device: str, dtype: torch.dtype, config: Any) -> bool:
-    """On a GPU only FlashAttention supports grouped queries, and it does not support float32
-    (scaled_dot_product_attention, enable_gqa)."""
+    """Return whether attention scores are materialized.
+
+    On a GPU, only FlashAttention supports grouped queries (enable_gqa of scaled_dot_product_attention), and it does not
+    support float32.
+    """
     layers = config.per_layer_config if config.is_heterogeneous else [config]
-    shared = any(
+    has_grouped_queries = any(
         getattr(c, "num_key_value_heads", None) not in (None, getattr(c, "num_attention_heads", None)) for c in layers
     )
-    return device == "cuda" and dtype == torch.float32 and shared
+    return device == "cuda" and dtype == torch.float32 and has_grouped_queries
 
 
 def replace(device: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The results of Liger's kernels and of what fake tensors do differently from the device; NotImplemented for
-    everything else."""
+    """Return the results of Liger's kernels, and of ops that differ on fake CPU tensors; else NotImplemented."""
     kernel = KERNELS.get(func)
     if kernel is None:
         if func is torch.ops.aten.rand.default and not args[0]:
-            # A constant, which a model may read: OPT, BART and others draw a number to drop a layer.
+            # A constant, because models such as OPT and BART read a random number to drop a layer.
             return torch.tensor(1.0)
         if func.name() == "aten::_grouped_mm":
             return _grouped_matmul(*args, **kwargs)
-        return args[0] if func is torch.ops.aten.add.Tensor and _is_added_to(args[0]) else NotImplemented
+        if func is attention_of_cpus and device != "cpu":
+            query, _, value = args
+            batch, heads, tokens, _ = query.shape
+            result = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
+            return result, query.new_empty(batch, heads, tokens, dtype=torch.float32)
+        return args[0] if func is torch.ops.aten.add.Tensor and _accumulates_in_place(args[0]) else NotImplemented
     if kernel.recycle is not None and graph_task() != -1:
         outputs = kernel.recycle(*kernel.grouped(args))
     else:
-        outputs = _called(device, kernel.allocate, kernel, args)
+        outputs = _call(device, kernel.allocate, kernel, args)
         if device != "cpu":
             outputs = tree_map_only(Tensor, lambda o: torch.empty_strided(o.shape, o.stride(), dtype=o.dtype), outputs)
     return outputs[0] if kernel.single else outputs
 
 
-def _is_added_to(total: Tensor) -> bool:
-    """Whether autograd accumulates into this gradient in place: only if it owns it alone; never if it is fake.
+def _accumulates_in_place(total: Tensor) -> bool:
+    """Return whether autograd on a device accumulates into this gradient in place, as it never does on fake tensors.
 
-    torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace. In a recomputed layer gradients are on.
+    It does if nothing else uses the gradient (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace). While a
+    layer is recomputed, gradients are enabled.
     """
     if graph_task() == -1 or torch.is_grad_enabled() or total._is_view():
         return False
-    # One use is by autograd, the other by the Python object of this call.
+    # One use is autograd's, the other this call's Python object.
     return storage_uses is not None and storage_uses(storage_id(total.untyped_storage())) == 2
 
 
 def _grouped_matmul(self: Tensor, mat2: Tensor, offs: Tensor | None = None, *rest: Any, **options: Any) -> Any:
-    """The result for dtypes other than bfloat16, which kernels support and the meta function
-    (torch/_meta_registrations.py) rejects."""
+    """Return the result for dtypes that only the meta function rejects (torch/_meta_registrations.py)."""
     if self.dtype == torch.bfloat16:
         return NotImplemented
-    # Groups of rows of one matrix and matrices of the other, or groups of the dimension that is summed, or batches.
+    # Groups of rows with a matrix each, groups of the summed dimension, or batches.
     groups = [] if self.dim() != mat2.dim() else [len(self)] if offs is None else [len(offs)]
-    # Rows begin at multiples of 16 bytes.
+    # Rows are aligned to 16 bytes.
     columns, aligned = mat2.shape[-1], 16 // self.itemsize
     return self.new_empty(*groups, self.shape[-2], -(-columns // aligned) * aligned)[..., :columns]
 
 
-def _called(device: str, function: Callable[..., Any], kernel: Kernel, args: tuple[Any, ...]) -> Any:
-    """Call a function of a kernel. Chunk sizes depend on the device: meta tensors get those of a GPU."""
+def _call(device: str, function: Callable[..., Any], kernel: Kernel, args: tuple[Any, ...]) -> Any:
+    """Call a function of a kernel, on meta tensors for a GPU, because chunk sizes depend on the device."""
     if device == "cpu":
         return function(*kernel.grouped(args))
     with unset_fake_temporarily():
@@ -159,11 +166,11 @@ def _called(device: str, function: Callable[..., Any], kernel: Kernel, args: tup
         return function(*kernel.grouped(meta))
 
 
-def scratch(device: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The bytes of the workspace of an operation on the device."""
+def workspace(device: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the bytes of an operation's workspace on the device."""
     kernel = KERNELS.get(func)
     if kernel is not None and kernel.scratch is not None:
-        return int(_called(device, kernel.scratch, kernel, args))
+        return int(_call(device, kernel.scratch, kernel, args))
     if device == "cuda" and func is torch.ops.aten.embedding_dense_backward.default:
         return _embedding_backward(*args)
     return 0
@@ -172,31 +179,29 @@ def scratch(device: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 def _fused_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **options: Any
 ) -> Tensor:
-    """A replacement for scaled_dot_product_attention that allocates what FlashAttention allocates, not what the CPU
-    kernel does."""
+    """Replace scaled_dot_product_attention, to allocate the memory of FlashAttention instead of the CPU kernel's."""
     if torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(low), key.to(low), value.to(low)
-    # With a mask it is memory-efficient attention, which takes a boolean mask as a bias.
+    # With a mask, a GPU uses memory-efficient attention, which converts a boolean mask to a bias.
     bias = None if attn_mask is None else attn_mask.to(query.dtype)
     result: Tensor = _FlashAttention.apply(query, key, value, bias)
     return result
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Keeps its inputs, its output and a number for each row of scores."""
+    """Saves its inputs, its output, and a number for each row of scores."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        batch, heads, tokens, _ = query.shape
-        result = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
-        rows = query.new_empty(batch, heads, tokens, dtype=torch.float32)
+        # As one operation, whose outputs selective checkpointing keeps.
+        result, rows = attention_of_cpus(query, key, value)
         ctx.save_for_backward(query, key, value, result, rows, bias)
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """The queries' gradient is accumulated in float32, and keys and values are expanded to the query heads."""
+        """Accumulate the gradient of queries in float32, and expand keys and values to the query heads."""
         query, key, value, *_ = ctx.saved_tensors
         batch, heads, tokens, width = query.shape
         padded, wide = -(-tokens // 128) * 128, -(-width // 32) * 32
@@ -209,9 +214,9 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def _embedding_backward(grad_output: Tensor, indices: Tensor, num_weights: int, *rest: Any) -> int:
-    """Partial sums of up to ten tokens in float32, sums per word, and sorted tokens.
+    """Return the bytes of partial sums of up to ten tokens in float32, sums per word, and sorted tokens.
 
-    aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu, which uses another kernel for few tokens.
+    See aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu; for few tokens, another kernel needs no workspace.
     """
     tokens, width = indices.numel(), grad_output.shape[-1]
     if tokens <= 3072:

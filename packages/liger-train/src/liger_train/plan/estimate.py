@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimate the time of a step from what its operations on fake tensors compute and move, at the rates of a GPU."""
+"""Estimate the time of a step from its operations on fake tensors, at the rates of a GPU."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from liger_train.configs import config_of
 from liger_train.model import weights_dtype
 from liger_train.plan.ledger import Ledger
 from liger_train.plan.sharding import sharding_of
-from liger_train.plan.step import fake_model, ledger_of_a_step
+from liger_train.plan.step import fake_model, ledger_of_a_step, on_meta
+from liger_train.plan.traffic import ACTIVATIONS, Exchange, exchanges
 from liger_train.setup import Setup
 
-# Operations that compute nothing and move nothing.
+# Operations that neither compute nor move memory.
 FREE = (
     "empty",
     "new_empty",
@@ -35,13 +36,20 @@ FREE = (
     "_unsafe_view",
     "lift_fresh",
     "alias",
+    # Attention has a rate of its own.
+    "_scaled_dot_product_flash_attention_for_cpu",
 )
-# Multiplications of a matmul with the head in a kernel: logits, and both gradients; matmuls and passes over logits move
-# these as well.
+# Kernel → number of matmuls with each of its matrices. Gradients of the weights of adapted layers are not counted.
 HEAD_MATMULS = {"linear_cross_entropy": 3, "linear_tokens": 1, "linear_tokens_backward": 3}
-# Of AdamW, which reads four tensors and writes three, and of the clipping before it, which reads gradients twice and
-# writes them once.
-UPDATES = 10
+MATMULS = HEAD_MATMULS | {
+    **dict.fromkeys(("grouped_linear", "lora_linear", "lora_linears", "lora_linear_scaled"), 1),
+    **dict.fromkeys(("lora_linear_backward", "lora_linears_backward", "lora_linear_scaled_backward"), 1),
+    "grouped_linear_backward": 2,
+}
+# Passes over memory of the size of the weights: AdamW reads four tensors and writes three, and clipping reads gradients
+# twice and writes them once.
+UPDATE_PASSES = 10
+# Operations of attention's backward pass per operation of its forward pass.
 BACKWARD_OF_ATTENTION = 2.5
 
 
@@ -51,7 +59,7 @@ class Rates:
 
     matmul, memory  operations in bfloat16, and bytes read and written, as `liger bench` measures them
     attention       operations of FlashAttention
-    links, hosts    bytes that a GPU sends, and receives, in a collective within a host, and between hosts
+    links, hosts    bytes that a GPU receives, and as many that it sends, within a host and between hosts
     per_host        the number of GPUs in a host
     launch          the shortest time of an operation, in seconds
     """
@@ -67,9 +75,10 @@ class Rates:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The seconds of a step: operations plus tensor-parallel collectives, or the collectives of FSDP2 if longer.
+    """The seconds of a step.
 
-    FSDP2's collectives overlap the rest of the step, so only the longer of the two counts.
+    The collectives of data parallelism (`sharding`) overlap operations and the other collectives (`tensor`), so the
+    longer of the two counts.
     """
 
     operations: float
@@ -81,36 +90,48 @@ class Estimate:
         return max(self.operations + self.tensor, self.sharding)
 
 
-def estimate(setup: Setup, rates: Rates, trainable: int) -> Estimate:
-    """Estimate the time of an optimizer step. `trainable` is the number of trained weights of the whole model.
+def estimate(setup: Setup, rates: Rates, trainable: int, parameters: int | None = None) -> Estimate:
+    """Estimate the time of an optimizer step.
 
-    The host is not counted: neither offloading nor what Python takes beyond `launch`.
+    `trainable` is the number of trained weights of the whole model, and `parameters` that of all, if some are frozen.
+
+    Time of the host is not included: neither offloading, nor Python beyond `launch`.
     """
     text = config_of(setup).get_text_config()
     layers = text.num_hidden_layers
     if setup.checkpoint.isdecimal():
         share = int(setup.checkpoint) / layers
-        full, none = (astuple(estimate(replace(setup, checkpoint=kind), rates, trainable)) for kind in ("full", "none"))
+        full, none = (
+            astuple(estimate(replace(setup, checkpoint=each), rates, trainable, parameters))
+            for each in ("full", "none")
+        )
         return Estimate(*(share * a + (1 - share) * b for a, b in zip(full, none, strict=True)))
-    one_layer, two_layers = (_clock(setup, layers, rates) for layers in (1, 2))
-    micro = one_layer + (two_layers - one_layer) * (layers - 1) + _attention(setup, text) / rates.attention
+    one_layer, two_layers = (_micro_batch_time(setup, layers, rates) for layers in (1, 2))
+    micro = one_layer + (two_layers - one_layer) * (layers - 1) + _attention_operations(setup, text) / rates.attention
     update = (
-        UPDATES
+        UPDATE_PASSES
         * weights_dtype(setup).itemsize
         * trainable
         / setup.tp
         / (setup.sharing_ranks if setup.shard != "none" else 1)
     )
     operations = micro * setup.accumulation + update / rates.memory
-    return Estimate(
-        operations,
-        _tensor(setup, text, rates) * setup.accumulation,
-        _sharding(setup, trainable, rates) * setup.accumulation,
+    all_exchanges = exchanges(setup, parameters or trainable, trainable)
+    waits, overlaps = (
+        sum(seconds_of(each, rates) for each in all_exchanges if (each.what == ACTIVATIONS) == is_waited_for)
+        for is_waited_for in (True, False)
     )
+    return Estimate(operations, waits, overlaps)
+
+
+def seconds_of(exchange: Exchange, rates: Rates) -> float:
+    """Return the time of an exchange, which uses both kinds of links at once."""
+    near, network = exchange.received(rates.per_host)
+    return max(near / rates.links, network / rates.hosts)
 
 
 class _Clock(Ledger):
-    """Add up the time of every operation: that of its matmul, or of the memory that it moves."""
+    """Adds up the time of every operation: of its matmul, or of the memory that it moves if that takes longer."""
 
     rates: Rates
     seconds = 0.0
@@ -128,17 +149,24 @@ class _Clock(Ledger):
         packet = getattr(getattr(torch.ops, namespace), name)
         if packet in flop_registry:
             operations = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
-        elif (count := HEAD_MATMULS.get(_kernel(func), 0)) and len(inputs) > 1:
-            (rows, width), classes = inputs[0].shape, inputs[1].shape[0]
-            operations = 2 * rows * width * classes * count
-            # Each matmul reads or writes the logits, and so does the pass over them.
-            moved += 2 * count * rows * classes * inputs[0].itemsize
+        elif func in KERNELS and (count := MATMULS.get(kernel := KERNELS[func].name.partition("::")[2])):
+            named = {field.name: value for field, value in zip(KERNELS[func].schema.arguments, args, strict=False)} | (
+                kwargs or {}
+            )
+            rows = next(named[name] for name in ("hidden", "x", "rows") if name in named).shape[:-1].numel()
+            operations = 2 * rows * _elements(named) * count
+            if kernel in HEAD_MATMULS:
+                # Each matmul, and a pass beside each, reads or writes the logits.
+                moved += 2 * count * rows * len(named["weight"]) * inputs[0].itemsize
         self.seconds += max(moved / self.rates.memory, operations / self.rates.matmul, self.rates.launch)
         return result
 
 
-def _kernel(func: Any) -> str:
-    return KERNELS[func].name.partition("::")[2] if func in KERNELS else ""
+def _elements(named: dict[str, Any]) -> int:
+    """Return how many elements of the matrices of a kernel each row is multiplied by."""
+    matrices = [each for name, each in named.items() if each is not None and name.startswith(("weight", "matrices"))]
+    # A row is multiplied by one matrix of a stack of experts.
+    return sum(each.shape[-2:].numel() for each in matrices)
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -146,9 +174,9 @@ def _bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
-def _clock(setup: Setup, layers: int, rates: Rates) -> float:
+def _micro_batch_time(setup: Setup, layers: int, rates: Rates) -> float:
     """Return the time of a micro-batch of a model with `layers` layers, without attention."""
-    with _of_layers(setup, layers) as shallow, torch.random.fork_rng(devices=[]):
+    with with_layers(setup, layers) as shallow, torch.random.fork_rng(devices=[]):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         model, _ = fake_model(shallow, mode)
         clock: Any = ledger_of_a_step(
@@ -159,52 +187,38 @@ def _clock(setup: Setup, layers: int, rates: Rates) -> float:
 
 
 @contextmanager
-def _of_layers(setup: Setup, layers: int) -> Iterator[Setup]:
+def with_layers(setup: Setup, layers: int) -> Iterator[Setup]:
+    """Yield the setup with another number of layers, whose kinds repeat in the model's order."""
     config = config_of(setup)
     text = config.get_text_config()
+    kinds = {name: v for name, v in vars(text).items() if isinstance(v, list) and len(v) == text.num_hidden_layers}
     text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:layers]
+    for name, values in kinds.items():
+        setattr(text, name, [values[index % len(values)] for index in range(layers)])
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(Path(folder))
         yield replace(setup, model=folder, random_weights=True)
 
 
-def _attention(setup: Setup, text: Any) -> float:
-    """Return the operations of causal attention in all layers and passes of a step, for half of the scores."""
+def _attention_operations(setup: Setup, text: Any) -> float:
+    """Return the operations of causal attention (half of the scores) in all layers and passes of a step."""
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     scores = setup.batch * setup.sequence**2 / setup.cp * text.num_attention_heads / setup.tp / 2
     passes = 1 + BACKWARD_OF_ATTENTION + (setup.checkpoint != "none")
     return 4 * scores * head * passes * text.num_hidden_layers
 
 
-def _tensor(setup: Setup, text: Any, rates: Rates) -> float:
-    """Return the time of tensor parallelism's collectives.
-
-    Each layer has two all-reduces of the hidden states in the forward pass, in the backward pass, and in recomputation.
-    The head adds two, and gathers the logits unless the loss is fused.
-    """
-    if setup.tp == 1:
-        return 0.0
-    hidden = setup.batch * setup.sequence // setup.cp * text.hidden_size * 2
-    passes = 2 if setup.checkpoint == "none" else 3
-    reduced = 2 * (2 * passes * text.num_hidden_layers + 2) * hidden
-    gathered = 0 if setup.liger == "all" else setup.batch * setup.sequence // setup.cp * text.vocab_size * 2
-    return (reduced + gathered) * (setup.tp - 1) / setup.tp / _link(setup.tp, rates)
-
-
-def _sharding(setup: Setup, trainable: int, rates: Rates) -> float:
-    """Return the time of data parallelism's collectives.
-
-    FSDP2 gathers weights in 16 bits for both passes and sums gradients in 32; DistributedDataParallel only sums them.
-    """
-    ranks = setup.sharing_ranks
-    if ranks == 1:
-        return 0.0
-    size = (2 + 2 + 4) if setup.shard == "fsdp2" else 2 * weights_dtype(setup).itemsize
-    return size * trainable / setup.tp * (ranks - 1) / ranks / _link(setup.ranks, rates)
-
-
-def _link(ranks: int, rates: Rates) -> float:
-    """Return the rate of a collective over this many neighboring ranks; between hosts, the slower links limit it."""
-    return rates.links if ranks <= rates.per_host else rates.hosts
+def work(setup: Setup) -> tuple[float, float]:
+    """Return the operations of a step's matmuls: per token, and per token and token of its sequence."""
+    model, text = on_meta(setup), config_of(setup).get_text_config()
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    layers = sum(
+        # A token takes some of the experts, whose matrices are stacked.
+        weight.numel() * (1 if weight.dim() == 2 else min(1, getattr(text, "num_experts_per_tok", 1) / len(weight)))
+        for weight in model.parameters()
+        if weight.dim() > 1 and weight is not head and weight is not embedding
+    )
+    # Outputs, and gradients of inputs and of trained weights.
+    passes = 3 if setup.adapter == "none" else 2
+    per_token = 2 * (layers * (passes + (setup.checkpoint != "none")) + head.numel() * passes)
+    return per_token, _attention_operations(replace(setup, batch=1, sequence=1), text)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Float8 linear layers with the memory of torchao's compiled ones, for planning: on fake tensors, and where torchao is
-not installed."""
+"""Float8 linear layers that take the memory of torchao's compiled ones, for plans, which need no torchao."""
 
 from __future__ import annotations
 
@@ -16,16 +15,16 @@ EIGHT_BITS = torch.float8_e4m3fn
 
 
 def in_float8(model: Any, setup: Setup, notes: list[str]) -> None:
-    """A replacement for model.convert."""
+    """Replace linear layers, like liger_train.float8.convert."""
     for name in chosen_layers(model, setup, notes):
         layer = model.get_submodule(name)
         model.set_submodule(name, Float8(layer, RECIPES[setup.precision] == "rowwise"))
 
 
 class Float8(nn.Linear):
-    """A linear layer that keeps its input in 8 bits for the backward pass.
+    """A linear layer that saves its input in 8 bits for the backward pass.
 
-    With a scale per row, a tensor that is an operand of two matmuls, along rows and along columns, is cast twice.
+    twice  with a scale per row, an operand of two matmuls is cast twice, along its rows and along its columns
     """
 
     def __init__(self, layer: nn.Linear, twice: bool) -> None:
@@ -62,7 +61,7 @@ class _Matmul(torch.autograd.Function):
         cast = weight.to(EIGHT_BITS)
         grad_x = grad.new_empty(ctx.shape)
         del cast, first
-        # Of the dtype of activations; autograd casts it to that of the weight.
+        # In the dtype of activations; autograd casts it to the dtype of the weight.
         grad_weight = grad.new_empty(weight.shape)
         del second
         return grad_x, grad_weight, None

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded or offloaded weights, which are on the device only while modules use them."""
+"""Gather sharded or offloaded weights, which are on the device only while modules use them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,84 +16,79 @@ from liger_train.checkpointing import layers
 from liger_train.plan.ledger import OTHER, WEIGHTS, Ledger, rounded
 
 
-class Gathering:
-    """The gathering of ZeRO stage 3, by DeepSpeed's rules (deepspeed/runtime/zero/partitioned_param_coordinator.py).
+class ZeroGathering:
+    """Gathers weights as ZeRO stage 3 does (deepspeed/runtime/zero/partitioned_param_coordinator.py).
 
-    The weights of a module are fetched before its forward and backward pass. Once the order of modules is known, as
-    many of the next weights as fit into the prefetch bucket are prefetched. Weights are released afterwards, unless
-    reused within the reuse distance.
+    The weights of a module are fetched before its forward and backward pass, and released after it, unless they are
+    used again soon. Once the order of modules is known, the next weights are prefetched.
+
+    persistent  weights of at most this many elements are always on the device
+    live        the maximum number of gathered elements, and the distance within which weights are used again
+    prefetch    the maximum number of prefetched elements
+    order       the weights of modules in the order of their use, from an earlier step
     """
 
     def __init__(
         self, ledger: Ledger, persistent: int, live: int, prefetch: int, order: list[list[Tensor]] | None = None
     ) -> None:
         self.ledger, self.persistent, self.live, self.prefetch = ledger, persistent, live, prefetch
-        self.known = order
+        self.known_order = order
         self.order: list[list[Tensor]] = []
-        self.here: dict[int, tuple[Tensor, int]] = {}
+        self.gathered: dict[int, tuple[Tensor, int]] = {}
         self.users: defaultdict[int, set[int]] = defaultdict(set)
-        self.handles: list[Any] = []
+        self.hooks = ExitStack()
 
-    def watch(self, model: nn.Module) -> None:
+    def register(self, model: nn.Module) -> None:
         for module in model.modules():
             weights: list[Tensor] = [w for w in module.parameters(recurse=False) if w.numel() > self.persistent]
             if weights:
-                _around(module, self._before(module, weights), self._after(module, weights), self.handles)
-
-    def end(self) -> None:
-        """Stop watching."""
-        _removed(self.handles)
+                before, after = partial(self._before, module, weights), partial(self._after, module, weights)
+                _call_around(module, before, after, self.hooks)
 
     def release_all(self) -> None:
-        for weight, _ in list(self.here.values()):
+        for weight, _ in list(self.gathered.values()):
             self._release(weight)
 
-    def _before(self, module: nn.Module, weights: list[Tensor]) -> Callable[[], None]:
-        def before() -> None:
-            self.order.append(weights)
-            for weight in weights:
-                self._fetch(weight)
-                self.users[id(weight)].add(id(module))
-            if self.known is not None:
-                self._prefetch()
+    def _before(self, module: nn.Module, weights: list[Tensor]) -> None:
+        self.order.append(weights)
+        for weight in weights:
+            self._fetch(weight)
+            self.users[id(weight)].add(id(module))
+        if self.known_order is not None:
+            self._prefetch()
 
-        return before
-
-    def _after(self, module: nn.Module, weights: list[Tensor]) -> Callable[[], None]:
-        def after() -> None:
-            soon = self._used_soon()
-            for weight in weights:
-                self.users[id(weight)].discard(id(module))
-                if not self.users[id(weight)] and id(weight) not in soon:
-                    self._release(weight)
-
-        return after
+    def _after(self, module: nn.Module, weights: list[Tensor]) -> None:
+        soon = self._used_soon()
+        for weight in weights:
+            self.users[id(weight)].discard(id(module))
+            if not self.users[id(weight)] and id(weight) not in soon:
+                self._release(weight)
 
     def _fetch(self, weight: Tensor) -> None:
-        if id(weight) not in self.here:
-            self.here[id(weight)] = weight, self.ledger.hold(rounded(weight.numel() * weight.itemsize), WEIGHTS)
+        if id(weight) not in self.gathered:
+            self.gathered[id(weight)] = weight, self.ledger.allocate(rounded(weight.numel() * weight.itemsize), WEIGHTS)
 
     def _prefetch(self) -> None:
-        assert self.known is not None
-        room = min(self.live - sum(w.numel() for w, _ in self.here.values()), self.prefetch)
+        assert self.known_order is not None
+        room = min(self.live - sum(w.numel() for w, _ in self.gathered.values()), self.prefetch)
         fetched = 0
-        for weights in self.known[len(self.order) :]:
+        for weights in self.known_order[len(self.order) :]:
             for weight in weights:
                 if fetched >= room:
                     return
-                if id(weight) not in self.here:
+                if id(weight) not in self.gathered:
                     self._fetch(weight)
                     fetched += weight.numel()
 
     def _release(self, weight: Tensor) -> None:
-        fetched = self.here.pop(id(weight), None)
+        fetched = self.gathered.pop(id(weight), None)
         if fetched is not None:
-            self.ledger.give_back(fetched[1])
+            self.ledger.free(fetched[1])
 
     def _used_soon(self) -> set[int]:
         soon: set[int] = set()
         distance = 0
-        for weights in (self.known or [])[len(self.order) :]:
+        for weights in (self.known_order or [])[len(self.order) :]:
             if distance >= self.live:
                 break
             soon.update(map(id, weights))
@@ -99,46 +96,42 @@ class Gathering:
         return soon
 
 
-class Layerwise:
-    """The gathering of FSDP2: each layer is gathered before it runs, and the next one is prefetched; all other weights
-    stay gathered."""
+class LayerGathering:
+    """Gathers a layer before it runs, and prefetches the next one, as FSDP2 does; other weights stay gathered."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.handles: list[Any] = []
+        self.hooks = ExitStack()
 
-    def end(self) -> None:
-        _removed(self.handles)
-
-    def watch(self, model: nn.Module) -> None:
-        every = layers(model)
-        inside = {id(w) for layer in every for w in layer.parameters()}
-        self.ledger.hold(
+    def register(self, model: nn.Module) -> None:
+        model_layers = layers(model)
+        inside = {id(w) for layer in model_layers for w in layer.parameters()}
+        self.ledger.allocate(
             sum(rounded(w.numel() * w.itemsize) for w in model.parameters() if id(w) not in inside), WEIGHTS
         )
-        for layer in every:
+        for layer in model_layers:
             size = sum(rounded(w.numel() * w.itemsize) for w in layer.parameters())
-            held: list[int] = []
+            blocks: list[int] = []
 
-            def before(size: int = size, held: list[int] = held) -> None:
-                # This layer, and the next one, which is being gathered.
-                if not held:
-                    held.extend([self.ledger.hold(size, WEIGHTS), self.ledger.hold(size, OTHER)])
+            def before(size: int = size, blocks: list[int] = blocks) -> None:
+                # This layer, and the next one, which is prefetched.
+                if not blocks:
+                    blocks.extend([self.ledger.allocate(size, WEIGHTS), self.ledger.allocate(size, OTHER)])
 
-            def after(held: list[int] = held) -> None:
-                while held:
-                    self.ledger.give_back(held.pop())
+            def after(blocks: list[int] = blocks) -> None:
+                while blocks:
+                    self.ledger.free(blocks.pop())
 
-            _around(layer, before, after, self.handles)
+            _call_around(layer, before, after, self.hooks)
 
 
-def _around(module: nn.Module, before: Callable[[], None], after: Callable[[], None], handles: list[Any]) -> None:
-    """Call `before` and `after` around the forward and the backward pass of a module."""
+def _call_around(module: nn.Module, before: Callable[[], None], after: Callable[[], None], hooks: ExitStack) -> None:
+    """Call `before` and `after` around the forward and the backward pass of a module, until `hooks` is closed."""
 
-    def started(_: nn.Module, args: Any) -> None:
+    def forward_starts(_: nn.Module, args: Any) -> None:
         before()
 
-    def ended(_: nn.Module, args: Any, output: Any) -> None:
+    def forward_ends(_: nn.Module, args: Any, output: Any) -> None:
         result = next((value for value in tree_iter(output) if isinstance(value, Tensor) and value.requires_grad), None)
         argument = next((value for value in tree_iter(args) if isinstance(value, Tensor) and value.requires_grad), None)
         if result is not None:
@@ -147,11 +140,7 @@ def _around(module: nn.Module, before: Callable[[], None], after: Callable[[], N
             argument.register_hook(lambda grad: after())
         after()
 
-    # They stand for hooks that bring weights, for which no loss needs real logits.
-    started.__module__ = ended.__module__ = "deepspeed"
-    handles.extend([module.register_forward_pre_hook(started), module.register_forward_hook(ended)])
-
-
-def _removed(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+    # As hooks of DeepSpeed, they do not keep Liger from deferring logits.
+    forward_starts.__module__ = forward_ends.__module__ = "deepspeed"
+    hooks.callback(module.register_forward_pre_hook(forward_starts).remove)
+    hooks.callback(module.register_forward_hook(forward_ends).remove)

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -15,11 +16,21 @@ from torch.utils._pytree import tree_iter
 
 from liger_core.private_torch import storage_id
 
-# Categories of memory. A storage has its category from its allocation on, even if that is determined later.
+# Categories of memory. A storage has one category for its whole life, even if that is determined later.
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 CHECKPOINTS, ACTIVATIONS, LOGITS, OTHER = "checkpoints", "activations", "logits and loss", "other"
 CATEGORIES = (WEIGHTS, GRADIENTS, OPTIMIZER, CHECKPOINTS, ACTIVATIONS, LOGITS, OTHER)
-# Sizes are multiples of this in CUDA's caching allocator.
+# Distinguishable with any kind of color vision (Okabe and Ito 2008).
+COLORS = {
+    WEIGHTS: "#0072b2",
+    GRADIENTS: "#56b4e9",
+    OPTIMIZER: "#009e73",
+    CHECKPOINTS: "#f0e442",
+    ACTIVATIONS: "#e69f00",
+    LOGITS: "#d55e00",
+    OTHER: "#999999",
+}
+# Sizes in CUDA's caching allocator are multiples of this.
 BLOCK = 512
 
 Bytes = dict[str, int]
@@ -27,7 +38,7 @@ Bytes = dict[str, int]
 
 @dataclass(frozen=True)
 class Moment:
-    """The memory at one time, by category, and the phase of the step."""
+    """The allocated bytes by category at one time, and the phase of the step."""
 
     held: Bytes
     doing: str
@@ -38,30 +49,31 @@ class Moment:
 
 
 class Ledger(TorchDispatchMode):
-    """Within this context, tracks the allocation and release of every storage, and the memory within operations.
+    """Tracks the allocation and release of every storage within its context, and the workspaces of operations.
 
-    replace  (operation, arguments) → its result, or NotImplemented to run the operation itself
-    scratch  (operation, arguments) → bytes of its workspace
-    known_as  the category of a new tensor that its shape determines, or None
+    replace    (operation, arguments) → its result, or NotImplemented to run the operation itself
+    workspace  (operation, arguments) → bytes of its workspace
+    category   a new tensor → its category if its shape determines it, else None
     """
 
     def __init__(
         self,
         replace: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] = lambda *call: NotImplemented,
-        scratch: Callable[[Any, tuple[Any, ...], dict[str, Any]], int] = lambda *call: 0,
-        known_as: Callable[[Tensor], str | None] = lambda tensor: None,
+        workspace: Callable[[Any, tuple[Any, ...], dict[str, Any]], int] = lambda *call: 0,
+        category: Callable[[Tensor], str | None] = lambda tensor: None,
     ) -> None:
         super().__init__()
-        self.replace, self.scratch, self.known_as = replace, scratch, known_as
+        self.replace, self.workspace, self.category = replace, workspace, category
         self.doing = ""
         self.notes: list[str] = []
         # (storage, bytes allocated or released, phase of the step)
         self.events: list[tuple[int, int, str]] = []
         self.labels: dict[int, str] = {}
         self.sizes: dict[int, int] = {}
-        # Offloaded storages and their bytes; weights that are dequantized at each use; bytes allocated between steps.
-        self.away: dict[int, int] = {}
-        self.expanded: set[int] = set()
+        # Offloaded storages with their bytes, and storages that are dequantized at each use.
+        self.offloaded: dict[int, int] = {}
+        self.dequantized: set[int] = set()
+        # Bytes that are allocated between steps.
         self.static = self._begin = 0
         self._known: dict[int, tuple[int, Any]] = {}
         self._last = 0
@@ -75,93 +87,86 @@ class Ledger(TorchDispatchMode):
             result = func(*args, **kwargs)
         for value in tree_iter(result):
             if isinstance(value, Tensor):
-                self.note(value)
-        inside = self.scratch(func, args, kwargs) + self._expanded(args)
-        if inside:
-            self.pass_by(inside, LOGITS if "cross_entropy" in str(func) else OTHER)
+                self.record(value)
+        temporary = self.workspace(func, args, kwargs) + self._dequantized_bytes(args)
+        if temporary:
+            self.allocate_briefly(temporary, LOGITS if "cross_entropy" in str(func) else OTHER)
         return result
 
-    def _expanded(self, args: tuple[Any, ...]) -> int:
-        """The bytes of dequantized weights among the arguments."""
-        if not self.expanded or len(args) < 2:
+    def _dequantized_bytes(self, args: tuple[Any, ...]) -> int:
+        """Return the bytes of dequantized weights among the arguments."""
+        if not self.dequantized or len(args) < 2:
             return 0
-        used = [t for t in args if isinstance(t, Tensor) and storage_id(t.untyped_storage()) in self.expanded]
+        used = [t for t in args if isinstance(t, Tensor) and storage_id(t.untyped_storage()) in self.dequantized]
         return sum(t.untyped_storage().nbytes() for t in used)
 
-    def note(self, tensor: Tensor, label: str | None = None) -> int:
-        """Record the storage of a tensor, or label it if it is known; returns its number."""
+    def record(self, tensor: Tensor, label: str | None = None) -> int:
+        """Record the storage of a tensor if it is new, and label it; return its number."""
         storage = tensor.untyped_storage()
         key = storage_id(storage)
         known = self._known.get(key)
         if known is None:
             self._last += 1
             number, size = self._last, rounded(storage.nbytes())
-            self._known[key] = number, weakref.ref(storage, self._died(number, key))
+            self._known[key] = number, weakref.ref(storage, partial(self._on_release, number, key))
             self.sizes[number] = size
             self.events.append((number, size, self.doing))
-            label = label or self.known_as(tensor)
+            label = label or self.category(tensor)
         else:
             number = known[0]
         if label is not None:
             self.labels[number] = label
         return number
 
-    def label(self, tensors: Iterable[Tensor], label: str) -> None:
-        for tensor in tensors:
-            self.note(tensor, label)
-
-    def alive(self) -> set[int]:
-        """The storages that are allocated now."""
+    def allocated(self) -> set[int]:
+        """Return the numbers of the storages that are allocated now."""
         return {number for number, _ in self._known.values()}
 
-    def hold(self, size: int, label: str) -> int:
-        """Record memory that does not belong to a tensor of this step; returns its number."""
+    def allocate(self, size: int, label: str) -> int:
+        """Record an allocation that does not belong to a tensor; return its number."""
         self._last += 1
         self.labels[self._last], self.sizes[self._last] = label, size
         self.events.append((self._last, size, self.doing))
         return self._last
 
-    def give_back(self, number: int) -> None:
-        """Record the release of such memory."""
+    def free(self, number: int) -> None:
+        """Record the release of what `allocate` recorded."""
         self.events.append((number, -self.sizes[number], self.doing))
 
     def move(self, tensor: Tensor, size: int) -> None:
-        """Record offloaded bytes of a storage, fetched bytes if negative; the rest is released with the storage."""
-        number = self.note(tensor)
+        """Record that bytes of a storage are offloaded, or fetched if negative; its release frees the rest."""
+        number = self.record(tensor)
         self.events.append((number, -size, self.doing))
         self.sizes[number] -= size
 
-    def leave(self, tensor: Tensor) -> None:
-        """Record that a storage is offloaded as a whole."""
-        number = self.note(tensor)
-        self.away[number] = self.sizes[number]
+    def offload(self, tensor: Tensor) -> None:
+        """Record that a whole storage is offloaded."""
+        number = self.record(tensor)
+        self.offloaded[number] = self.sizes[number]
         self.move(tensor, self.sizes[number])
 
     def fetch(self, number: int) -> None:
-        """Record that a storage is back, if it was offloaded as a whole."""
-        size = self.away.pop(number, 0)
+        """Record that a storage is fetched, if it was offloaded as a whole."""
+        size = self.offloaded.pop(number, 0)
         self.events.append((number, size, self.doing))
         self.sizes[number] += size
 
-    def pass_by(self, size: int, label: str) -> None:
-        """Record memory that is allocated and released at once."""
-        self.give_back(self.hold(size, label))
+    def allocate_briefly(self, size: int, label: str) -> None:
+        """Record an allocation that is released at once."""
+        self.free(self.allocate(size, label))
 
-    def _died(self, number: int, address: int) -> Callable[[Any], None]:
-        def died(_: Any) -> None:
-            self.away.pop(number, None)
-            self.events.append((number, -self.sizes[number], self.doing))
-            if self._known.get(address, (0,))[0] == number:
-                del self._known[address]
-
-        return died
+    def _on_release(self, number: int, address: int, _: Any) -> None:
+        self.offloaded.pop(number, None)
+        self.events.append((number, -self.sizes[number], self.doing))
+        if self._known.get(address, (0,))[0] == number:
+            del self._known[address]
 
     def begin(self) -> None:
-        """Start the step: what is allocated now stays allocated between steps."""
+        """Start the step; what is allocated now is allocated between steps."""
         self.static, self._begin = sum(size for _, size, _ in self.events), len(self.events)
 
     def peak(self) -> Moment:
-        """The moment of the step with the most memory."""
+        """Return the moment of the step with the most memory."""
         held: Counter[str] = Counter()
         best, most, total = Moment({}, ""), -1, 0
         for index, (number, size, doing) in enumerate(self.events):
@@ -172,7 +177,7 @@ class Ledger(TorchDispatchMode):
         return best
 
     def end(self) -> Moment:
-        """The memory allocated now."""
+        """Return the memory that is allocated now."""
         held: Counter[str] = Counter()
         for number, size, _ in self.events:
             held[self.labels.get(number, OTHER)] += size
@@ -180,5 +185,5 @@ class Ledger(TorchDispatchMode):
 
 
 def rounded(size: int) -> int:
-    """The bytes that the allocator uses for an allocation of this size."""
+    """Return the bytes that the allocator uses for an allocation of this size."""
     return -(-size // BLOCK) * BLOCK

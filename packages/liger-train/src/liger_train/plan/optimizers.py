@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of each optimizer of `liger train`: its state, and its workspace within a step."""
+"""The memory of each optimizer of `liger train`: its state, and its workspace in a step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
 from liger_train.plan.ledger import rounded
 
-# bitsandbytes keeps the moments of smaller weights in float32 and pages those of larger ones; the moments of a block
+# In bitsandbytes: the smallest size of a weight with 8-bit moments, and with paged moments; the number of moments that
 # share a scale.
 SMALLEST_IN_8_BITS, SMALLEST_PAGED, BITSANDBYTES_BLOCK = 4096, 100_000, 256
+# The rank of GaLore and APOLLO.
 RANK = 128
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A trained weight, and the part of it on a rank."""
+    """A trained weight; `elements` is the size of its shard on a rank."""
 
     elements: int
     shape: tuple[int, ...]
@@ -28,17 +30,22 @@ class Weight:
 
     @property
     def low_rank(self) -> bool:
-        """Whether GaLore and APOLLO project its gradient: the Trainer selects linear layers."""
+        """Whether GaLore and APOLLO project its gradient, as the Trainer sets up for linear layers."""
         return self.linear and len(self.shape) == 2
 
 
-# From a weight to bytes.
+# Weight → bytes.
 Size = Callable[[Weight], int]
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """`state` is allocated from the first step on, `step` while a weight is updated."""
+    """The memory of an optimizer.
+
+    state            bytes of the state of a weight
+    step             bytes of workspace while a weight is updated
+    drops_gradients  whether each gradient is freed as soon as its weight is updated
+    """
 
     state: Size
     step: Size = lambda weight: 0
@@ -46,7 +53,7 @@ class Optimizer:
 
 
 def weights_of(model: nn.Module) -> list[Weight]:
-    """The trained weights of a model."""
+    """Return the trained weights of a model."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     names = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return [
@@ -57,7 +64,7 @@ def weights_of(model: nn.Module) -> list[Weight]:
 
 
 def _adamw(weight: Weight) -> int:
-    """Two moments in the dtype of the weight, and the step count."""
+    """Return the bytes of two moments in the dtype of the weight, and of the step count."""
     return 2 * rounded(weight.elements * weight.itemsize) + rounded(4)
 
 
@@ -72,29 +79,22 @@ def _in_8_bits(weight: Weight) -> int:
 
 
 def _all_in_8_bits(weight: Weight) -> int:
-    """Two 8-bit moments, also of embeddings: the Trainer keeps those in 32 bits only for bitsandbytes optimizers."""
+    """Return the bytes of 8-bit moments; the Trainer exempts embeddings for bitsandbytes' optimizers only."""
     return _in_8_bits(replace(weight, embedding=False))
 
 
-def _paged(state: Size) -> Size:
-    """Paged moments are in managed memory, which the driver moves to the host when the device is full."""
-
-    def held(weight: Weight) -> int:
-        if weight.elements < SMALLEST_PAGED:
-            return state(weight)
-        whole = weight.embedding or state is _in_32_bits
-        return 0 if whole else _scales(weight.elements, BITSANDBYTES_BLOCK)
-
-    return held
+def _paged(state: Size, weight: Weight) -> int:
+    """Return the bytes of moments that are not paged; the driver moves paged ones to the host if the device is full."""
+    if weight.elements < SMALLEST_PAGED:
+        return state(weight)
+    all_paged = weight.embedding or state is _in_32_bits
+    return 0 if all_paged else _scales(weight.elements, BITSANDBYTES_BLOCK)
 
 
-def _torchao(bits: int, block: int) -> Size:
-    def held(weight: Weight) -> int:
-        if weight.elements < SMALLEST_IN_8_BITS or weight.elements % block:
-            return _adamw(weight)
-        return 2 * rounded(weight.elements * bits // 8) + _scales(weight.elements, block)
-
-    return held
+def _torchao(bits: int, block: int, weight: Weight) -> int:
+    if weight.elements < SMALLEST_IN_8_BITS or weight.elements % block:
+        return _adamw(weight)
+    return 2 * rounded(weight.elements * bits // 8) + _scales(weight.elements, block)
 
 
 def _scales(elements: int, block: int) -> int:
@@ -102,46 +102,37 @@ def _scales(elements: int, block: int) -> int:
 
 
 def _adafactor(weight: Weight) -> int:
-    """A row and a column of second moments."""
+    """Return the bytes of a row and a column of second moments."""
     if len(weight.shape) < 2:
         return rounded(4 * weight.elements)
     return rounded(4 * weight.elements // weight.shape[-1]) + rounded(4 * weight.elements // weight.shape[-2])
 
 
 def _adafactor_step(weight: Weight) -> int:
-    """The update and its squares in float32, and float32 copies of the weight and its gradient if they have another
-    dtype."""
+    """Return the bytes of the update and its squares, and of copies of weight and gradient, all in float32."""
     return (2 if weight.itemsize == 4 else 4) * rounded(4 * weight.elements)
 
 
-def _low_rank(state: Size, projection: Size, rank: int = RANK) -> Size:
-    """Projected moments, and the projection."""
-
-    def held(weight: Weight) -> int:
-        if not weight.low_rank or min(weight.shape) <= rank:
-            return state(weight)
-        large = max(weight.shape)
-        return state(Weight(rank * large, (large, rank), weight.itemsize)) + projection(weight)
-
-    return held
+def _low_rank(state: Size, projection: Size, weight: Weight, rank: int = RANK) -> int:
+    """Return the bytes of projected moments, and of the projection."""
+    if not weight.low_rank or min(weight.shape) <= rank:
+        return state(weight)
+    large = max(weight.shape)
+    return state(Weight(rank * large, (large, rank), weight.itemsize)) + projection(weight)
 
 
 def _galore(weight: Weight) -> int:
-    """The projection, which in float32 is a view that keeps all singular vectors alive, and otherwise a copy."""
+    """Return the bytes of the projection: in float32, a view of all singular vectors; otherwise a copy."""
     small = min(weight.shape)
     return rounded(4 * small * small if weight.itemsize == 4 else RANK * small * weight.itemsize)
 
 
-def _apollo(weight: Weight) -> int:
-    return rounded(RANK * min(weight.shape) * weight.itemsize)
-
-
-def _apollo_mini(weight: Weight) -> int:
-    return rounded(min(weight.shape) * weight.itemsize)
+def _apollo(weight: Weight, rank: int = RANK) -> int:
+    return rounded(rank * min(weight.shape) * weight.itemsize)
 
 
 def _galore_step(weight: Weight) -> int:
-    """The singular value decomposition in float32: a copy, two factors and a workspace.
+    """Return the bytes of the singular value decomposition in float32: a copy, two factors and a workspace.
 
     The update itself needs less.
     """
@@ -149,26 +140,26 @@ def _galore_step(weight: Weight) -> int:
 
 
 def _galore_8bit_step(weight: Weight) -> int:
-    """The workspace of GaLore for projected weights; other weights are updated in place."""
+    """Return the workspace of GaLore for projected weights; other weights are updated in place."""
     return _galore_step(weight) if weight.low_rank else 0
 
 
 def _apollo_step(weight: Weight) -> int:
-    """The scaled gradient, and the product that computes it."""
+    """Return the bytes of the scaled gradient, and of the product that computes it."""
     return 2 * rounded(weight.elements * weight.itemsize)
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": Optimizer(_adamw),
     "adamw-8bit": Optimizer(_in_8_bits),
-    "paged-adamw": Optimizer(_paged(_in_32_bits)),
-    "paged-adamw-8bit": Optimizer(_paged(_in_8_bits)),
-    "adamw-torchao-8bit": Optimizer(_torchao(8, 256)),
-    "adamw-torchao-4bit": Optimizer(_torchao(4, 128)),
+    "paged-adamw": Optimizer(partial(_paged, _in_32_bits)),
+    "paged-adamw-8bit": Optimizer(partial(_paged, _in_8_bits)),
+    "adamw-torchao-8bit": Optimizer(partial(_torchao, 8, 256)),
+    "adamw-torchao-4bit": Optimizer(partial(_torchao, 4, 128)),
     "adafactor": Optimizer(_adafactor, _adafactor_step),
-    "galore": Optimizer(_low_rank(_adamw, _galore), _galore_step),
-    "galore-8bit": Optimizer(_low_rank(_all_in_8_bits, _galore), _galore_8bit_step),
-    "galore-layerwise": Optimizer(_low_rank(_adamw, _galore), _galore_step, drops_gradients=True),
-    "apollo": Optimizer(_low_rank(_adamw, _apollo), _apollo_step),
-    "apollo-mini": Optimizer(_low_rank(_adamw, _apollo_mini, rank=1), _apollo_step),
+    "galore": Optimizer(partial(_low_rank, _adamw, _galore), _galore_step),
+    "galore-8bit": Optimizer(partial(_low_rank, _all_in_8_bits, _galore), _galore_8bit_step),
+    "galore-layerwise": Optimizer(partial(_low_rank, _adamw, _galore), _galore_step, drops_gradients=True),
+    "apollo": Optimizer(partial(_low_rank, _adamw, _apollo), _apollo_step),
+    "apollo-mini": Optimizer(partial(_low_rank, _adamw, partial(_apollo, rank=1), rank=1), _apollo_step),
 }

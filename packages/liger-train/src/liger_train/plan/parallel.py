@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of one rank under tensor and context parallelism: its shards, and what it gathers."""
+"""The shards of a rank under tensor and context parallelism, and the tensors that it gathers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from liger_hf.private_transformers import tensor_parallel_plan
 from liger_hf.rules.head.causal_loss import SHARD
 from liger_train.setup import Setup
 
-# Style of a tensor-parallel plan of Transformers → the dimension of a weight that it shards; None: of no weight.
+# Style in a tensor-parallel plan of Transformers → the dimension in which it shards weights, or None.
 STYLES = {
     "colwise": 0,
     "colwise_rep": 0,
@@ -32,42 +32,39 @@ STYLES = {
 
 
 def shard(model: Any, setup: Setup) -> None:
-    """Give every module the weights that the plan of Transformers leaves to a rank.
+    """Replace the weights of a model by a rank's shards, by the plan of Transformers.
 
-    Raises OptionError for a plan of a mixture of experts, and for a model without a plan.
+    Raises OptionError for a model without a plan, and for a plan that shards other than linear layers.
     """
     plan = tensor_parallel_plan(model)
     unknown = sorted(set(plan.values()) - STYLES.keys())
     if unknown or not plan:
-        what = f"the styles {', '.join(unknown)}" if unknown else "none"
+        styles = f"the styles {', '.join(unknown)}" if unknown else "none"
         raise OptionError(
-            f"plan: --tp needs a model whose tensor-parallel plan shards linear layers alone, got {what} for "
-            f"{setup.model}"
+            f"plan: --tp needs a model whose tp_plan shards linear layers alone, got {styles} for {setup.model}"
         )
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     for name, module in model.named_modules():
-        for style in (
-            style for pattern, style in plan.items() if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name)
-        ):
-            _shard(module, STYLES[style], setup.tp)
+        for pattern, style in plan.items():
+            if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name):
+                _shard(module, STYLES[style], setup.tp)
     if tied:
         model.get_input_embeddings().weight = model.get_output_embeddings().weight
     _set_classes(model, model.get_output_embeddings().weight.shape[0])
 
 
 def share_vocabulary(model: Any, setup: Setup, classes: int, fused: bool) -> None:
-    """Let a fused loss exchange what ranks exchange, and let the head gather the logits of all ranks for another."""
+    """Set up a fused loss over the shards of the vocabulary; for another loss, gather the logits of all ranks."""
+    head = model.get_output_embeddings()
     if fused:
-        setattr(model.get_output_embeddings(), SHARD, VocabShard("tp", 0, classes, ranks=setup.tp))
+        setattr(head, SHARD, VocabShard("tp", 0, classes, ranks=setup.tp))
         return
-    model.get_output_embeddings().register_forward_hook(
-        lambda module, inputs, output: _Gathered.apply(output, -1, setup.tp)
-    )
+    head.register_forward_hook(lambda module, inputs, output: _Gathered.apply(output, -1, setup.tp))
     _set_classes(model, classes)
 
 
 def attention_of_ranks(setup: Setup) -> AbstractContextManager[None]:
-    """Within this context, attention takes what it takes together with the other ranks."""
+    """Return a context in which attention takes the memory that it takes with context parallelism."""
     if setup.cp == 1:
         return nullcontext()
     attention = functional.scaled_dot_product_attention
@@ -81,7 +78,7 @@ def _set_classes(model: Any, classes: int) -> None:
 
 
 def _shard(module: nn.Module, dimension: int | None, ranks: int) -> None:
-    """The shard of the first rank, which is never the smallest."""
+    """Replace the weights of a module by the shards of the first rank, which are the largest."""
     for name, weight in list(module.named_parameters(recurse=False)):
         if dimension is not None and dimension < weight.dim():
             size = list(weight.shape)
@@ -92,7 +89,7 @@ def _shard(module: nn.Module, dimension: int | None, ranks: int) -> None:
 
 
 def _over_all_keys(attention: Callable[..., Tensor], setup: Setup) -> Callable[..., Tensor]:
-    """Attention of a part of the queries to the keys and values of all parts, which accelerate gathers."""
+    """Return attention of a rank's queries to the keys and values of all ranks, which accelerate gathers."""
 
     def over_all_keys(
         query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None = None, is_causal: bool, **options: Any
@@ -105,7 +102,7 @@ def _over_all_keys(attention: Callable[..., Tensor], setup: Setup) -> Callable[.
 
 
 class _Gathered(torch.autograd.Function):
-    """The parts of all ranks along a dimension; the gradient is that of the own part."""
+    """Gathers the shards of all ranks along a dimension; the gradient is that of this rank's shard."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, dimension: int, ranks: int) -> Tensor:

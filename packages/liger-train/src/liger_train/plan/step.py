@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step of the Transformers Trainer on fake tensors, and the memory that it needs."""
+"""Predict memory by one training step of the Transformers Trainer on fake tensors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers.trainer_pt_utils import LabelSmoother
 
 from liger_core.errors import LigerError, OptionError
@@ -20,7 +21,8 @@ from liger_hf.private_transformers import CHECKPOINT
 from liger_train.checkpointing import layers
 from liger_train.configs import auto_class, config_of
 from liger_train.implementations import PEER
-from liger_train.model import LOSS, LOW, build, weights_dtype
+from liger_train.model import LOSS, LOW, adapter_note, build, weights_dtype
+from liger_train.offloading import Offloading
 from liger_train.plan import devices, parallel
 from liger_train.plan.adapters import adapted
 from liger_train.plan.float8 import in_float8
@@ -37,13 +39,13 @@ from liger_train.plan.ledger import (
     Moment,
 )
 from liger_train.plan.optimizers import OPTIMIZERS, Weight, weights_of
-from liger_train.plan.sharding import Sharding, held_in_four_bits, in_four_bits, optimizer_memory, sharding_of
+from liger_train.plan.sharding import Sharding, optimizer_memory, quantized_weights, record_four_bits, sharding_of
 from liger_train.setup import LIBRARY, Setup
 from liger_train.smoothing import factor_of, is_smoothed
 from liger_train.techniques import chosen
 
 CPU = torch.device("cpu")
-# Options that do not affect memory, with fixed values.
+# Options that do not affect memory, with the values of every prediction, so that predictions can be cached.
 NEUTRAL: dict[str, Any] = {
     "memory_limit": None,
     "steps": 20,
@@ -56,13 +58,10 @@ NEUTRAL: dict[str, Any] = {
     "random_weights": False,
 }
 COMPILED = (
-    "This is the memory of the eager model. Compiled layers take as much with Liger, and less without; --compile "
+    "This is the memory of the eager model. Compiled layers take the same with Liger, and less without; --compile "
     "graphs reserves more."
 )
-AUTO = (
-    "This is the start of --checkpoint auto, which then uses the memory that is left; where inputs of layers take over "
-    "an eighth of it, they are offloaded."
-)
+AUTO = "This is the start of --checkpoint auto, which uses the free memory; with --memory-limit, plans show its end."
 FORWARD, BACKWARD, UPDATE = "forward pass", "backward pass", "weight update"
 
 
@@ -74,8 +73,9 @@ class Prediction:
     held          the peak by category
     doing         the phase of the step with the peak
     static_bytes  allocated between steps: weights, optimizer state, and remaining gradients
-    parameters, trainable_parameters  of the whole model
     notes         decisions made while building the model, one sentence each
+
+    The numbers of parameters are those of the whole model.
     """
 
     setup: Setup
@@ -93,11 +93,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Step:
-    """The memory of a rank in a step without the optimizer.
+    """The memory of a rank in a step, without the optimizer.
 
-    peak, end   at the peak, and when the weights are updated
+    peak, end   the memory at the peak, and when the weights are updated
+    static      bytes allocated between steps
     weights     the trained weights
-    parameters  the number of all parameters of the whole model, and of the trained ones
+    parameters  the numbers of all parameters and of trained parameters of the whole model
     """
 
     peak: Moment
@@ -109,62 +110,67 @@ class Step:
 
 
 def predict(setup: Setup) -> Prediction:
-    """Predict the memory of a run: the actual model of the setup takes a step on fake tensors.
+    """Predict the memory of a run by a step of its actual model on fake tensors.
 
-    Raises OptionError for unknown values, and for a model that cannot take a step without the values of tensors.
+    Raises OptionError for unknown values, and for a model that reads the values of tensors.
     """
     chosen(setup)
     if setup.liger == PEER:
         raise OptionError(f"plan: --liger must be Liger's, got {PEER}, whose kernels cannot run on fake tensors")
     kind = OPTIMIZERS[setup.optimizer]
-    # The optimizer's own memory is added below; the rest depends on the other options.
-    taken = _step(replace(setup, optimizer="galore-layerwise" if kind.drops_gradients else "adamw", **NEUTRAL))
-    state, inside = optimizer_memory(setup, kind, taken.weights)
-    peak = max(taken.peak, replace(taken.end, held=_with(taken.end.held, inside)), key=lambda moment: moment.total)
+    # Every optimizer shares this step; the memory of the optimizer itself is added below.
+    step = _step(replace(setup, optimizer="galore-layerwise" if kind.drops_gradients else "adamw", **NEUTRAL))
+    return prediction_of(setup, step)
+
+
+def prediction_of(setup: Setup, step: Step) -> Prediction:
+    """Return the prediction of a step with the optimizer of the setup."""
+    kind = OPTIMIZERS[setup.optimizer]
+    state, workspace = optimizer_memory(setup, kind, step.weights)
+    peak = max(step.peak, replace(step.end, held=_add_optimizer(step.end.held, workspace)), key=lambda each: each.total)
     return Prediction(
         setup,
         peak.total + state,
-        {name: _with(peak.held, state).get(name, 0) for name in CATEGORIES},
+        {name: _add_optimizer(peak.held, state).get(name, 0) for name in CATEGORIES},
         peak.doing,
-        taken.static + state,
-        *taken.parameters,
-        taken.notes if setup.compile == "none" else (*taken.notes, COMPILED),
+        step.static + state,
+        *step.parameters,
+        step.notes if setup.compile == "none" else (*step.notes, COMPILED),
     )
 
 
 def forward_and_backward(setup: Setup) -> int:
-    """The peak in bytes of a step without an optimizer, as an earlier version measured them (model.json)."""
+    """Return the peak bytes of a step without optimizer state, which an earlier version measured (model.json)."""
     return _step(replace(setup, **NEUTRAL)).peak.total
 
 
-def _with(held: Mapping[str, int], optimizer: int) -> dict[str, int]:
-    return {**held, OPTIMIZER: held.get(OPTIMIZER, 0) + optimizer}
+def _add_optimizer(held: Mapping[str, int], size: int) -> dict[str, int]:
+    return {**held, OPTIMIZER: held.get(OPTIMIZER, 0) + size}
 
 
 @lru_cache(maxsize=256)
 def _step(setup: Setup) -> Step:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _in_a_sentence(setup):
+    with as_option_error(setup):
         # Building a model seeds the generators.
         with torch.random.fork_rng(devices=[]):
             model, notes = fake_model(setup, mode)
         sharding = sharding_of(setup, model)
         ledger = ledger_of_a_step(setup, model, sharding, mode)
         if sharding.learns:
-            # DeepSpeed prefetches after it has traced a step.
+            # DeepSpeed prefetches from the second step on.
             ledger = ledger_of_a_step(setup, model, sharding.after_a_step(), mode)
-    return Step(
-        ledger.peak(),
-        ledger.end(),
-        ledger.static,
-        tuple(weights_of(model)),
-        _counts(setup, model),
-        (*notes, *ledger.notes),
-    )
+    return step_of(setup, model, ledger, tuple(notes))
+
+
+def step_of(setup: Setup, model: Any, ledger: Ledger, notes: tuple[str, ...]) -> Step:
+    """Return the memory that a ledger has of a step."""
+    weights, counts = tuple(weights_of(model)), _counts(setup, model)
+    return Step(ledger.peak(), ledger.end(), ledger.static, weights, counts, (*notes, *ledger.notes))
 
 
 def _counts(setup: Setup, model: Any) -> tuple[int, int]:
-    """The number of weights of the whole model, and of those that are trained."""
+    """Return the numbers of weights and of trained weights of the whole model."""
     if setup.tp > 1:
         model, _ = fake_model(replace(setup, tp=1, liger="none"), FakeTensorMode(allow_non_fake_inputs=True))
     weights = list(model.parameters())
@@ -172,7 +178,7 @@ def _counts(setup: Setup, model: Any) -> tuple[int, int]:
 
 
 @contextmanager
-def _in_a_sentence(setup: Setup) -> Iterator[None]:
+def as_option_error(setup: Setup) -> Iterator[None]:
     """Convert any error that a model's code raises on fake tensors to an OptionError of one sentence."""
     try:
         yield
@@ -184,7 +190,7 @@ def _in_a_sentence(setup: Setup) -> Iterator[None]:
         else:
             first = next((line for line in str(problem).splitlines() if line.strip()), "").strip()
             reason = f"{type(problem).__name__}: {first}" if first else type(problem).__name__
-        # None: the tensors in a traceback that outlives the mode crash the interpreter when it ends.
+        # From None: tensors in a traceback that outlives the mode crash the interpreter at its end.
         raise OptionError(
             f"plan: the model must be able to take a step on fake tensors, but {setup.model} is not: {reason}; "
             "to measure its memory, run `liger train`"
@@ -197,7 +203,9 @@ def ledger_of_a_step(
     """Return a ledger of this kind after a step; `fields` are set on it before the step."""
     classes = config_of(setup).get_text_config().vocab_size
     ledger = kind(
-        partial(devices.replace, setup.device), partial(devices.scratch, setup.device), _logits_of(model, classes)
+        partial(devices.replace, setup.device),
+        partial(devices.workspace, setup.device),
+        _logits_category(model, classes),
     )
     vars(ledger).update(fields)
     written_out = devices.attention_is_written_out(
@@ -205,52 +213,46 @@ def ledger_of_a_step(
     )
     with (
         mode,
-        devices.as_on(setup.device, written_out=written_out, packed=setup.packing) as notes,
+        devices.emulating(setup.device, written_out=written_out, packed=setup.packing) as notes,
         parallel.attention_of_ranks(setup),
         ledger,
     ):
-        step(setup, model, ledger, sharding)
+        take_step(setup, model, ledger, sharding)
     ledger.notes.extend(notes if setup.liger != "none" else [])
     return ledger
 
 
 def fake_model(setup: Setup, mode: Any) -> tuple[Any, list[str]]:
-    """The model of a setup, on fake tensors."""
-    # These are modeled separately: fake tensors can be neither quantized to 4 bits nor offloaded.
+    """Build the model of a setup on fake tensors; return it, and notes."""
+    # Fake tensors cannot be quantized to 4 bits or offloaded, so both are modeled separately.
     simple = replace(setup, device="cpu", adapter="lora" if setup.adapter == "qlora" else setup.adapter)
     if setup.shard == "fsdp2" and setup.precision in LOW:
-        # Gathered weights are in the precision of the matmuls.
+        # Weights are gathered in the dtype of matmuls.
         simple = replace(simple, precision="bf16-pure")
-    simple = replace(simple, checkpoint="full" if setup.checkpoint in ("offload", "auto") else setup.checkpoint)
-    whole = _on_meta(simple)
+    whole = on_meta(simple)
     with mode:
         built = build(
             simple,
             CPU,
-            load=lambda setup, device, _: _part(whole, setup, device),
-            adapters=adapted,
+            load=lambda setup, device, _: _shard_of(whole, setup, device),
+            adapters=_adapted_in_four_bits if setup.adapter == "qlora" else adapted,
             to_float8=in_float8,
         )
-        if setup.adapter == "qlora":
-            _prepare_for_four_bits(built.model)
         if setup.tp > 1:
             classes = config_of(setup).get_text_config().vocab_size
             parallel.share_vocabulary(built.model, setup, classes, LOSS in built.replaced)
     return built.model, built.notes + ([AUTO] if setup.checkpoint == "auto" else [])
 
 
-def _on_meta(setup: Setup) -> Any:
-    """Return the model on the meta device, since models convert modules in their constructors, which fake tensors
-    refuse."""
+def on_meta(setup: Setup) -> Any:
+    """Return the model on the meta device; constructors convert modules, which fails on fake tensors."""
     with torch.device("meta"):
-        config = config_of(setup)
-        return auto_class(config).from_config(
-            config, dtype=weights_dtype(setup), trust_remote_code=setup.trust_remote_code
-        )
+        config, dtype = config_of(setup), weights_dtype(setup)
+        return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=setup.trust_remote_code)
 
 
-def _part(model: Any, setup: Setup, device: torch.device) -> Any:
-    """Return a rank's part of the model on the device, with weights that have no values."""
+def _shard_of(model: Any, setup: Setup, device: torch.device) -> Any:
+    """Return a rank's shard of the model on the device, with uninitialized weights."""
     model.to_empty(device=device)
     model.tie_weights()
     if setup.tp > 1:
@@ -258,43 +260,46 @@ def _part(model: Any, setup: Setup, device: torch.device) -> Any:
     return model
 
 
-def _prepare_for_four_bits(model: Any) -> None:
-    """Convert frozen weights that are not in 4 bits to float32, such as an untied LM head.
+def _adapted_in_four_bits(model: Any, setup: Setup, notes: list[str]) -> Any:
+    """Add adapters, and convert frozen weights that are not quantized to float32, like
+    peft.prepare_model_for_kbit_training.
 
-    This is what peft.prepare_model_for_kbit_training does.
+    An untied LM head is such a weight.
     """
-    quantized = {id(weight) for weight in held_in_four_bits(model)}
+    model = adapted(model, setup, notes)
+    quantized = {id(weight) for weight in quantized_weights(model)}
     for weight in model.parameters():
         if not weight.requires_grad and id(weight) not in quantized:
             weight.data = weight.data.float()
+    notes[-1] = adapter_note(model, setup, quantized)
+    return model
 
 
-def _logits_of(model: Any, classes: int) -> Callable[[Tensor], str | None]:
-    """Recognize logits: their last dimension is the vocabulary size, or the part of a rank."""
+def _logits_category(model: Any, classes: int) -> Callable[[Tensor], str | None]:
+    """Return a function that recognizes logits by their last dimension: the vocabulary size, or its shard."""
     sizes = {classes, model.get_output_embeddings().weight.shape[0]}
 
-    def known_as(tensor: Tensor) -> str | None:
+    def category(tensor: Tensor) -> str | None:
         return LOGITS if tensor.dim() > 1 and tensor.shape[-1] in sizes else None
 
-    return known_as
+    return category
 
 
-def step(setup: Setup, model: Any, ledger: Ledger, sharding: Sharding) -> None:
-    """A step after the first, when the optimizer has its state."""
+def take_step(setup: Setup, model: Any, ledger: Ledger, sharding: Sharding) -> None:
+    """Take a step after the first one, when the optimizer has its state."""
     for weight in [*model.parameters(), *model.buffers()]:
-        ledger.note(weight, WEIGHTS)
+        ledger.record(weight, WEIGHTS)
     if setup.adapter == "qlora":
-        ledger.expanded = in_four_bits(model, ledger)
+        ledger.dequantized = record_four_bits(model, ledger)
     sharding.enter(model, ledger)
     ledger.begin()
-    ledger.hold(devices.WORKSPACES[setup.device], OTHER)
-    ledger.hold(sharding.first_buckets, GRADIENTS)
-    with _watched(setup, model, ledger, sharding):
+    ledger.allocate(devices.WORKSPACES[setup.device], OTHER)
+    with _labels(model, ledger, sharding):
         for _ in range(min(2, setup.accumulation)):
             tokens = torch.zeros(setup.batch, setup.sequence // setup.cp, dtype=torch.long)
             ledger.doing = FORWARD
             loss = _loss(setup, model, tokens)
-            for number in ledger.alive() - ledger.labels.keys():
+            for number in ledger.allocated() - ledger.labels.keys():
                 ledger.labels[number] = ACTIVATIONS
             ledger.doing = BACKWARD
             loss.backward()
@@ -304,7 +309,7 @@ def step(setup: Setup, model: Any, ledger: Ledger, sharding: Sharding) -> None:
 
 
 def _loss(setup: Setup, model: Any, tokens: Tensor) -> Tensor:
-    """Compute the loss as Trainer.compute_loss does with accelerate's forward; other outputs are freed on return."""
+    """Compute the loss like Trainer.compute_loss with accelerate's forward; other outputs are freed on return."""
     inputs = {"input_ids": tokens, "labels": tokens, "num_items_in_batch": torch.zeros((), dtype=torch.long)}
     if setup.cp > 1:
         inputs |= {"shift_labels": torch.zeros_like(tokens)}
@@ -329,55 +334,55 @@ def _loss(setup: Setup, model: Any, tokens: Tensor) -> Tensor:
 
 
 @contextmanager
-def _watched(setup: Setup, model: Any, ledger: Ledger, sharding: Sharding) -> Iterator[None]:
-    """Label gradients and activation checkpoints; offloaded checkpoints do not count."""
-    handles: list[Any] = []
+def _labels(model: Any, ledger: Ledger, sharding: Sharding) -> Iterator[None]:
+    """Label gradients and activation checkpoints within this context, and record offloaded checkpoints."""
 
     def accumulated(weight: Any) -> None:
-        if weight.grad is not None:  # None: the node before it returned no gradient.
-            ledger.note(weight.grad, GRADIENTS)
+        if weight.grad is not None:  # None: its backward node returned no gradient.
+            ledger.record(weight.grad, GRADIENTS)
             sharding.accumulated(weight)
 
-    for weight in model.parameters():
-        if weight.requires_grad:
-            handles.append(weight.register_post_accumulate_grad_hook(accumulated))
     with ExitStack() as stack:
+        for weight in model.parameters():
+            if weight.requires_grad:
+                stack.callback(weight.register_post_accumulate_grad_hook(accumulated).remove)
         for layer in layers(model):
             if layer.gradient_checkpointing:
-                stack.enter_context(_checkpointed(layer, ledger, setup.checkpoint == "offload"))
+                stack.enter_context(_recorded_checkpoint(layer, ledger))
         yield
-    for handle in handles:
-        handle.remove()
 
 
 @contextmanager
-def _checkpointed(layer: Any, ledger: Ledger, offloaded: bool) -> Iterator[None]:
-    """Record the input of a layer, which is its checkpoint.
+def _recorded_checkpoint(layer: Any, ledger: Ledger) -> Iterator[None]:
+    """Record the input of a layer, which is its activation checkpoint.
 
-    An offloaded input leaves the device after the layer's forward pass, and returns when the backward pass reaches the
-    next layer (liger_train/offloading.py).
+    An offloaded input leaves the device after the layer's forward pass, and is fetched when the backward pass reaches
+    the next layer (liger_train/offloading.py).
     """
-    checkpoint = getattr(layer, CHECKPOINT)
+    before = getattr(layer, CHECKPOINT)
+    offloaded = isinstance(before, Offloading)
+    # Fake tensors cannot be copied to the host.
+    checkpoint = partial(torch_checkpoint, use_reentrant=False) if offloaded else before
 
-    def started(hidden: Tensor) -> None:
-        number = ledger.note(hidden, CHECKPOINTS)
+    def layer_starts(hidden: Tensor) -> None:
+        number = ledger.record(hidden, CHECKPOINTS)
         if ledger.doing == BACKWARD:
             ledger.fetch(number)
-            if ledger.away:
-                ledger.fetch(next(reversed(ledger.away)))
+            if ledger.offloaded:
+                ledger.fetch(next(reversed(ledger.offloaded)))
 
-    def watched(function: Any, *args: Any) -> Any:
-        """Checkpoint a layer and record its input, without hooks: Transformers 5.23 recomputes a layer without them."""
+    def recorded(function: Any, *args: Any) -> Any:
+        """Checkpoint a layer and record its input, without hooks, since Transformers 5.23 recomputes without hooks."""
 
         def run(*inputs: Any) -> Any:
-            started(inputs[0] if inputs else function.keywords["hidden_states"])
+            layer_starts(inputs[0] if inputs else function.keywords["hidden_states"])
             return function(*inputs)
 
         output = checkpoint(run, *args)
         if offloaded and ledger.doing == FORWARD:
-            ledger.leave(args[0] if args else function.keywords["hidden_states"])
+            ledger.offload(args[0] if args else function.keywords["hidden_states"])
         return output
 
-    setattr(layer, CHECKPOINT, watched)
+    setattr(layer, CHECKPOINT, recorded)
     yield
-    setattr(layer, CHECKPOINT, checkpoint)
+    setattr(layer, CHECKPOINT, before)

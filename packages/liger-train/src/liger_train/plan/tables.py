@@ -12,8 +12,10 @@ from liger_bench.printing import amount, size, unit_of
 from liger_core.tables import Column, output, print_table
 from liger_train.plan.chart import print_bars
 from liger_train.plan.comparison import ALLOWED, Compared
-from liger_train.plan.planning import Plan
+from liger_train.plan.planning import Plan, Traffic
+from liger_train.plan.search import Answer
 from liger_train.plan.step import Prediction
+from liger_train.setup import Setup
 
 
 def print_plan(plan: Plan) -> None:
@@ -30,8 +32,11 @@ def print_plan(plan: Plan) -> None:
         f"The peak is in the {prediction.doing}; {size(prediction.static_bytes)} stay allocated between steps.\n"
     )
     _print_held(console, plan)
+    if plan.traffic is not None:
+        _print_traffic(console, plan.traffic)
     if plan.alternatives:
         _print_alternatives(console, plan)
+    _print_costs(console, plan)
     for item in plan.checklist:
         if item.problem:
             console.print(f"{item.title}: skipped because {item.problem}", markup=False)
@@ -41,12 +46,10 @@ def print_plan(plan: Plan) -> None:
         console.print("To see whether it fits, give a limit, for instance --memory-limit 24GiB.")
         return
     limit, batch = size(plan.limit), f"{setup.batch} × {setup.sequence} tokens"
-    if plan.largest_batch:
-        console.print(
-            f"{plan.largest_batch} × {setup.sequence} tokens is the largest batch of this setup that fits in {limit}."
-        )
-    else:
-        console.print(f"No batch of this setup fits in {limit}.")
+    if plan.what_fits:
+        _print_what_fits(console, plan.what_fits)
+    for answer in plan.answers:
+        console.print(_sentence(answer, setup, limit))
     if prediction.fits(plan.limit):
         console.print(f"{batch} fit:\n  {plan.command}", soft_wrap=True, markup=False)
     elif plan.command:
@@ -57,6 +60,38 @@ def print_plan(plan: Plan) -> None:
         )
     else:
         console.print(f"{batch} do not fit with any of these techniques; use a smaller batch.")
+
+
+def _sentence(answer: Answer, setup: Setup, limit: str) -> str:
+    """Return what fits, or what the value that needs the least memory needs."""
+    if answer.smallest is None:
+        supported = "that the model supports, and fits" if answer.capped else "that fits"
+        batch = f"{answer.value} × {setup.sequence} tokens is the largest batch of this setup that fits in {limit}."
+        return {
+            "batch": batch,
+            "sequence": f"{answer.value:,} tokens is the longest sequence of this setup {supported} in {limit}.",
+            "ranks": f"{answer.value} is the smallest number of GPUs on which this setup fits in {limit}.",
+        }[answer.field]
+    smallest = answer.smallest.setup
+    needs = f"{smallest.batch} × {smallest.sequence} tokens need {size(answer.smallest.peak_bytes)}"
+    if answer.field != "ranks":
+        return f"No {answer.field} of this setup fits in {limit}. {needs}."
+    more = "; --shard fsdp2 would split the weights" if setup.shard == "none" else ""
+    return f"No number of GPUs is enough for {limit} each. {needs} on each of {smallest.ranks:,}{more}."
+
+
+def _print_what_fits(console: Console, rows: Sequence[dict[str, int]]) -> None:
+    """Print the last value of each row, by the value before it and by the number of ranks."""
+    _, other, field = rows[0]
+    ranks = list(dict.fromkeys(row["ranks"] for row in rows))
+    cells: dict[int, list[str]] = {}
+    for row in rows:
+        cells.setdefault(row[other], []).append(f"{row[field]:,}" if row[field] else "–")
+    what = {"batch": "largest batch", "sequence": "longest sequence"}[field]
+    console.print(f"The {what} that fits, by {other} and number of GPUs:")
+    columns = [other, *(f"{count} GPU{'s' if count > 1 else ''}" for count in ranks)]
+    lines = [[f"{value:,}", *line] for value, line in cells.items()]
+    print_table(console, [Column(name, number=True) for name in columns], lines)
 
 
 def print_sweep(predictions: Sequence[Prediction], varied: Sequence[str], fits: Sequence[bool | None]) -> None:
@@ -81,16 +116,38 @@ def _print_held(console: Console, plan: Plan) -> None:
     )
 
 
+def _print_traffic(console: Console, traffic: Traffic) -> None:
+    rates, estimate = traffic.rates, traffic.estimate
+    lines = [
+        [
+            f"{each['kind']} of {each['what']}, {each['ranks']} ranks",
+            *(f"{each[name] / 1e9:.2f}" for name in ("machine_bytes", "network_bytes")),
+            f"{each['seconds']:.3f}",
+        ]
+        for each in traffic.exchanges
+    ]
+    head = ("received by a rank per step, by a formula", "within a machine, GB", "over the network, GB", "seconds")
+    print_table(console, [Column(head[0]), *(Column(name, number=True) for name in head[1:])], lines)
+    console.print(
+        f"By a formula, without waiting: operations take {estimate.operations:.3f} s per step on an H200, exchanges of "
+        f"activations {estimate.tensor:.3f} s, and those of weights and gradients {estimate.sharding:.3f} s, which "
+        f"overlap with the others ({rates.per_host} GPUs per machine, {rates.links / 1e9:.0f} GB/s within it, "
+        f"{rates.hosts / 1e9:.0f} GB/s between machines). Host memory per machine: {size(traffic.host_bytes)} for "
+        "offloaded state, besides Python and the text.",
+        markup=False,
+    )
+
+
 def _print_alternatives(console: Console, plan: Plan) -> None:
     shown = sorted(
-        (other for other in plan.alternatives if other.prediction), key=lambda other: -other.saves(plan.prediction)
+        (other for other in plan.alternatives if other.prediction), key=lambda other: -other.saves(plan.start)
     )
     scale, unit = unit_of(plan.prediction.peak_bytes)
     lines = [
         [
             f"--{other.technique.option} {other.technique.value}",
             f"{other.prediction.peak_bytes / scale:.2f}" if other.prediction else "",
-            f"{other.saves(plan.prediction) / scale:+.2f}",
+            f"{other.saves(plan.start) / scale:+.2f}",
             other.technique.costs,
         ]
         for other in shown
@@ -102,6 +159,13 @@ def _print_alternatives(console: Console, plan: Plan) -> None:
         Column("costs", prose=True),
     ]
     print_table(console, columns, lines)
+
+
+def _print_costs(console: Console, plan: Plan) -> None:
+    lines = [[item.title, item.speed or "–", item.costs] for item in plan.checklist[1:] if item.prediction]
+    columns = [Column("adding"), Column("speed, measured on H200s", prose=True), Column("costs", prose=True)]
+    if lines:
+        print_table(console, columns, lines)
 
 
 GiB = 1 << 30
