@@ -20,7 +20,7 @@ TEXT = (
 @pytest.fixture(scope="session", autouse=True)
 def no_garbage_among_what_was_imported() -> Iterator[None]:
     """A run collects garbage twice, which takes a second where every library of the tests is loaded."""
-    import liger_train.train.run  # noqa: F401
+    import liger_train.runs.run  # noqa: F401
 
     gc.freeze()
     yield
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from liger_train.train.data import _trained
+    from liger_train.runs.data import _train_tokenizer
 
     folder = tmp_path_factory.mktemp("model")
     sizes = {
@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(
         LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None)
     ).save_pretrained(folder)
-    _trained([TEXT], 400).save_pretrained(folder)
+    _train_tokenizer([TEXT], 400).save_pretrained(folder)
     return folder
 
 

@@ -3,23 +3,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from liger_core.errors import OptionError
-from liger_hf.four_bits import in_four_bits
-from liger_train import techniques
+from liger_hf.four_bits import in_four_bits, packed
+from liger_train import compiling, techniques
 from liger_train.configs import config_of
 from liger_train.model import build
 from liger_train.plan.step import predict
+from liger_train.runs.run import run
 from liger_train.setup import Setup
-from liger_train.train.run import run
 
 pytest.importorskip("peft")
 
@@ -34,8 +37,8 @@ def test_adapters_have_the_rank_the_scale_and_the_places_that_were_asked_for(sma
     assert len(layers) == 4
     assert {(one.r["default"], one.scaling["default"]) for one in layers.values()} == {(4, 1.5)}
     assert built.notes[0] == (
-        "Training adapters of rank 4 on 4 linear layers (q_proj, v_proj), in float32; the frozen weights are in "
-        "float32. "
+        "Training adapters of rank 4 on 4 linear layers (q_proj, v_proj), in float32 (896); the frozen weights are in "
+        "float32 (31,392). "
         "83 % of the layers' weights have none: gate_proj, up_proj, down_proj, o_proj and 1 more."
     )
 
@@ -57,6 +60,7 @@ def test_a_run_with_such_adapters_learns(small: Setup, liger: str) -> None:
 EXPERTS = {
     "gpt_oss": ("8 linear layers (q_proj, k_proj, v_proj, o_proj) and 4 weights (down_proj, gate_up_proj)", "3 % of the layers' weights have none: gate_up_proj_bias, router, down_proj_bias."),
     "qwen3_moe": ("8 linear layers (q_proj, k_proj, v_proj, o_proj) and 4 weights (down_proj, gate_up_proj)", "2 % of the layers' weights have none: gate."),
+    "qwen2_moe": ("14 linear layers (q_proj, k_proj, v_proj, o_proj and 3 more) and 4 weights (down_proj, gate_up_proj)", "2 % of the layers' weights have none: gate, shared_expert_gate."),
 }  # fmt: skip
 
 
@@ -72,6 +76,7 @@ def experts(small: Setup, request: pytest.FixtureRequest, tmp_path: Path) -> Set
         "head_dim": 8,
     }
     counts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    counts |= {"shared_expert_intermediate_size": 24}
     AutoConfig.for_model(request.param, vocab_size=400, **sizes, **counts, pad_token_id=None).save_pretrained(tmp_path)
     return replace(small, model=str(tmp_path), random_weights=True, adapter="lora", steps=1)
 
@@ -93,7 +98,8 @@ def test_experts_in_four_bits_are_trained_planned_and_saved_for_peft(experts: Se
     linear = [p.quant_state for p in built.model.parameters() if hasattr(p, "quant_state")]
     matrices = [getattr(module, name) for module in experts_of for name in in_four_bits(module)]
     packed = sum(math.prod(state.shape) for state in linear) + sum(matrix.numel() for matrix in matrices)
-    assert (len(linear), len(matrices)) == (8, 4)
+    # Shared experts are linear layers; neither their gate nor the router is quantized.
+    assert (len(linear), len(matrices)) == (14 if "shared_expert" in str(built.model) else 8, 4)
     assert f"the frozen weights are in 4 bits ({packed:,}) and float32 (" in built.notes[0]
     built.model.save_pretrained(tmp_path / "adapter")
     plain = build(replace(setup, adapter="none"), torch.device("cpu")).model
@@ -102,18 +108,24 @@ def test_experts_in_four_bits_are_trained_planned_and_saved_for_peft(experts: Se
         name for name, _ in built.model.named_parameters() if "lora_" in name
     }
     row, planned = run(setup), predict(setup)
+    assert planned.notes[0] == built.notes[0]
     assert not row.failed, row.reason
     assert planned.trainable_parameters == row.trainable_parameters
+    assert (
+        f"in float32 ({row.trainable_parameters:,}); the frozen weights are in 4 bits ({packed:,}) and" in row.notes[-2]
+    )
+    assert (planned.parameters, packed, 0) == (row.parameters, row.parameters_in_4_bits, row.parameters_in_16_bits)
 
 
 @pytest.mark.parametrize("experts", EXPERTS, indirect=True)
 def test_experts_that_are_named_are_trained_and_planned(experts: Setup) -> None:
-    setup = replace(experts, adapter_targets="gate_up_proj,down_proj")
+    setup = replace(experts, adapter_targets="experts.gate_up_proj,experts.down_proj", precision="bf16")
     techniques.check(setup)
     row, planned = run(setup), predict(setup)
     assert not row.failed, row.reason
     assert any("on 4 weights (down_proj, gate_up_proj)" in note for note in row.notes)
     assert planned.trainable_parameters == row.trainable_parameters
+    assert (row.parameters_in_4_bits, row.parameters_in_16_bits) == (0, row.parameters - row.trainable_parameters)
     assert [note for note in planned.notes if "adapters of rank" in note] == [
         note for note in row.notes if "adapters of rank" in note
     ]
@@ -134,3 +146,77 @@ def test_an_adapter_as_a_model_says_what_to_do(small: Setup, model: Path, tmp_pa
         OptionError, match=r"--model must be a whole model, got .*, an adapter of peft; .*merge_and_unload"
     ):
         config_of(replace(small, model=str(tmp_path)))
+
+
+@pytest.mark.parametrize("experts", ["qwen3_moe"], indirect=True)
+def test_experts_in_four_bits_have_the_same_losses_in_compiled_layers(
+    experts: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(compiling, "COMPILER", "aot_eager")
+    setup = replace(experts, adapter="qlora", steps=3, learning_rate=1e-2)
+    eager, compiled = (run(replace(setup, compile=kind)) for kind in ("none", "default"))
+    assert compiled.losses == pytest.approx(eager.losses, rel=1e-6)
+    assert not any("eager mode" in note for note in compiled.notes), compiled.notes
+
+
+# The values of four bits, the first half of them the positive ones.
+FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def in_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
+    """Store the experts of the gpt-oss in a folder in MXFP4, and return the matrices that they stand for."""
+    config, expected = AutoConfig.from_pretrained(folder), {}
+    weights = AutoModelForCausalLM.from_config(config).state_dict()
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inner, outer = weights.pop(name).shape
+        codes = torch.randint(16, (experts, outer, inner))
+        scales = torch.randint(118, 123, (experts, outer, inner // 32))
+        weights[f"{name}_blocks"] = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8).unflatten(-1, (-1, 16))
+        weights[f"{name}_scales"] = scales.to(torch.uint8)
+        signed = torch.cat([FP4, -FP4])[codes]
+        expected[name] = (signed * 2.0 ** (scales - 127).repeat_interleave(32, -1)).mT
+    save_file({name: value.contiguous() for name, value in weights.items()}, folder / "model.safetensors", {"format": "pt"})  # fmt: skip
+    stored = json.loads((folder / "config.json").read_text())
+    stored["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(stored))
+    return expected
+
+
+@pytest.mark.parametrize("experts", ["gpt_oss"], indirect=True)
+@pytest.mark.parametrize("adapter", ["none", "lora", "qlora"])
+def test_experts_in_mxfp4_are_dequantized(experts: Setup, adapter: str) -> None:
+    expected = in_mxfp4(Path(experts.model))
+    built = build(replace(experts, adapter=adapter, random_weights=False, sequence=8), torch.device("cpu"))
+    to = "NF4" if adapter == "qlora" else "float32"
+    assert built.notes[0] == (
+        f"The experts of {experts.model} are in MXFP4; each is dequantized when it is loaded, to {to}."
+    )
+    assert not any("leaves out" in note or "lacks" in note for note in built.notes)
+    model = built.model if adapter == "none" else built.model.get_base_model()
+    for name, matrices in expected.items():
+        path, _, last = name.rpartition(".")
+        module = model.get_submodule(path)
+        module = module.get_base_layer() if adapter != "none" else module
+        if adapter == "qlora":
+            assert in_four_bits(module) == ["gate_up_proj", "down_proj"]
+            bitsandbytes = pytest.importorskip("bitsandbytes")
+            weight = packed(matrices)
+            matrices = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+        assert torch.equal(getattr(module, last), matrices.to(getattr(module, last).dtype)), name
+
+
+class LastLayerSkipped(TrainerCallback):
+    """Makes the MLP of the last layer return its input."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+        model.base_model.model.model.layers[-1].mlp.forward = lambda hidden: hidden
+
+
+def test_a_run_says_which_adapters_got_no_gradient(small: Setup) -> None:
+    setup = replace(small, adapter="lora", steps=3)
+    assert not any("no gradient" in note for note in run(setup).notes)
+    notes = run(setup, observers=[LastLayerSkipped()]).notes
+    assert [note for note in notes if "no gradient" in note] == [
+        "6 of 12 adapter weights of model.layers.*.mlp got no gradient: their module never ran."
+    ]

@@ -17,20 +17,20 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from liger_train import checkpointing
-from liger_train.checkpointing import Keeps
-from liger_train.model import build
-from liger_train.setup import Setup
-from liger_train.train.auto_checkpoint import (
+from liger_train.auto_checkpoint import (
     EXPOSED,
     HIDDEN,
     MARGIN,
     RECOMPUTES,
-    Seen,
-    Spending,
-    SpendMemory,
+    AutoCheckpoint,
+    KeepPolicy,
+    StepMemory,
     inputs_to_offload,
     splits,
 )
+from liger_train.checkpointing import Keeps
+from liger_train.model import build
+from liger_train.setup import Setup
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -48,11 +48,11 @@ class Step:
     temporary: int
     ladder: tuple[Keeps, ...] = RECOMPUTES
 
-    def seen(self, spending: Spending, peak: int = 0) -> Seen:
-        parts = spending.parts
+    def seen(self, policy: KeepPolicy, peak: int = 0) -> StepMemory:
+        parts = policy.parts
         # An offloaded input is gone when its layer is done; what the last layer keeps, its output, is not.
         keeps = dict(zip(RECOMPUTES, (size // parts for size in self.keeps), strict=True)) | {Keeps.NOTHING: 0}
-        kept = [keeps[spending.keeps(layer)] for layer in range(self.layers)]
+        kept = [keeps[policy.keeps(layer)] for layer in range(self.layers)]
         # From the second part on the gradients of the first one are there.
         earlier = self.layers * self.gradients if parts > 1 else 0
         before = self.static + sum(kept[:-1])
@@ -65,18 +65,18 @@ class Step:
             new = self.gradients if parts > 1 else (done + 1) * self.gradients
             peak = max(peak, held + again + self.temporary // parts + new)
             held -= kept[layer]
-        return Seen(peak, before, measured)
+        return StepMemory(peak, before, measured)
 
 
-def spent(step: Step, limit: int, alike: bool = True, splits: int = 1) -> tuple[Spending, list[int]]:
+def spent(step: Step, limit: int, alike: bool = True, splits: int = 1) -> tuple[KeepPolicy, list[int]]:
     """The decisions of a run, and the peak after each of its steps."""
-    spending, peaks = Spending(step.layers, limit, alike, splits, step.ladder), [0]
-    while not spending.settled:
-        seen = step.seen(spending, peaks[-1])
+    policy, peaks = KeepPolicy(step.layers, limit, alike, splits, step.ladder), [0]
+    while not policy.settled:
+        seen = step.seen(policy, peaks[-1])
         peaks.append(seen.peak)
-        spending.after(seen)
+        policy.after(seen)
         assert len(peaks) < 4 * step.layers + 9 + splits, "it never settles"
-    return spending, peaks
+    return policy, peaks
 
 
 EIGHT_BILLION = Step(32, 48 * GIB, (GIB // 2, 5 * GIB, 8 * GIB), 4 * GIB, GIB // 2, 2 * GIB)
@@ -84,8 +84,8 @@ EIGHT_BILLION = Step(32, 48 * GIB, (GIB // 2, 5 * GIB, 8 * GIB), 4 * GIB, GIB //
 
 def test_within_six_steps_as_many_layers_as_fit_keep_matmul_outputs_the_last_ones_first() -> None:
     limit = 140 * GIB
-    spending, peaks = spent(EIGHT_BILLION, limit)
-    kept = [spending.keeps(layer) for layer in range(32)]
+    policy, peaks = spent(EIGHT_BILLION, limit)
+    kept = [policy.keeps(layer) for layer in range(32)]
     assert kept == sorted(kept)
     assert (kept[0], kept[-1]) == (Keeps.INPUT, Keeps.MATMULS)
     assert len(peaks) - 1 <= 6
@@ -96,9 +96,9 @@ def test_within_six_steps_as_many_layers_as_fit_keep_matmul_outputs_the_last_one
 def test_offloaded_inputs_leave_room_for_more_layers_that_keep_their_matmul_outputs() -> None:
     kept = {}
     for ladder in (RECOMPUTES, HIDDEN, EXPOSED):
-        spending, peaks = spent(replace(EIGHT_BILLION, keeps=(2 * GIB, 5 * GIB, 8 * GIB), ladder=ladder), 160 * GIB)
+        policy, peaks = spent(replace(EIGHT_BILLION, keeps=(2 * GIB, 5 * GIB, 8 * GIB), ladder=ladder), 160 * GIB)
         assert max(peaks) <= 160 * GIB * (1 - MARGIN)
-        kept[ladder] = Counter(spending.keeps(layer) for layer in range(32))
+        kept[ladder] = Counter(policy.keeps(layer) for layer in range(32))
     assert kept[RECOMPUTES][Keeps.MATMULS] < kept[HIDDEN][Keeps.MATMULS]
     assert kept[HIDDEN][Keeps.NOTHING] > 0
     assert kept[HIDDEN][Keeps.INPUT] == 0
@@ -142,36 +142,36 @@ def test_a_batch_is_taken_in_no_more_parts_than_keep_the_device_busy() -> None:
 
 
 def test_layers_that_differ_are_moved_one_by_one() -> None:
-    spending = Spending(4, 1000, alike=False)
-    moves = [spending.after(Seen(100 + 10 * index, 90, 10)) for index in range(4)]
+    policy = KeepPolicy(4, 1000, alike=False)
+    moves = [policy.after(StepMemory(100 + 10 * index, 90, 10)) for index in range(4)]
     assert moves == [1, 2, 3, 4]
 
 
 def test_a_step_that_came_too_close_takes_a_layer_back_and_ends_it() -> None:
     step = replace(EIGHT_BILLION, layers=4)
-    spending = Spending(4, 500 * GIB)
+    policy = KeepPolicy(4, 500 * GIB)
     for _ in range(2):
-        spending.after(step.seen(spending))
-    assert spending.moves == 4
-    spending.after(Seen(499 * GIB, 0, 0))
-    assert (spending.moves, spending.settled) == (3, True)
-    spending.after(step.seen(spending))
-    assert spending.moves == 3
+        policy.after(step.seen(policy))
+    assert policy.moves == 4
+    policy.after(StepMemory(499 * GIB, 0, 0))
+    assert (policy.moves, policy.settled) == (3, True)
+    policy.after(step.seen(policy))
+    assert policy.moves == 3
 
 
 def test_repeated_retries_of_the_allocator_move_a_layer_back() -> None:
     step = replace(EIGHT_BILLION, layers=4)
-    spending = Spending(4, 500 * GIB)
-    moves = [spending.after(replace(step.seen(spending), retried=retried)) for retried in (True, False, True, True)]
+    policy = KeepPolicy(4, 500 * GIB)
+    moves = [policy.after(replace(step.seen(policy), retried=retried)) for retried in (True, False, True, True)]
     assert (moves[0], moves[1], moves[3]) == (1, 4, moves[2] - 1)
-    assert spending.settled
+    assert policy.settled
 
 
 def test_a_settled_run_is_still_watched() -> None:
-    spending, peaks = spent(EIGHT_BILLION, 140 * GIB)
-    before = spending.moves
-    seen = replace(EIGHT_BILLION.seen(spending, peaks[-1]), retried=True)
-    assert [spending.after(seen) for _ in range(4)] == [before, before - 1, before - 1, before - 2]
+    policy, peaks = spent(EIGHT_BILLION, 140 * GIB)
+    before = policy.moves
+    seen = replace(EIGHT_BILLION.seen(policy, peaks[-1]), retried=True)
+    assert [policy.after(seen) for _ in range(4)] == [before, before - 1, before - 1, before - 2]
 
 
 def model_that_keeps(*kept: Keeps) -> Any:
@@ -182,7 +182,7 @@ def model_that_keeps(*kept: Keeps) -> Any:
     return model
 
 
-MATMULS = checkpointing.Matmuls()
+MATMULS = checkpointing.SelectiveCheckpointing()
 
 
 def trained(model: Any) -> tuple[float, dict[str, torch.Tensor], int]:
@@ -268,7 +268,7 @@ class Simulated:
     def trained(self, model: Any, splits: int = 1, inputs: int = 0) -> list[str]:
         """Take eight steps with a Trainer; returns the notes."""
         notes: list[str] = []
-        callback = SpendMemory(self, notes.append, splits, inputs)
+        callback = AutoCheckpoint(self, notes.append, splits, inputs)
         arguments, optimizer = SimpleNamespace(device=CPU), SimpleNamespace(state={})
         callback.on_train_begin(arguments, None, None, model=model)
         self.layers[-1].register_forward_pre_hook(lambda *_: setattr(self, "inside", True), prepend=True)

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText, LlamaForCausal
 from liger_train.checkpointing import checkpointed_layers
 from liger_train.model import build
 from liger_train.plan.step import predict
+from liger_train.runs.run import run
 from liger_train.setup import Setup
-from liger_train.train.run import run
 
 CPU = torch.device("cpu")
 WEIGHTS = "model.safetensors"

@@ -19,10 +19,10 @@ from liger_core.errors import DeviceError
 from liger_train import checkpointing, combinations, compiling
 from liger_train.model import build
 from liger_train.plan.step import COMPILED, predict
+from liger_train.runs.command import _figures
+from liger_train.runs.graphs import Graphs
+from liger_train.runs.run import run
 from liger_train.setup import Setup
-from liger_train.train.command import _figures
-from liger_train.train.graphs import Graphs
-from liger_train.train.run import run
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -245,7 +245,7 @@ def test_weights_that_moved_end_the_graphs() -> None:
         training.model.weight.data = training.model.weight.data.clone()
         training.train(2)
     assert graphs.losses == eager.losses
-    assert ["moved to other memory" in note for note in graphs.notes] == [True]
+    assert ["must stay at their addresses" in note for note in graphs.notes] == [True]
 
 
 @pytest.mark.parametrize("draws", [False, True])

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from liger_core.errors import OptionError
-from liger_train.train.context_parallel import context_parallel
+from liger_train.runs.context_parallel import context_parallel
 
 
 def test_a_mask_of_one_ranks_tokens_is_refused() -> None:

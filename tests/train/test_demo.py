@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from bench.commands import START, Finished, InProcess
+from liger_hf.presets import PRESETS
 from liger_train.demo.command import _print
-from liger_train.demo.run import EagerAttention, judged, speed_is_clear
+from liger_train.demo.run import EagerAttention, compare_losses, speed_is_clear
 from liger_train.model import build
 from liger_train.row import row_of
 from liger_train.setup import Setup
@@ -102,7 +103,7 @@ def test_an_unclear_speed_is_called_so(tiny_demo: Finished, tmp_path: Path, caps
         _print(tiny_demo.result | {"speed_is_clear": clear}, tmp_path)
         text = capsys.readouterr().out
         assert ("(unclear)" in text) is not clear
-        assert ("other processes used the machine, and the ratio of the speeds says little." in text) is not clear
+        assert ("because other processes used the machine; the speeds say little." in text) is not clear
         assert "On a CPU Liger saves memory, not time" in text
 
 
@@ -126,7 +127,7 @@ def test_picture_shows_something(tiny_demo: Finished, name: str) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "sentence"),
     [
-        ("--model", "7b", "demo: --model must be one of tiny, small, llama-3.2-1b, llama-3-8b, qwen2-7b, gemma-7b, mistral-7b, phi-3-mini, got '7b'"),
+        ("--model", "7b", f"demo: --model must be one of {', '.join(PRESETS)}, got '7b'"),
         ("--device", "tpu", "demo: --device must be auto, cpu or cuda, got 'tpu'"),
         ("--dtype", "int8", "demo: --dtype must be one of float32, bfloat16, float16, got 'int8'"),
         ("--steps", "0", "Invalid value for '--steps'"),
@@ -140,11 +141,11 @@ def test_wrong_usage_ends_with_2(liger: InProcess, tmp_path: Path, option: str, 
 
 @pytest.mark.parametrize(("hf", "liger"), [(9.0, 9.002), (math.nan, math.nan)])
 def test_a_difference_above_the_bound_and_a_loss_that_is_not_a_number_fail(hf: float, liger: float) -> None:
-    assert not judged({"hf": [10.0, hf], "liger": [10.0, liger]})["passed"]
+    assert not compare_losses({"hf": [10.0, hf], "liger": [10.0, liger]})["passed"]
 
 
 def test_a_low_precision_is_judged_by_the_noise_of_reordered_sums() -> None:
-    found = judged({"hf": [10.0, 9.0], "liger": [10.0, 9.02], "reordered": [10.0, 9.01]})
+    found = compare_losses({"hf": [10.0, 9.0], "liger": [10.0, 9.02], "reordered": [10.0, 9.01]})
     assert found["loss_difference_bound"] == pytest.approx(3 * 0.01)
     assert found["passed"]
 

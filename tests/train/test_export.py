@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from bench.commands import InProcess
 from liger_core.errors import OptionError
+from liger_train.runs.run import run
 from liger_train.setup import Setup
-from liger_train.train.run import run
 
 TOKENS = torch.arange(16)[None]
 
@@ -53,7 +53,10 @@ def test_an_exported_model_computes_what_was_trained(adapter: str, small: Setup,
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--shard", "fsdp2"), "--export needs a rank that holds the whole model, got --shard fsdp2; use --output"),
+        (
+            ("--shard", "fsdp2", "--adapter", "lora"),
+            "--export needs a rank that holds the whole model, got --shard fsdp2 and --adapter lora; use --output",
+        ),
         (("--sweep", "batch=1,2"), "--export cannot be combined with --sweep"),
         ((), "--export must be an empty or a new folder"),
     ],

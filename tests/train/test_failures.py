@@ -26,9 +26,9 @@ from bench.commands import InProcess
 from liger_core.errors import OptionError
 from liger_train import techniques
 from liger_train.row import COLUMNS, row_of
+from liger_train.runs import command, saved_checkpoints
+from liger_train.runs.run import run
 from liger_train.setup import Setup
-from liger_train.train import command, saved
-from liger_train.train.run import run
 
 WHERE = dict.fromkeys(("machine", "versions", "commit", "date"), "")
 # What the command does, but that it dies in the middle of its sixth step, as by kill -9, and hurries with its log.
@@ -36,7 +36,7 @@ KILLED = """
 import os, signal, time
 from transformers import TrainerCallback
 from liger_bench import progress
-from liger_train.train import command
+from liger_train.runs import command
 from liger_core.commands import main
 
 class Killer(TrainerCallback):
@@ -106,7 +106,7 @@ def stopped(failed: Path, tmp_path: Path) -> Path:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != saved.LOCK)
+    return sorted(path.name for path in folder.iterdir() if path.name != saved_checkpoints.LOCK)
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_runs_on_one_disk_share_no_files_and_leave_none(
         (given[-1] / "weights").write_text("1 2 3")
         raise RuntimeError("this is enough")
 
-    monkeypatch.setattr("liger_train.train.run.training_arguments", training_arguments)
+    monkeypatch.setattr("liger_train.runs.run.training_arguments", training_arguments)
     # It wants a GPU.
     monkeypatch.setattr(techniques, "check", lambda setup: None)
     setup = replace(small, shard="zero3", offload="nvme", nvme_folder=str(tmp_path))
@@ -180,7 +180,7 @@ def flip(folder: Path) -> None:
         (cut, "optimizer.pt has 1000 bytes of [0-9]+"),
         (flip, "model.safetensors has changed since it was written"),
         (lambda folder: (folder / "rng_state.pth").unlink(), "rng_state.pth is missing"),
-        (lambda folder: (folder / saved.SEAL).unlink(), "it was not completely written"),
+        (lambda folder: (folder / saved_checkpoints.SEAL).unlink(), "it was not completely written"),
     ],
     ids=["cut", "flipped_bit", "lost_file", "killed_while_saving"],
 )
@@ -191,7 +191,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_is_used(
     row = run(small, folder=stopped, resume=True, save_every=2)
     assert row.losses == whole
     assert re.fullmatch(
-        rf"checkpoint-4 was damaged \({problem}\) and is now damaged-checkpoint-4; .* the checkpoint before it\.",
+        rf"checkpoint-4 was damaged \({problem}\) and is now damaged-checkpoint-4; resuming from the one before it\.",
         row.notes[-2],
     )
     assert row.notes[-1] == f"Resumed from step 2, {stopped / 'checkpoint-2'}."
@@ -201,7 +201,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_is_used(
 def test_without_an_intact_checkpoint_the_run_starts_from_scratch(
     small: Setup, whole: list[float], stopped: Path
 ) -> None:
-    for path in saved.checkpoints(stopped):
+    for path in saved_checkpoints.checkpoints(stopped):
         cut(path)
     row = run(small, folder=stopped, resume=True)
     assert row.losses == whole
@@ -234,7 +234,7 @@ def test_two_runs_do_not_write_to_one_folder(
         with pytest.raises(OptionError, match="must be a folder that no other run is writing to"):
             run(replace(small, seed=1), folder=tmp_path)
         # Whatever loads comes after the refusal.
-        monkeypatch.setattr(command, "_trained", raising(AssertionError("this run begins")))
+        monkeypatch.setattr(command, "_train", raising(AssertionError("this run begins")))
         refused.extend(
             liger("train", "--model", "tiny", "--device", "cpu", "--output", str(tmp_path), *more)
             for more in ([], ["--resume"])
@@ -252,20 +252,20 @@ def test_the_folder_of_a_run_that_was_killed_is_free(tmp_path: Path) -> None:
     script = f"""
 import os, signal
 from pathlib import Path
-from liger_train.train import saved
-with saved.held(Path({str(tmp_path)!r})):
+from liger_train.runs import saved_checkpoints
+with saved_checkpoints.locked(Path({str(tmp_path)!r})):
     os.kill(os.getpid(), signal.SIGKILL)
 """
     assert forks.run(script).returncode == -signal.SIGKILL
-    assert "process " in (tmp_path / saved.LOCK).read_text()
-    saved.check_output(tmp_path, resume=False)
-    assert (tmp_path / saved.LOCK).read_text() == ""
+    assert "process " in (tmp_path / saved_checkpoints.LOCK).read_text()
+    saved_checkpoints.check_output(tmp_path, resume=False)
+    assert (tmp_path / saved_checkpoints.LOCK).read_text() == ""
 
 
 def test_checkpoints_that_would_be_overwritten_are_an_error_before_anything_is_loaded(
     liger: InProcess, stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_trained", raising(AssertionError("it begins")))
+    monkeypatch.setattr(command, "_train", raising(AssertionError("it begins")))
     code, said = liger("train", "--model", "tiny", "--device", "cpu", "--output", str(stopped))
     assert (code, "--output must be a folder without checkpoints" in said) == (2, True), said
 
@@ -310,7 +310,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from liger_train import zero
-from liger_train.train.run import run
+from liger_train.runs.run import run
 from liger_train.setup import Setup
 
 # It would compile for most of a minute.
@@ -318,6 +318,7 @@ zero.adam_problem = lambda: "not compiled in this test"
 setup, folder = eval(sys.argv[1]), Path(sys.argv[2])
 run(replace(setup, steps=2), folder=folder)
 row = run(setup, folder=folder, resume=True)
+assert not row.failed, row.reason
 assert row.losses == run(setup).losses, row
 assert len(row.losses) == 4
 """
@@ -342,10 +343,18 @@ def test_a_sharded_run_resumes_exactly_and_saves_a_model(
     assert all(0 < each < 4.1 * small.learning_rate for each in moved)
 
 
+@pytest.mark.slow
+@pytest.mark.cpu
+def test_sharded_adapters_resume_exactly(small: Setup, tmp_path: Path) -> None:
+    done = forks.run(SHARDED, repr(four_steps(small, {"shard": "fsdp2", "adapter": "lora"})), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "checkpoint-4" / "adapter_model.safetensors").is_file()
+
+
 @pytest.mark.parametrize(
     "technique",
-    [{"optimizer": "galore-layerwise"}, {"shard": "zero3", "offload": "nvme"}, {"tp": 2}],
-    ids=["layerwise", "nvme", "tp"],
+    [{"optimizer": "galore-layerwise"}, {"shard": "zero3", "offload": "nvme"}],
+    ids=["layerwise", "nvme"],
 )
 def test_a_run_whose_state_is_not_saved_cannot_resume(
     small: Setup, stopped: Path, monkeypatch: pytest.MonkeyPatch, technique: dict[str, Any]
@@ -392,7 +401,7 @@ def test_a_background_job_ignores_ctrl_c(small: Setup, whole: list[float]) -> No
 def test_every_end_has_its_row_and_exit_code(
     liger: InProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outcome: dict[str, bool], code: int
 ) -> None:
-    monkeypatch.setattr(command, "_trained", lambda setup, search, options, notes: row_of(setup, WHERE, outcome))
+    monkeypatch.setattr(command, "_train", lambda setup, search, options, notes: row_of(setup, WHERE, outcome))
     assert liger("train", "--model", "tiny", "--device", "cpu", "--out", str(tmp_path))[0] == code
     (row,) = json.loads((tmp_path / "train.json").read_text())
     assert {name: value for name, value in row.items() if value is True} == outcome
@@ -411,7 +420,7 @@ def test_a_row_that_cannot_be_printed_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, as_json: bool
 ) -> None:
     monkeypatch.setattr(
-        command, "_trained", lambda setup, search, options, notes: row_of(setup, WHERE, {"losses": [1.5]})
+        command, "_train", lambda setup, search, options, notes: row_of(setup, WHERE, {"losses": [1.5]})
     )
     monkeypatch.setattr("sys.stdout", Full())
     with pytest.raises(OSError, match="No space left on device"):
@@ -469,7 +478,7 @@ def test_a_full_disk_for_the_results_loses_neither_earlier_rows_nor_this_one(
     printed: list[str] = []
     monkeypatch.setattr("builtins.print", lambda *words, **more: printed.append(str(words[0])))
     monkeypatch.setattr(
-        command, "_trained", lambda setup, search, options, notes: row_of(setup, WHERE, {"losses": [1.0]})
+        command, "_train", lambda setup, search, options, notes: row_of(setup, WHERE, {"losses": [1.0]})
     )
     code, said = liger("train", "--model", "tiny", "--device", "cpu", "--out", str(tmp_path), "--json")
     assert (code, "File too large; the rows that it had are unchanged; make room" in said) == (2, True), said
@@ -492,10 +501,10 @@ def test_a_name_on_a_hub_that_cannot_be_reached_raises_a_clear_error(
     assert (code, "got 'nobody/nothing': no such folder, and the hub cannot be reached" in said) == (2, True), said
 
 
-def test_the_first_rank_that_fails_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def one_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """This process is a rank; returns torchrun's store."""
     from torch.distributed import TCPStore
-
-    from liger_train import ranks
 
     store = TCPStore("127.0.0.1", 0, is_master=True)
     for name, value in {
@@ -505,4 +514,25 @@ def test_the_first_rank_that_fails_speaks(monkeypatch: pytest.MonkeyPatch) -> No
         "MASTER_PORT": str(store.port),
     }.items():
         monkeypatch.setenv(name, value)
-    assert [ranks.speaks(failed=False), ranks.speaks(failed=True), ranks.speaks(failed=True)] == [False, True, False]
+    return store
+
+
+def test_the_first_rank_that_fails_speaks(one_of_two_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from liger_train import ranks
+
+    assert [ranks.reports(failed=False), ranks.reports(failed=True), ranks.reports(failed=True)] == [False, True, False]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert ranks.reports(failed=True), "after a restart, the next one speaks"
+
+
+def test_one_rank_alone_prints_an_option_error_once(
+    one_of_two_ranks: Any, liger: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("train", "--model", "tiny", "--device", "cpu", "--offload", "parameters")
+    first, said = liger(*words)
+    # torchrun restarts ranks after any error.
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    second, rest = liger(*words)
+    assert (first, second) == (2, 2)
+    assert "--offload parameters needs --shard zero3 or fsdp2" in said
+    assert rest == ""

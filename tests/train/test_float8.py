@@ -134,7 +134,7 @@ def test_a_saved_model_has_plain_linear_layers(folder: Path, tmp_path: Path) -> 
         ({"shard": "fsdp2"}, "supports data parallelism alone, got --shard fsdp2; use --shard none"),
         ({"tp": 2, "ranks": 2}, "supports data parallelism alone, got --tp 2 --cp 1"),
         ({"adapter": "lora"}, "trains every weight, got --adapter lora"),
-        ({"sequence": 1000}, "needs a --sequence that is a multiple of 16, as float8 matmuls need rows, got 1000"),
+        ({"sequence": 1000}, "needs a --sequence that is a multiple of 16, as float8 matmuls need, got 1000"),
         ({}, "needs a GPU with compute capability 8.9 or higher, such as Ada, Hopper or Blackwell, got A100 with 8.0; use --precision bf16"),
     ],
     ids=["sharded", "tensor parallel", "adapters", "odd sequences", "old GPU"],

@@ -20,10 +20,10 @@ from hf.tiny_models import LAYERS, disagreements, exact_step, make, step, tokens
 from liger_hf.rules.lora.source import sharing
 from liger_train import merging, tied
 from liger_train import model as building
-from liger_train.checkpointing import Keeps, Matmuls, checkpoint_layers, keep, layers
+from liger_train.checkpointing import Keeps, SelectiveCheckpointing, checkpoint_layers, keep, layers
 from liger_train.model import build
+from liger_train.runs.run import run
 from liger_train.setup import Setup
-from liger_train.train.run import run
 
 BIASED = "they have a bias"
 
@@ -147,7 +147,7 @@ def test_layers_that_keep_matmuls_keep_those_that_are_merged(
     expected = step(model, **tokens())
     merging.merge(model)
     checkpoint_layers(model)
-    shared = Matmuls()
+    shared = SelectiveCheckpointing()
     for layer in layers(model):
         keep(layer, keeps, shared)
     step(model, **tokens())

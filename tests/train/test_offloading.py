@@ -50,16 +50,16 @@ class Copies:
         self.alive: list[Any] = []
         copy = offloading._Input._copy
 
-        def counted(one: Any, to: Tensor, of: Tensor) -> None:
-            copy(one, to, of)
-            self.out, self.back = self.out + (to is one.host), self.back + (to is one.here)
+        def counted(one: Any, target: Tensor, source: Tensor) -> None:
+            copy(one, target, source)
+            self.out, self.back = self.out + (target is one.host), self.back + (target is one.on_device)
             self.alive.append(one)
             self.here.append(self.on_the_device())
 
         monkeypatch.setattr(offloading._Input, "_copy", counted)
 
     def on_the_device(self) -> int:
-        return len({id(each) for each in self.alive if each.here is not None})
+        return len({id(each) for each in self.alive if each.on_device is not None})
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,5 @@ def test_a_model_without_such_layers_is_refused() -> None:
         def modules(self) -> list[nn.Module]:
             return []
 
-    with pytest.raises(
-        OptionError, match="--checkpoint offload needs layers that Transformers checkpoints, and Plain has none"
-    ):
+    with pytest.raises(OptionError, match="--checkpoint offload needs layers to checkpoint, got Plain"):
         checkpointing.enable(Plain(), "offload")

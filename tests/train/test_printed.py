@@ -16,8 +16,8 @@ from liger_train.plan.comparison import Compared
 from liger_train.plan.step import Prediction
 from liger_train.plan.tables import print_compared, print_plan
 from liger_train.row import Row, row_of
+from liger_train.runs import command, sweep
 from liger_train.setup import Setup
-from liger_train.train import command, sweep
 
 WHERE = {
     "machine": "Some CPU, 2 threads",
@@ -76,7 +76,7 @@ def cells(text: str, name: str) -> list[str]:
 
 
 def test_a_ratio_within_the_spread_of_the_steps_is_marked(printed: Callable[[], str]) -> None:
-    sweep.show([trained("none", 1000.0), trained("all-but-loss", 1020.0), trained("all", 1300.0)], ["batch"])
+    sweep.print_rows([trained("none", 1000.0), trained("all-but-loss", 1020.0), trained("all", 1300.0)], ["batch"])
     text = printed()
     assert cells(text, "all-but-loss")[3] == "≈ 1.02"
     assert cells(text, "all")[3] == "1.30"
@@ -85,12 +85,12 @@ def test_a_ratio_within_the_spread_of_the_steps_is_marked(printed: Callable[[], 
 
 
 def test_without_such_a_ratio_nothing_is_explained(printed: Callable[[], str]) -> None:
-    sweep.show([trained("none", 1000.0), trained("all", 1300.0)], ["batch"])
+    sweep.print_rows([trained("none", 1000.0), trained("all", 1300.0)], ["batch"])
     assert "≈" not in printed()
 
 
 def test_small_memory_has_digits(printed: Callable[[], str]) -> None:
-    sweep.show([trained("none", 1000.0), trained("all", 1300.0, peak_bytes=17 * MIB // 2)], ["batch"])
+    sweep.print_rows([trained("none", 1000.0), trained("all", 1300.0, peak_bytes=17 * MIB // 2)], ["batch"])
     text = printed()
     assert "peak MiB" in text
     assert cells(text, "all")[4:6] == ["8.50", "0.13"]
@@ -118,7 +118,7 @@ def test_a_plan_fits_a_terminal(printed: Callable[[], str], monkeypatch: pytest.
 
     monkeypatch.setattr(planning, "predict", foresee)
     setup = replace(LONG, optimizer="adamw", shard="none", offload="none", ranks=2)
-    found = planning.planned(setup, 24 << 30, techniques=True)
+    found = planning.make_plan(setup, 24 << 30, techniques=True)
     print_plan(found)
     text = printed()
     assert cells(text, "--optimizer adamw-torchao-4bit")[1:3] == ["2561.14", "+0.00"]

@@ -15,10 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.commands import InProcess
 from liger_core.errors import OptionError
-from liger_train.plan.comparison import compared
+from liger_train.plan.comparison import compare_rows
 from liger_train.row import row_of
+from liger_train.runs.data import _train_tokenizer, read
 from liger_train.setup import Setup
-from liger_train.train.data import _trained, read
 
 SIZES = {
     "vocab_size": 400,
@@ -42,7 +42,7 @@ class OwnModel(LlamaForCausalLM):
 class OwnTokenizer(PreTrainedTokenizerFast):
     pass
 """
-REFUSED = "has Python code of its own, which runs only with --trust-remote-code; read the code first"
+REFUSED = "has its own Python code, which needs --trust-remote-code; read it first"
 COMMANDS = {
     "train": ("--steps", "1", "--sequence", "16", "--liger", "none", "--data", __file__, "--device", "cpu"),
     "plan": ("--sequence", "16", "--no-techniques"),
@@ -67,7 +67,7 @@ def model(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "code.py").write_text(CODE.format(marker=str(marker)))
-    _trained([CODE], SIZES["vocab_size"]).save_pretrained(folder)
+    _train_tokenizer([CODE], SIZES["vocab_size"]).save_pretrained(folder)
     # Transformers copies the code there.
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
@@ -105,5 +105,5 @@ def test_rows_from_another_source_run_no_code(model: Path, marker: Path) -> None
     where = dict.fromkeys(("machine", "versions", "commit", "date"), "")
     row = row_of(Setup(str(model), trust_remote_code=True), where, {"peak_bytes": 1}).columns()
     with contextlib.suppress(OptionError):
-        next(compared([row]))
+        next(compare_rows([row]))
     assert not marker.exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,15 @@ import pytest
 
 from bench.commands import InProcess
 from liger_core.errors import OptionError
-from liger_train.cells import cells, strategies_of, swept
 from liger_train.implementations import IMPLEMENTATIONS
 from liger_train.report.page import Pictures, page, sweep_command
 from liger_train.report.pictures import COLORS, sweep_picture
 from liger_train.report.statements import statements
-from liger_train.report.sweeps import Sweep, others, read, sweeps
+from liger_train.report.sweeps import Sweep, outside_sweeps, read, sweeps
 from liger_train.row import NOT_RUN, SETUP, Row, row_of
 from liger_train.setup import Setup
+from liger_train.sweep_runs import setups_of
 
-ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
 WHERE = {
     "machine": "NVIDIA H200; Some CPU, 16 threads",
@@ -56,11 +54,11 @@ def row(setup: Setup, **results: Any) -> Row:
 
 
 def by_batch(*batches: int, base: Setup = IN_24_GIB, strategies: list[str] = STRATEGIES) -> list[Row]:
-    return [row(setup) for setup in cells(base, {"batch": batches}, strategies)]
+    return [row(setup) for setup in setups_of(base, {"batch": batches}, strategies)]
 
 
 def by_sequence(*sequences: int) -> list[Row]:
-    return [row(setup) for setup in cells(replace(IN_24_GIB, batch=4), {"sequence": sequences}, STRATEGIES)]
+    return [row(setup) for setup in setups_of(replace(IN_24_GIB, batch=4), {"sequence": sequences}, STRATEGIES)]
 
 
 def written(folder: Path, rows: list[Row]) -> Path:
@@ -81,7 +79,9 @@ def said(rows: list[Row]) -> dict[str, str]:
 def text_of(rows: list[Row]) -> str:
     records = [each.columns() for each in rows]
     every = sweeps(records)
-    parts = page(records, every, others(records, every), [], Pictures([[] for _ in every]), "liger report results")
+    parts = page(
+        records, every, outside_sweeps(records, every), [], Pictures([[] for _ in every]), "liger report results"
+    )
     return "\n\n".join(parts)
 
 
@@ -93,16 +93,6 @@ def line(text: str, *wanted: str) -> list[str]:
     return next(cells for cells in lines if set(wanted) <= set(cells))
 
 
-def test_a_folder_may_hold_several_sweeps() -> None:
-    rows = by_batch(1, 4, 8) + by_sequence(512, 2048) + by_batch(1, 2, base=Setup("llama-3-8b", sequence=512))
-    assert [(each.title, each.values) for each in found(rows)] == [
-        # Batch 4 at 1024 is part of both.
-        ("llama-3.2-1b: batch at sequence 1024", [1, 4, 8]),
-        ("llama-3.2-1b: sequence at batch 4", [512, 1024, 2048]),
-        ("llama-3-8b: batch at sequence 512", [1, 2]),
-    ]
-
-
 @pytest.mark.parametrize(
     "other",
     [{"machine": "NVIDIA A100"}, {"adapter": "lora"}, {"memory_limit": 80 * GIB}, {"ranks": 2}, {"model": "qwen2-7b"}],
@@ -112,32 +102,9 @@ def test_what_differs_in_something_else_is_another_sweep(other: dict[str, Any]) 
     assert [each.axis for each in found(rows + [replace(each, **other) for each in rows])].count("batch") == 2
 
 
-def test_ranks_may_vary_too() -> None:
-    rows = [row(replace(IN_24_GIB, ranks=ranks, liger=liger)) for ranks in (1, 2, 4) for liger in ("none", "all")]
-    rows = [replace(each, tokens_per_second=1000.0 * each.ranks**0.5) for each in rows]
-    (sweep,) = found(rows)
-    assert (sweep.title, sweep.values) == ("llama-3.2-1b: ranks at batch 1, sequence 1024", [1, 2, 4])
-    assert sweep.setting.endswith("; 24 GiB of NVIDIA H200 per rank")
-    assert said(rows)["Liger: scaling of tokens/s"] == "2.00 × from 1 to 4"
-    assert "--sweep ranks=1,2,4" in sweep_command(sweep)
-
-
-def test_strategies_differ_in_checkpointing() -> None:
-    rows = by_batch(1, 4, strategies=["all"]) + by_batch(
-        1, 4, base=replace(IN_24_GIB, checkpoint="auto"), strategies=["none", "all"]
-    )
-    (sweep,) = found(rows)
-    assert [each.label for each in sweep.strategies] == [
-        "Transformers, checkpoint auto",
-        "Liger, checkpoint full",
-        "Liger, checkpoint auto",
-    ]
-    assert "checkpoint" not in sweep.setting
-
-
 def test_strategies_differ_in_compiling_and_in_the_library() -> None:
     base = replace(IN_24_GIB, shard="none", offload="none")
-    rows = [row(setup) for setup in cells(base, {"batch": [1, 4], "implementation": list(IMPLEMENTATIONS)}, [])]
+    rows = [row(setup) for setup in setups_of(base, {"batch": [1, 4], "implementation": list(IMPLEMENTATIONS)}, [])]
     (sweep,) = found(rows)
     labels = ["Transformers", "Transformers, compiled", "liger-kernel", "Liger", "Liger, compiled"]
     assert [each.label for each in sweep.strategies] == labels
@@ -145,16 +112,6 @@ def test_strategies_differ_in_compiling_and_in_the_library() -> None:
     eager, compiled = sweep_command(sweep).splitlines()
     assert eager.endswith("--sweep batch=1,4 --strategies none,liger-kernel,all --out RESULTS")
     assert compiled.endswith("--compile default --sweep batch=1,4 --strategies none,all --out RESULTS")
-
-
-def test_runs_that_vary_nothing_are_in_no_sweep() -> None:
-    rows = [*by_batch(1, 4), row(replace(IN_24_GIB, adapter="lora"))]
-    records = [each.columns() for each in rows]
-    assert [each["adapter"] for each in others(records, sweeps(records))] == ["lora"]
-    assert line(
-        text_of(rows),
-        "llama-3.2-1b 1 × 1024, fp16, shard zero3, offload parameters, adapter lora; 24 GiB of one NVIDIA H200",
-    )
 
 
 def test_the_last_row_of_a_repeated_run_counts(tmp_path: Path) -> None:
@@ -179,13 +136,6 @@ def test_rows_that_are_not_of_training_runs_are_refused(tmp_path: Path) -> None:
         read([tmp_path])
 
 
-def test_the_first_failure_of_each_strategy_is_stated() -> None:
-    stated = said(by_batch(1, 4, 8, 16, 32, 64, 96, 112))
-    assert stated["Transformers: first OOM"] == "at 16"
-    assert stated["Liger without fused loss: first OOM"] == "at 16"
-    assert stated["Liger: first OOM"] == "no OOM up to 112"
-
-
 def test_runs_that_all_fit_have_no_first_failure_and_no_share() -> None:
     stated = said(
         [replace(each, out_of_memory=False, tokens_per_second=9.0, peak_bytes=GIB) for each in by_batch(8, 16, 32)]
@@ -200,62 +150,6 @@ def test_shares_are_taken_where_all_three_have_figures() -> None:
     assert stated["share of the throughput gained at 8 due to the fused loss"] == f"{490 / 500:.1%}"
     assert stated["Transformers: growth of peak memory"] == "1,525.9 MiB per 1000 tokens"
     assert stated["tokens/s, Liger ÷ baseline, at 8"] == "1.50"
-
-
-def test_ways_to_checkpoint_are_compared_where_both_have_figures() -> None:
-    auto = [
-        replace(each, checkpoint="auto", tokens_per_second=1500.0 + 10 * each.batch)
-        for each in by_batch(1, 4, 8, strategies=["all"])
-    ]
-    auto[-1] = replace(auto[-1], tokens_per_second=None, out_of_memory=True)
-    full = [replace(each, checkpoint="full") for each in by_batch(1, 4, 8, strategies=["none", "all"])]
-    stated = said([*full, *auto])
-    assert stated["tokens/s, Liger, checkpoint auto ÷ checkpoint full"] == "1.01 to 1.03 at 2 sizes"
-
-
-def test_a_difference_within_the_spread_of_the_steps_has_no_share() -> None:
-    noisy = [replace(each, low_tokens_per_second=500.0) if each.liger == "all" else each for each in by_batch(1, 4, 8)]
-    stated = said(noisy)
-    assert not any("throughput gained" in words for words in stated)
-    assert "share of the memory saved at 8 due to the fused loss" in stated
-
-
-def test_notes_of_older_versions_have_the_words_of_today_and_no_defaults() -> None:
-    notes = [
-        "--checkpoint full was chosen for a GPU: Of every layer only the input is kept.",
-        "Chosen for NVIDIA H200: --precision bf16.",
-    ]
-    measured = json.loads((ROOT / "benchmarks/results/2026-11-21-h200-training-runs/train.json").read_text())
-    notes.append(
-        next(
-            note
-            for row in measured
-            for note in row["notes"] or []
-            if note.startswith("--checkpoint auto: from step 7 on 0 of")
-        )
-    )
-    text = text_of(
-        [replace(each, notes=notes[: 2 + (each.batch == 4)]) for each in by_batch(1, 4, strategies=["none", "all"])]
-    )
-    assert "hosen for" not in text
-    auto = "from step 7 on, layers with full recompute: 0, with selective recompute: 0, without recompute: 32."
-    assert f"* Transformers at 4; Liger at 4: --checkpoint auto: {auto}" in text
-
-
-def test_a_figure_of_the_page_is_that_of_the_row_with_its_ratio_to_the_baseline() -> None:
-    text = text_of(by_batch(1, 4))
-    assert line(text, "4", "Transformers")[2:] == ["1,000", "950 – 1,050", "1.00", "7.10", "1.00", "10.5000"]
-    assert line(text, "Liger", "0.19")[2:6] == ["1,500", "1,450 – 1,550", "1.50", "1.38"]
-
-
-def test_a_ratio_within_the_spread_of_the_steps_is_marked() -> None:
-    noisy = [replace(each, low_tokens_per_second=500.0) if each.liger == "all" else each for each in by_batch(1, 4)]
-    text, stated = text_of(noisy), said(noisy)
-    assert line(text, "4", "Transformers")[4] == "1.00"
-    assert line(text, "Liger", "0.19")[4] == "≈ 1.50"
-    assert line(text, "Liger without fused loss")[4] == "≈ 1.01"
-    assert stated["tokens/s, Liger ÷ baseline, at 4"] == "≈ 1.50"
-    assert stated["highest tokens/s, Liger ÷ baseline"] == "≈ 1.50 (at 1 ÷ at 1)"
 
 
 ON_CPU = Setup("tiny", precision="fp32", checkpoint="none", device="cpu")
@@ -308,24 +202,6 @@ def test_runs_that_ran_out_of_memory_failed_or_were_skipped_have_a_reason() -> N
 def test_an_interrupted_run_says_how_far_it_came() -> None:
     assert "interrupted after 2 of 6 steps" in text_of([row(IN_24_GIB, interrupted=True)])
     assert "interrupted" not in text_of([row(IN_24_GIB)])
-
-
-def test_the_command_of_a_sweep_repeats_it() -> None:
-    rows = by_batch(1, 4, strategies=["none", "all"])
-    words = shlex.split(sweep_command(found(rows)[0]))
-    options = dict(zip(words[2::2], words[3::2], strict=True))
-    assert options["--memory-limit"] == "24GiB"
-    base = Setup(
-        "llama-3.2-1b",
-        **{name: getattr(IN_24_GIB, name) for name in ("precision", "shard", "offload", "memory_limit", "steps")},
-    )
-    again = cells(base, swept([options["--sweep"]]), strategies_of(options["--strategies"]))
-    assert {tuple(getattr(each, name) for name in SETUP) for each in again} == {
-        tuple(getattr(each, name) for name in SETUP) for each in rows
-    }
-    assert all(
-        f"--{name.replace('_', '-')}" in options for name in ("precision", "shard", "offload", "memory_limit", "steps")
-    )
 
 
 def test_a_sweep_of_several_ranks_starts_them_itself() -> None:
@@ -409,21 +285,3 @@ def test_a_report_without_results_writes_nothing(liger: InProcess, tmp_path: Pat
     code, errors = liger("report", str(tmp_path))
     assert (code, "which liger train --out FOLDER and liger bench --out FOLDER write" in errors) == (2, True)
     assert not list(tmp_path.iterdir())
-
-
-def test_the_page_of_the_ablation_states_what_the_rows_show() -> None:
-    page = (ROOT / "docs" / "ablation.md").read_text()
-    folders = [ROOT / "benchmarks" / "results" / f"2026-11-21-h200-training-runs{end}" for end in ("-recorded", "")]
-    every = [sweep for sweep in sweeps(read(folders)) if sweep.first["memory_limit"] == 24 * GIB]
-    by_axis = {sweep.axis: dict(statements(sweep)) for sweep in every}
-    for axis, words in (("batch", "at batch 16"), ("sequence", "at 4096 tokens")):
-        assert by_axis[axis]["Transformers: first OOM"] == re.sub(r"batch | tokens", "", words)
-        assert f"| {words} |" in page
-    shares = {
-        figure
-        for stated in by_axis.values()
-        for words, figure in stated.items()
-        if words.startswith("share of the memory")
-    }
-    assert shares == {"99.3%"}
-    assert "| nearly 100 % | 99.3 % |" in page

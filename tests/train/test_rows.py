@@ -5,7 +5,6 @@ is checked."""
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,12 +19,12 @@ from liger_bench.progress import progress_bar
 from liger_core.errors import OptionError
 from liger_train import compiling
 from liger_train.model import build
+from liger_train.runs import rows as rows_of_files
+from liger_train.runs.data import Data, read
+from liger_train.runs.labels import MASKED
+from liger_train.runs.run import run
 from liger_train.setup import Setup
 from liger_train.text import Sequences
-from liger_train.train import rows as rows_of_files
-from liger_train.train.data import Data, read
-from liger_train.train.labels import MASKED
-from liger_train.train.run import run
 from train.conversations import CHATML, FOUR, TAGS, USER, model_with, written
 from train.training import setup_of
 
@@ -173,23 +172,6 @@ def test_answers_with_their_ends_are_trained_on(template: str, name: str, answer
     assert data.notes[-1] == f"The first trained answer: {(data.tokenizer.decode(first_answer(data)))!r}."
 
 
-def test_the_first_lines_in_the_documentation_are_those_of_its_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    section = (
-        (Path(__file__).parents[2] / "docs" / "training.md")
-        .read_text()
-        .partition("### Rows\n")[2]
-        .partition("\n### ")[0]
-    )
-    rows, notes = (
-        re.sub("^    ", "", block, flags=re.MULTILINE) for block in re.findall(r"(?:^    .+\n)+", section, re.MULTILINE)
-    )
-    monkeypatch.chdir(tmp_path)
-    Path("chats.jsonl").write_text(rows)
-    assert data_of(CHATML, tmp_path, "chats.jsonl", packing=True, sequence=256).notes == notes.splitlines()
-
-
 def first_answer(data: Data) -> list[int]:
     labels = data.sequences[0, 1].tolist()
     begin = next(index for index, label in enumerate(labels) if label != MASKED)
@@ -203,7 +185,7 @@ def test_answers_are_trained_on_after_the_messages_before_them(tmp_path: Path) -
     again = "<|im_end|>\n<|im_start|>user\nand three<|im_end|>\n<|im_start|>assistant\n"
     assert words == [asked + ONE, asked + again + TWO]
     assert data.notes[1:3] == [
-        "The chat template has no {% generation %} tags, and TRL has none for it.",
+        "The chat template has no {% generation %} tags, and TRL has no version of it with tags.",
         "Each answer is an example of its own, after the messages before it.",
     ]
 
@@ -293,9 +275,7 @@ def test_a_model_that_mixes_packed_documents_is_refused(kind: str, options: dict
 
 
 def test_text_is_not_packed(small: Setup) -> None:
-    with pytest.raises(
-        OptionError, match=r"--packing needs rows with answers, got .*, whose text fills each sequence; leave it out"
-    ):
+    with pytest.raises(OptionError, match=r"--packing needs rows with answers, got .*, which is text; leave it out"):
         read(replace(small, packing=True), 400, own_tokenizer=True)
 
 
@@ -360,8 +340,7 @@ def test_files_of_rows_in_a_folder_of_texts_are_named(tmp_path: Path) -> None:
     written(tmp_path / "texts" / "chats.jsonl", MESSAGES)
     data = data_of(None, tmp_path, str(tmp_path / "texts"), sequence=16)
     assert data.notes == [
-        f"Files in {tmp_path}/texts were read as text, not as rows: chats.jsonl; give one as --data to train on its "
-        "rows."
+        f"Files in {tmp_path}/texts were read as text, not as rows: chats.jsonl; give one as --data to train on rows."
     ]
 
 
@@ -383,10 +362,7 @@ def test_fields_that_nobody_reads_are_named(tmp_path: Path) -> None:
 def test_a_prompt_that_differs_when_the_model_is_to_answer_is_named(tmp_path: Path) -> None:
     thinking = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
     data = data_of(thinking, tmp_path, [{"messages": TURNS}])
-    assert (
-        "Prompts end with '<think>\\n' when the model is to answer, which the chat template leaves out in training."
-        in data.notes
-    )
+    assert "In generation, prompts end with '<think>\\n', which the chat template leaves out in training." in data.notes
 
 
 def test_an_answer_that_begins_with_a_newline_is_trained_on_from_the_token_with_that_newline(tmp_path: Path) -> None:
@@ -432,7 +408,7 @@ def test_long_examples_are_cut_and_those_without_an_answer_left_are_left_out(tmp
 
 def test_some_are_held_out_for_validation_with_their_labels(tmp_path: Path) -> None:
     data = data_of(TAGS, tmp_path, MESSAGES * 5, validation=0.2)
-    assert (tuple(data.sequences.shape), tuple(data.held.shape)) == ((8, 2, 768), (2, 2, 768))
+    assert (tuple(data.sequences.shape), tuple(data.held_out.shape)) == ((8, 2, 768), (2, 2, 768))
 
 
 @pytest.mark.parametrize(
@@ -444,7 +420,7 @@ def test_some_are_held_out_for_validation_with_their_labels(tmp_path: Path) -> N
         ([{"messages": []}], "line 2: messages must have messages, got none"),
         ([{"messages": "hi"}], "line 2: messages must be a list of messages, got "),
         ([{"messages": [{"content": "hi"}]}], "line 2: messages: message 1 must have a role and content"),
-        (["", {"messages": [USER]}], "line 3: must have a message of the role assistant, on which to train, got user"),
+        (["", {"messages": [USER]}], "line 3: must have a message of the assistant to train on, got user"),
         ([{"messages": [FOUR, AGAIN, SEVEN]}], "line 2: the chat template must accept the messages, .*: The user must begin."),
         ([{"messages": [USER, {**FOUR, "weight": 0.5}]}], "line 2: weight must be 0 or 1 in a message of the assistant, .*, got 0.5"),
         ([{"messages": [{**USER, "train": True}, FOUR]}], "line 2: train must be 0 or 1 .*, and not 1 in others, got True for user"),

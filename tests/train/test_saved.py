@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from liger_core.errors import OptionError
-from liger_train.train import saved
+from liger_train.runs import saved_checkpoints
 
 RUN: dict[str, Any] = {
     "setup": {"model": "tiny"},
@@ -32,9 +32,9 @@ def folder(tmp_path: Path) -> Path:
     """Two checkpoints that are whole, of steps 2 and 4."""
     for step in (2, 4):
         checkpoint = tmp_path / f"checkpoint-{step}"
-        saved.begin(checkpoint)
+        saved_checkpoints.mark_unfinished(checkpoint)
         (checkpoint / "model.safetensors").write_bytes(b"weights")
-        saved.seal(checkpoint, RUN)
+        saved_checkpoints.seal(checkpoint, RUN)
     return tmp_path
 
 
@@ -45,7 +45,7 @@ def names(folder: Path) -> list[str]:
 def resumed(folder: Path) -> tuple[int | None, list[str]]:
     """The step that a run resumes from, and its notes."""
     notes: list[str] = []
-    found = saved.newest(folder, notes)
+    found = saved_checkpoints.latest_intact(folder, notes)
     return (None if found is None else found.step), notes
 
 
@@ -64,7 +64,7 @@ def wrong_seals() -> list[Any]:
 
 @pytest.mark.parametrize("content", wrong_seals())
 def test_a_seal_with_anything_else_in_it_costs_one_checkpoint(folder: Path, content: Any) -> None:
-    (folder / "checkpoint-4" / saved.SEAL).write_text(json.dumps(content))
+    (folder / "checkpoint-4" / saved_checkpoints.SEAL).write_text(json.dumps(content))
     step, (note,) = resumed(folder)
     assert step == 2
     assert note.startswith("checkpoint-4 was damaged (")
@@ -73,29 +73,29 @@ def test_a_seal_with_anything_else_in_it_costs_one_checkpoint(folder: Path, cont
 
 @pytest.mark.parametrize("length", range(0, len(SEALED), 7))
 def test_a_seal_that_was_cut_costs_one_checkpoint(folder: Path, length: int) -> None:
-    seal = folder / "checkpoint-4" / saved.SEAL
+    seal = folder / "checkpoint-4" / saved_checkpoints.SEAL
     seal.write_text(seal.read_text()[:length])
     assert resumed(folder)[0] == 2
 
 
 def test_a_seal_from_before_there_was_an_option_is_of_a_run_without_it(folder: Path) -> None:
-    found = saved.newest(folder, [])
+    found = saved_checkpoints.latest_intact(folder, [])
     assert found is not None
-    saved.check_same(found, {"model": "tiny", "new_option": False}, "a hash")
+    saved_checkpoints.check_same(found, {"model": "tiny", "new_option": False}, "a hash")
     with pytest.raises(OptionError, match="which had --model tiny;"):
-        saved.check_same(found, {"model": "small", "new_option": False}, "a hash")
+        saved_checkpoints.check_same(found, {"model": "small", "new_option": False}, "a hash")
 
 
 def test_an_unfinished_checkpoint_is_removed(folder: Path) -> None:
-    saved.begin(folder / "checkpoint-6")
+    saved_checkpoints.mark_unfinished(folder / "checkpoint-6")
     (folder / "checkpoint-6" / "model.safetensors").write_bytes(b"wei")
-    note = "checkpoint-6 was not completely written and was removed; resuming from the checkpoint before it."
+    note = "checkpoint-6 was not completely written and was removed; resuming from the one before it."
     assert resumed(folder) == (4, [note])
     assert names(folder) == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_a_checkpoint_that_is_rewritten_is_unfinished_meanwhile(folder: Path) -> None:
-    saved.begin(folder / "checkpoint-4")
+    saved_checkpoints.mark_unfinished(folder / "checkpoint-4")
     assert resumed(folder)[0] == 2
 
 
@@ -109,9 +109,9 @@ def test_somebody_elses_checkpoint_is_set_aside_and_stays(folder: Path) -> None:
 def test_of_damaged_checkpoints_the_last_one_stays(folder: Path) -> None:
     for step in range(6, 12):
         checkpoint = folder / f"checkpoint-{step}"
-        saved.begin(checkpoint)
+        saved_checkpoints.mark_unfinished(checkpoint)
         (checkpoint / "model.safetensors").write_bytes(b"weights")
-        saved.seal(checkpoint, RUN)
+        saved_checkpoints.seal(checkpoint, RUN)
         (checkpoint / "model.safetensors").write_bytes(b"weighty")
         assert resumed(folder)[0] == 4
         assert names(folder) == ["checkpoint-2", "checkpoint-4", f"damaged-checkpoint-{step}"]

@@ -28,6 +28,7 @@ needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="deepspeed is not
 # One way of each library also computes layers again.
 WAYS: dict[str, dict[str, Any]] = {
     "none": {},
+    "none-full": {"checkpoint": "full"},
     # Before FSDP2, which accelerate remembers in the environment.
     "tp": {"tp": 2, "checkpoint": "full"},
     "fsdp2": {"shard": "fsdp2", "checkpoint": "full", "mlp": "tiled"},
@@ -93,15 +94,18 @@ def work(rank: int, folder: str, device: str) -> None:
 
 
 def four(rank: int, folder: str) -> None:
-    """One of four processes: two ranks of tensor parallelism, and over them FSDP2 on other sequences, or on the other
-    half of each."""
+    """One of four processes: two copies of the model, each on two ranks; or two ranks of tensor parallelism, and over
+    them FSDP2 on other sequences, or on the other half of each."""
     torch.set_num_threads(1)
     gc.freeze()
     found = {}
-    for name, options in (("dp", {}), ("cp", {"cp": 2, "checkpoint": "full"})):
-        done = trained(setup_of(Path(folder) / "model", ranks=4, tp=2, shard="fsdp2", liger="all", **options))
+    ways: dict[str, tuple[int, dict[str, Any]]] = {"hybrid": (2, {"replicate": 2})}
+    if not combinations._transformers_shards_both():
+        ways |= {"dp": (4, {"tp": 2}), "cp": (4, {"tp": 2, "cp": 2, "checkpoint": "full"})}
+    for name, (shards, options) in ways.items():
+        done = trained(setup_of(Path(folder) / "model", ranks=4, shard="fsdp2", liger="all", **options))
         weight = done.built.model.model.layers[0].mlp.up_proj.weight
-        assert weight.to_local().numel() * 4 == weight.numel()
+        assert weight.to_local().numel() * shards == weight.numel()
         losses = torch.tensor(done.losses)
         torch.distributed.all_reduce(losses)
         found[name] = (losses / 4).tolist()
@@ -112,6 +116,8 @@ def four(rank: int, folder: str) -> None:
 def is_there(way: str, trained: Trained) -> None:
     """The way was gone, and nothing fell back to every rank holding everything."""
     wrapped, weight = trained.trainer.model_wrapped, trained.built.model.model.layers[0].mlp.up_proj.weight
+    if way.startswith("none"):
+        assert not wrapped._get_ddp_logging_data().get("has_rebuilt_buckets")
     if way.startswith("fsdp2"):
         assert type(weight).__name__ == "DTensor"
         assert weight.to_local().numel() * 2 == weight.numel()
@@ -157,8 +163,9 @@ def test_a_sharded_run_has_the_losses_of_an_unsharded_one(rank: int, way: str, l
         assert found[rank] == pytest.approx(plain, rel=2e-2 if way == "fsdp2-bf16" else 1e-4)
 
 
-@pytest.mark.skipif(combinations._transformers_shards_both(), reason="supported with Transformers before 5.18")
-def test_data_and_context_parallelism_over_tensor_parallelism_have_the_losses_of_one_process(tmp_path: Path) -> None:
+def test_copies_and_data_and_context_parallelism_over_tensor_parallelism_have_the_losses_of_one_process(
+    tmp_path: Path,
+) -> None:
     saved_model(tmp_path / "model")
     expected = trained(setup_of(tmp_path / "model", liger="all")).losses
     forks.on_ranks(4, four, str(tmp_path))

@@ -13,9 +13,9 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from liger_train.plan.ledger import LOGITS
 from liger_train.plan.step import predict
+from liger_train.runs.run import run
 from liger_train.setup import Setup
 from liger_train.smoothing import is_smoothed, smooth, smoothed_loss
-from liger_train.train.run import run
 
 FACTOR = 0.2
 SMOOTHED = f"label_smoothing_factor={FACTOR}"

@@ -14,7 +14,8 @@ from matplotlib import image
 
 from liger_core.errors import OptionError
 from liger_train.options import RunOptions
-from liger_train.report.timelines import COLORS, _last_step, pairs, read_timelines
+from liger_train.report.timelines import COLORS, _last_step, pictured_runs, read_timelines
+from liger_train.runs.launch import observers
 from liger_train.setup import Setup
 from liger_train.timeline import (
     CATEGORIES,
@@ -29,7 +30,6 @@ from liger_train.timeline import (
     logits_sizes,
     timeline,
 )
-from liger_train.train.places import observers
 
 # A text that is always here and quickly read.
 TEXT = __file__
@@ -40,7 +40,7 @@ LOGITS_BYTES = BATCH * SEQUENCE * VOCABULARY * 4
 
 def trained(setup: Setup, folder: Path, **recorded: bool) -> None:
     """A run that is recorded."""
-    from liger_train.train.run import run
+    from liger_train.runs.run import run
 
     with ExitStack() as stack:
         row = run(setup, observers=observers(setup, RunOptions(out=folder, **recorded), stack))
@@ -108,7 +108,7 @@ def test_a_snapshot_has_a_picture_with_its_categories(snapshots: dict[str, dict[
 
 
 def test_the_strategies_of_a_run_are_side_by_side_with_the_baseline_first(snapshots: dict[str, dict[str, Any]]) -> None:
-    found = pairs(list(snapshots.values()))
+    found = pictured_runs(list(snapshots.values()))
     assert [[record["setup"]["liger"] for record in group] for group in found.values()] == [["none", "all"]]
 
 
@@ -179,7 +179,7 @@ def test_as_many_tokens_as_the_head_is_wide_are_logits_unless_the_loss_is_fused(
 
 
 def test_the_events_of_a_gpu_show_the_memory_before_them_and_the_failed_allocation() -> None:
-    from liger_train.train.snapshot import from_snapshot
+    from liger_train.runs.snapshot import from_snapshot
 
     def entry(action: str, address: int, size: int, time: int) -> dict[str, Any]:
         return {"action": action, "addr": address, "size": size, "time_us": time}
@@ -197,7 +197,7 @@ def test_the_events_of_a_gpu_show_the_memory_before_them_and_the_failed_allocati
         {"size": 512, "address": 512, "state": "inactive"},
     ]
     found = from_snapshot({"device_traces": [trace], "segments": [{"device": 0, "address": 0, "blocks": blocks}]}, 0)
-    assert found.held == {0: 500, 1024: 300}
+    assert found.initial == {0: 500, 1024: 300}
     assert [(event.address, event.bytes) for event in found.events] == [(512, 100), (1024, -300)]
     assert found.requested == 9000
 
@@ -208,10 +208,10 @@ def test_a_picture_shows_the_last_step_without_the_time_after_its_update() -> No
     step = _last_step({"milliseconds": list(totals), "bytes": layers, "steps": [0.0, 100.0]})
     assert step.times == [0.0, 5.0, 6.0, 20.0]
     assert step.layers[CATEGORIES.index(OTHER)] == [10, 95, 60, 10]
-    assert step.wanted == 0
+    assert step.requested == 0
 
 
 def test_a_picture_of_a_run_out_of_memory_ends_with_the_request_that_failed() -> None:
     layers = {key: [0, 0] for key in CATEGORIES} | {OTHER: [10, 70]}
     step = _last_step({"milliseconds": [0.0, 8.0], "bytes": layers, "steps": [0.0], "asked": 50})
-    assert (step.times, step.wanted) == ([0.0, 8.0], 120)
+    assert (step.times, step.requested) == ([0.0, 8.0], 120)

@@ -22,15 +22,15 @@ from bench.commands import InProcess
 from liger_bench.row import Measurement
 from liger_core.errors import DeviceError, OptionError
 from liger_train import techniques
-from liger_train.cells import cells, hopeless, strategies_of, swept
 from liger_train.implementations import IMPLEMENTATIONS
 from liger_train.model import build
 from liger_train.options import RunOptions
 from liger_train.plan.step import predict
 from liger_train.row import NOT_RUN, SETUP, Row, row_of
+from liger_train.runs import launch, sweep
+from liger_train.runs.launch import variables
 from liger_train.setup import Setup
-from liger_train.train import places, sweep
-from liger_train.train.places import variables
+from liger_train.sweep_runs import reason_to_skip, setups_of, strategies_of, swept_values
 from train import answers
 from train.answers import BROKEN, KILLED, LATE, OUT_OF_MEMORY, WHERE
 
@@ -38,14 +38,14 @@ TINY = Setup("tiny", device="cpu", precision="fp32", checkpoint="none")
 
 
 def setups(*batches: int) -> list[Setup]:
-    return cells(TINY, {"batch": batches}, ["all"])
+    return setups_of(TINY, {"batch": batches}, ["all"])
 
 
 @contextlib.contextmanager
 def quick_runs() -> Iterator[None]:
     """Runs that only do what their batch says."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(places, "command", lambda setup: [sys.executable, answers.__file__, str(setup.batch)])
+        patch.setattr(launch, "command", lambda setup: [sys.executable, answers.__file__, str(setup.batch)])
         yield
 
 
@@ -59,13 +59,13 @@ def quick() -> Iterator[None]:
 def one_place() -> dict[int, Measurement[Row]]:
     """By batch, what happens to runs one after the other, most of which fail."""
     with quick_runs():
-        return {found.row.batch: found for found in sweep.measured(setups(1, KILLED, BROKEN, OUT_OF_MEMORY), WHERE)}
+        return {found.row.batch: found for found in sweep.run_all(setups(1, KILLED, BROKEN, OUT_OF_MEMORY), WHERE)}
 
 
 @pytest.fixture(scope="module")
 def two_places() -> list[Row]:
     with quick_runs():
-        return [found.row for found in sweep.measured(setups(1, 2, 3), WHERE, gpus=[0, 1])]
+        return [found.row for found in sweep.run_all(setups(1, 2, 3), WHERE, gpus=[0, 1])]
 
 
 def test_memory_that_runs_out_is_a_result(one_place: dict[int, Measurement[Row]]) -> None:
@@ -86,7 +86,7 @@ def test_a_failure_is_reported_with_the_output_of_its_process(one_place: dict[in
 
 
 def test_a_run_that_hangs_is_killed(quick: None) -> None:
-    (found,) = sweep.measured(setups(LATE), WHERE, patience=1.0)
+    (found,) = sweep.run_all(setups(LATE), WHERE, timeout=1.0)
     assert (found.row.failed, found.row.reason) == (True, "timed out after 1 s")
 
 
@@ -104,15 +104,15 @@ def test_each_gpu_has_one_run_at_a_time_and_a_share_of_the_processors(two_places
 
 
 def test_a_sweep_that_is_left_ends_its_runs(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[places.Started] = []
+    begun: list[launch.RunProcess] = []
 
-    class Seen(places.Started):
+    class Seen(launch.RunProcess):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             begun.append(self)
 
-    monkeypatch.setattr(sweep, "Started", Seen)
-    rows = sweep.measured(setups(1, LATE), WHERE, gpus=[0, 1])
+    monkeypatch.setattr(sweep, "RunProcess", Seen)
+    rows = sweep.run_all(setups(1, LATE), WHERE, gpus=[0, 1])
     next(rows)
     rows.close()
     assert [run.process.poll() for run in begun] == [0, -signal.SIGKILL]
@@ -128,7 +128,7 @@ def test_runs_larger_than_one_that_ran_out_of_memory_can_be_skipped() -> None:
     before = [row_of(TINY, WHERE, {"out_of_memory": True})]
     found = [
         result.row
-        for result in sweep.measured(setups(2, 3), WHERE, options=RunOptions(skip_larger=True), before=before)
+        for result in sweep.run_all(setups(2, 3), WHERE, options=RunOptions(skip_larger=True), earlier=before)
     ]
     assert [row.reason for row in found] == [f"{NOT_RUN}, since 1 × 1024 ran out of memory"] * 2
     assert not any(row.out_of_memory or row.failed for row in found)
@@ -136,15 +136,15 @@ def test_runs_larger_than_one_that_ran_out_of_memory_can_be_skipped() -> None:
 
 @pytest.mark.parametrize("other", [{"liger": "none"}, {"sequence": 512}, {"checkpoint": "full"}, {"memory_limit": 1}])
 def test_smaller_and_other_runs_are_not_skipped(other: dict[str, Any]) -> None:
-    assert hopeless(cells(TINY, {"batch": [2]}, ["all"])[0], [row_of(TINY, WHERE, {"out_of_memory": True})])
+    assert reason_to_skip(setups_of(TINY, {"batch": [2]}, ["all"])[0], [row_of(TINY, WHERE, {"out_of_memory": True})])
     changed = Setup(
         **({"model": "tiny", "device": "cpu", "precision": "fp32", "checkpoint": "none", "batch": 2} | other)
     )
-    assert hopeless(changed, [row_of(TINY, WHERE, {"out_of_memory": True})]) == ""
+    assert reason_to_skip(changed, [row_of(TINY, WHERE, {"out_of_memory": True})]) == ""
 
 
 def test_several_sweeps_give_every_combination_small_ones_first() -> None:
-    found = cells(TINY, swept(["batch=4,1", "checkpoint=none,full"]), strategies_of("none,rms_norm+rope"))
+    found = setups_of(TINY, swept_values(["batch=4,1", "checkpoint=none,full"]), strategies_of("none,rms_norm+rope"))
     assert [(each.batch, each.checkpoint, each.liger) for each in found] == [
         (batch, checkpoint, liger)
         for batch in (1, 4)
@@ -154,7 +154,7 @@ def test_several_sweeps_give_every_combination_small_ones_first() -> None:
 
 
 def test_a_sweep_over_implementations_sets_what_replaces_the_ops_and_what_compiles() -> None:
-    found = cells(TINY, swept([f"implementation={','.join(IMPLEMENTATIONS)}", "batch=2,1"]), ["none", "all"])
+    found = setups_of(TINY, swept_values([f"implementation={','.join(IMPLEMENTATIONS)}", "batch=2,1"]), ["none", "all"])
     assert [(each.batch, each.implementation) for each in found] == [(n, i) for n in (1, 2) for i in IMPLEMENTATIONS]
     assert {(each.liger, each.compile) for each in found} == {
         *((liger, compiled) for liger in ("none", "all") for compiled in ("none", "default")),
@@ -164,10 +164,12 @@ def test_a_sweep_over_implementations_sets_what_replaces_the_ops_and_what_compil
 
 
 def test_a_table_of_implementations_names_them_and_compares_with_the_first(capsys: pytest.CaptureFixture[str]) -> None:
-    setups = cells(TINY, {"implementation": ["hf", "liger", "liger-kernel"]}, ["all"])
+    setups = setups_of(TINY, {"implementation": ["hf", "liger", "liger-kernel"]}, ["all"])
     results: list[dict[str, Any]] = [{"tokens_per_second": 100.0}, {"tokens_per_second": 150.0}, {"reason": "no GPU"}]
     where = dict.fromkeys(("machine", "versions", "commit", "date"), "")
-    sweep.show([row_of(setup, where, one) for setup, one in zip(setups, results, strict=True)], ["implementation"])
+    sweep.print_rows(
+        [row_of(setup, where, one) for setup, one in zip(setups, results, strict=True)], ["implementation"]
+    )
     printed = capsys.readouterr().out
     assert [line.split("│")[1:4] for line in printed.splitlines() if " 1.50 " in line] == [
         [" liger          ", "      150 ", " 1.50 "]
@@ -199,9 +201,9 @@ def test_another_library_patches_the_model_below_adapters(monkeypatch: pytest.Mo
 
 
 def test_a_sweep_over_tensor_and_context_parallelism_starts_as_many_ranks_as_they_need() -> None:
-    found = cells(TINY, swept(["tp=1,2", "cp=1,4"]), ["all"])
+    found = setups_of(TINY, swept_values(["tp=1,2", "cp=1,4"]), ["all"])
     assert [(each.tp, each.cp, each.ranks) for each in found] == [(1, 1, 1), (1, 4, 4), (2, 1, 2), (2, 4, 8)]
-    assert [each.ranks for each in cells(TINY, swept(["tp=2", "ranks=4,8"]), ["all"])] == [4, 8]
+    assert [each.ranks for each in setups_of(TINY, swept_values(["tp=2", "ranks=4,8"]), ["all"])] == [4, 8]
     assert "--nproc-per-node 8" in found[-1].command()
     assert "--tp 2 --cp 4" in found[-1].command()
 
@@ -216,7 +218,7 @@ def test_a_sweep_over_tensor_and_context_parallelism_starts_as_many_ranks_as_the
     ],
 )
 def test_values_have_the_type_of_their_option(option: str, value: list[Any]) -> None:
-    assert list(swept([option]).values()) == [value]
+    assert list(swept_values([option]).values()) == [value]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +236,7 @@ def test_values_have_the_type_of_their_option(option: str, value: list[Any]) -> 
 )  # fmt: skip
 def test_a_sweep_of_something_else_is_refused(options: list[str], sentence: str) -> None:
     with pytest.raises(OptionError) as raised:
-        swept(options)
+        swept_values(options)
     assert sentence in str(raised.value)
 
 
@@ -243,15 +245,15 @@ def test_a_resumed_sweep_runs_what_is_missing(
 ) -> None:
     asked: list[int] = []
 
-    def measured(wanted: list[Setup], where: dict[str, str], phase: Callable[[Setup], object], **_: Any) -> Any:
+    def measured(wanted: list[Setup], where: dict[str, str], started: Callable[[Setup], object], **_: Any) -> Any:
         for setup in wanted:
             asked.append(setup.batch)
-            phase(setup)
+            started(setup)
             if asked == [1, 2]:
                 raise KeyboardInterrupt
             yield Measurement(row_of(setup, where, {"tokens_per_second": 1.0}))
 
-    monkeypatch.setattr(sweep, "measured", measured)
+    monkeypatch.setattr(sweep, "run_all", measured)
     with pytest.raises(KeyboardInterrupt):
         sweep.sweep(TINY, RunOptions(sweeps=["batch=1,2"], strategies="all", out=tmp_path))
     assert "1/2 · tiny 2 × 1024 all · " in capsys.readouterr().err
@@ -270,7 +272,7 @@ def test_runs_that_have_to_settle_take_more_steps(monkeypatch: pytest.MonkeyPatc
             steps[setup.checkpoint] = setup.steps
             yield Measurement(row_of(setup, where, {"tokens_per_second": 1.0}))
 
-    monkeypatch.setattr(sweep, "measured", measured)
+    monkeypatch.setattr(sweep, "run_all", measured)
     # It wants a GPU.
     monkeypatch.setattr(sweep.techniques, "check", lambda setup: None)
     sweep.sweep(replace(TINY, steps=6), RunOptions(sweeps=["checkpoint=full,auto"], strategies="all"), settle=True)
@@ -292,7 +294,7 @@ def test_a_run_without_results_is_tried_again(
             asked.append(setup.batch)
             yield Measurement(row_of(setup, where, results if len(asked) == 1 else {"tokens_per_second": 1.0}))
 
-    monkeypatch.setattr(sweep, "measured", measured)
+    monkeypatch.setattr(sweep, "run_all", measured)
     options = RunOptions(sweeps=["batch=1"], strategies="all", out=tmp_path)
     with contextlib.suppress(typer.Exit):
         sweep.sweep(TINY, options)
@@ -304,7 +306,7 @@ def test_a_run_is_not_compared_with_one_that_ran_out_of_memory(capsys: pytest.Ca
     where = dict.fromkeys(("machine", "versions", "commit", "date"), "")
     full = row_of(replace(TINY, liger="none"), where, {"out_of_memory": True, "peak_bytes": 2**30})
     done = row_of(replace(TINY, liger="all"), where, {"tokens_per_second": 100.0, "peak_bytes": 2**29})
-    sweep.show([full, done], ["batch"])
+    sweep.print_rows([full, done], ["batch"])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if " all " in line)
     assert [cell.strip() for cell in line.split("│")[3:7]] == ["100", "–", "0.50", "–"]
 
@@ -343,27 +345,27 @@ def test_options_that_cannot_be_combined_are_refused(
 
 def test_a_sweep_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(OptionError, match="must not run under torchrun; give --sweep ranks=1,2,4"):
+    with pytest.raises(OptionError, match="cannot run under torchrun; give --sweep ranks=1,2,4"):
         sweep.sweep(TINY, RunOptions(sweeps=["batch=1"]))
 
 
 def test_a_run_is_started_as_a_user_starts_it() -> None:
     setup = replace(TINY, sequence=16, data=__file__, steps=3)
-    (found,) = sweep.measured([setup], WHERE)
+    (found,) = sweep.run_all([setup], WHERE)
     assert (found.row.reason, found.row.failed, len(found.row.losses or [])) == ("", False, 3), found.written
     assert all(getattr(found.row, name) == getattr(setup, name) for name in SETUP)
     assert not any(note.startswith("Defaults") for note in found.row.notes or [])
 
 
-def test_ranks_are_started_by_torchrun() -> None:
-    line = " ".join(places.command(Setup("tiny", ranks=2, shard="zero2", batch=4)))
-    assert "-m torch.distributed.run --standalone --nproc-per-node 2 -m liger_core train --model tiny --batch 4" in line
-    assert line.endswith(" --shard zero2 --device cuda --liger all --precision bf16 --checkpoint full")
+def test_a_run_of_a_sweep_starts_its_own_ranks() -> None:
+    line = " ".join(launch.command(Setup("tiny", ranks=2, shard="zero2", batch=4)))
+    assert "-m liger_core train --model tiny --batch 4" in line
+    assert line.endswith(" --shard zero2 --ranks 2 --device cuda --liger all --precision bf16 --checkpoint full")
 
 
 def test_recordings_of_a_run_are_in_the_folder_of_the_sweep(quick: None, tmp_path: Path) -> None:
     options = RunOptions(out=tmp_path / "results", snapshot=True)
-    run = places.Started(TINY, options, tmp_path, [], 1, 60.0)
+    run = launch.RunProcess(TINY, options, tmp_path, [], 1, 60.0)
     run.process.wait()
     (run.out / "snapshots").mkdir()
     (run.out / "snapshots" / "tiny.json").touch()

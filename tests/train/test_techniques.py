@@ -23,11 +23,11 @@ from liger_train.configs import config_of
 from liger_train.float8 import RECIPES
 from liger_train.implementations import PEER
 from liger_train.model import build
+from liger_train.runs import process_group
+from liger_train.runs.arguments import training_arguments
 from liger_train.setup import Setup
 from liger_train.technique import Technique
 from liger_train.techniques import LIST, NUMBER, TECHNIQUES
-from liger_train.train import processes
-from liger_train.train.arguments import training_arguments
 from train.training import Trained, saved_model, setup_of, twice
 
 PROJECT = Path(__file__).parents[2] / "packages" / "liger-train" / "pyproject.toml"
@@ -50,14 +50,13 @@ def value_of(technique: Technique) -> str:
 
 
 def alone(technique: Technique) -> bool:
-    """Whether it runs in one process; shards and what they offload need two, in test_shards.py, as do parallel layers
-    and sequences.
+    """Whether it runs in one process; shards, their copies and what they offload need two, in test_shards.py, as do
+    parallel layers and sequences.
 
     test_compile.py has what is compiled.
     """
-    return (
-        technique.option not in ("shard", "tp", "cp", "offload", "liger", "compile") and technique.value not in COMPILED
-    )
+    elsewhere = ("shard", "replicate", "tp", "cp", "offload", "liger", "compile")
+    return technique.option not in elsewhere and technique.value not in COMPILED
 
 
 @pytest.mark.matrix
@@ -118,8 +117,8 @@ def is_there(technique: Technique, trained: Trained) -> None:
 
 def test_ranks_whose_gradients_are_on_the_host_can_sum_them_there() -> None:
     offloaded = Setup("tiny", shard="fsdp2", offload="parameters", ranks=2)
-    assert processes.join(offloaded) == {"ddp_backend": "cuda:nccl,cpu:gloo"}
-    assert processes.join(replace(offloaded, offload="none")) == {}
+    assert process_group.join(offloaded) == {"ddp_backend": "cuda:nccl,cpu:gloo"}
+    assert process_group.join(replace(offloaded, offload="none")) == {}
 
 
 def test_low_rank_optimizers_project_the_linear_layers(folder: Path) -> None:
@@ -173,6 +172,9 @@ def test_a_named_shape_is_a_model_of_its_size(name: str) -> None:
         "qwen2-7b": 7.62,
         "gemma-7b": 8.54,
         "mistral-7b": 7.24,
+        "qwen3-4b": 4.02,
+        "qwen3-30b-a3b": 30.53,
+        "gemma-3-1b": 1.0,
         "phi-3-mini": 3.82,
     }
     assert count / 1e9 == pytest.approx(billions[name], rel=0.005)
@@ -206,7 +208,7 @@ MISUSES = [
     ({"optimizer": "adamw-8bit", "shard": "zero2", "offload": "optimizer"}, "--optimizer adamw-8bit cannot be combined with --offload", ""),
     ({"optimizer": "adamw-torchao-8bit", "shard": "zero2"}, "--optimizer adamw-torchao-8bit cannot be combined with --shard zero2", ""),
     ({"optimizer": "galore-layerwise", "accumulation": 2}, "supports neither --accumulation 2", "use galore"),
-    ({"tp": 2}, "the number of ranks must be a multiple of --tp × --cp, got 2 × 1 and 1 rank", "run it under torchrun"),
+    ({"tp": 2}, "the number of ranks must be a multiple of --tp × --cp × --replicate, got 2 × 1 × 1 and 1 rank", "give --ranks N"),
     ({"cp": 0}, "--cp must be from 1 to 2147483647, got 0", ""),
     ({"tp": 2, "ranks": 2, "shard": "zero3"}, "--tp 2 cannot be combined with --shard zero3", "use --shard fsdp2"),
     ({"tp": 2, "ranks": 4}, "--tp 2 needs --shard fsdp2", "over the 2 other ranks, got none"),
@@ -236,7 +238,7 @@ MISUSES = [
     ({"compile": "default", "set": "torch_compile_mode=x"}, "--set cannot set torch_compile_mode; use --compile", ""),
     ({"validation": 1.0}, "--validation must be from 0 to below 1, got 1", ""),
     ({"set": "eval_steps=2"}, "--set eval_steps needs --validation", ""),
-    ({"validation": 0.1, "set": "per_device_eval_batch_size=2"}, "per_device_eval_batch_size; it is that of --b", ""),
+    ({"validation": 0.1, "set": "per_device_eval_batch_size=2"}, "per_device_eval_batch_size; --batch sets it", ""),
 ]  # fmt: skip
 
 

@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoConfig
 
 from liger_core.errors import OptionError
+from liger_train.runs import data
+from liger_train.runs.data import read
 from liger_train.setup import Setup
-from liger_train.train import data
-from liger_train.train.data import read
 
 pytestmark = pytest.mark.cpu
 

@@ -4,11 +4,7 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -22,17 +18,16 @@ import forks
 from bench.commands import InProcess
 from liger_bench import machine
 from liger_core.errors import OptionError
-from liger_train import ranks, techniques
+from liger_train import auto_checkpoint, techniques
 from liger_train.options import RunOptions
 from liger_train.plan.step import predict
 from liger_train.row import Row, row_of
+from liger_train.runs import command
+from liger_train.runs import data as text_of_runs
+from liger_train.runs.data import Data, read
+from liger_train.runs.run import largest_batch, run
 from liger_train.setup import Setup
-from liger_train.train import auto_checkpoint, command
-from liger_train.train import data as text_of_runs
-from liger_train.train.data import Data, read
-from liger_train.train.run import largest_batch, run
 
-ROOT = Path(__file__).parents[2]
 WHERE = dict.fromkeys(("machine", "versions", "commit", "date"), "")
 
 
@@ -132,7 +127,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, liger: InProcess, *arguments: str) ->
         seen.extend((setup, notes))
         return row_of(setup, WHERE, {"notes": notes})
 
-    monkeypatch.setattr(command, "_trained", trained)
+    monkeypatch.setattr(command, "_train", trained)
     # The text need not be here.
     monkeypatch.setattr(command, "check_source", lambda source: None)
     monkeypatch.setattr(
@@ -186,26 +181,6 @@ def test_the_command_of_a_setup_trains_that_setup(
     assert asked(monkeypatch, liger, *words[2:])[0] == setup
 
 
-def documented() -> list[tuple[int, list[str]]]:
-    """The commands in the documentation, without the program that starts them: (ranks, arguments)."""
-    lines = [line.partition("#")[0] for line in (ROOT / "docs" / "training.md").read_text().splitlines()]
-    started = re.compile(r"^(?:liger|torchrun --nproc-per-node (\d+) -m liger_core) train (.*)")
-    found = [started.match(line) for line in lines if "--sweep" not in line]
-    return [(int(each[1] or 1), shlex.split(each[2])) for each in found if each]
-
-
-@pytest.mark.parametrize(
-    ("number", "arguments"), documented(), ids=lambda part: " ".join(part) if isinstance(part, list) else ""
-)
-def test_the_documented_commands_are_understood(
-    monkeypatch: pytest.MonkeyPatch, liger: InProcess, tmp_path: Path, number: int, arguments: list[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ranks, "count", lambda: number)
-    monkeypatch.setattr(ranks, "leave", lambda code: None)
-    assert asked(monkeypatch, liger, *arguments)[0].model == arguments[1]
-
-
 def test_the_defaults_on_a_gpu_are_bf16_checkpointing_and_liger_and_are_printed(
     monkeypatch: pytest.MonkeyPatch, liger: InProcess
 ) -> None:
@@ -238,12 +213,15 @@ def test_given_options_are_not_printed_as_defaults(monkeypatch: pytest.MonkeyPat
     [
         (("--batch", "many"), "--batch must be a number or auto, got 'many'"),
         (("--batch", "auto"), "--batch auto needs a GPU"),
+        (("--sequence", "auto"), "train: --sequence must be a number, got auto; `liger plan --sequence auto` finds one that fits"),
+        (("--ranks", "auto"), "train: --ranks must be a number, got auto; `liger plan --ranks auto` finds one that fits"),
+        (("--sequence", "-1"), "train: --sequence must be a number, got '-1'"),
         (("--resume",), "--resume needs --output"),
         (("--save-every", "2"), "--save-every needs --output"),
         (("--memory-limit", "24GiB"), "--memory-limit needs a GPU, got --device cpu"),
         (("--optimizer", "adam"), "--optimizer must be one of"),
         (("--data", "no/such/file"), "--data must be a file, a folder, a dataset saved by datasets, or library, got no/such/file"),
-        (("--data", "/dev/null"), "got /dev/null, which is neither a file nor a folder; write what it gives to a file"),
+        (("--data", "/dev/null"), "got /dev/null, which is neither a file nor a folder; save its output to a file"),
     ],
 )  # fmt: skip
 def test_a_wrong_option_raises_a_clear_error(liger: InProcess, arguments: tuple[str, ...], sentence: str) -> None:
@@ -448,22 +426,6 @@ def test_each_text_ends_with_the_token_for_it(small: Setup, tmp_path: Path) -> N
     one = ids[: ids.index(0) + 1]
     assert len(one) < len(ids)
     assert ids == (one + one)[: len(ids)]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
-def test_two_ranks_are_one_run_with_one_row(small: Setup, row: Row, tmp_path: Path) -> None:
-    both = replace(small, batch=1, ranks=2)
-    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", *both.command().split()[1:]]
-    command = [*launched, "--out", str(tmp_path), "--json"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    (printed,) = json.loads(done.stdout)["rows"]
-    assert json.loads((tmp_path / "train.json").read_text()) == [printed]
-    assert printed["ranks"] == 2
-    assert printed["losses"] == pytest.approx(row.losses, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -14,10 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf.two_ranks import on_two_ranks
+from liger_train.runs.command import _figures
+from liger_train.runs.data import read
+from liger_train.runs.run import run
 from liger_train.setup import Setup
-from liger_train.train.command import _figures
-from liger_train.train.data import read
-from liger_train.train.run import run
 from train.conversations import CHATML, USER, model_with, written
 from train.training import setup_of
 
@@ -27,14 +27,14 @@ def test_held_out_sequences_are_spread_over_the_text_and_never_trained_on(small:
     plain = replace(small, data=str(tmp_path / "text.txt"))
     split = replace(plain, validation=0.1)
     whole, data = read(plain, 400, False).sequences, read(split, 400, False)
-    trained, held = ({tuple(one.tolist()) for one in part} for part in (data.sequences, data.held))
+    trained, held = ({tuple(one.tolist()) for one in part} for part in (data.sequences, data.held_out))
     assert not trained & held
     assert len(held) == round(0.1 * len(whole))
-    assert torch.equal(data.held, read(replace(split, batch=5), 400, False).held)
+    assert torch.equal(data.held_out, read(replace(split, batch=5), 400, False).held_out)
     at = [index for index, one in enumerate(whole) if tuple(one.tolist()) in held]
     assert max(b - a for a, b in itertools.pairwise(at)) <= 11
-    again = read(split, 400, False).held
-    assert torch.equal(data.held, again)
+    again = read(split, 400, False).held_out
+    assert torch.equal(data.held_out, again)
 
 
 @pytest.mark.parametrize("liger", ["none", "all"])
@@ -43,7 +43,7 @@ def test_the_validation_loss_is_that_of_the_trained_model_on_held_out_text(
 ) -> None:
     setup = replace(small, validation=0.05, liger=liger)
     row = run(setup, export=tmp_path)
-    held = read(setup, 400, False).held
+    held = read(setup, 400, False).held_out
     with torch.no_grad():
         loss = AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=held, labels=held).loss
     assert row.validation_loss == pytest.approx(float(loss), rel=1e-4)
@@ -77,7 +77,7 @@ def chats(tmp_path: Path) -> Setup:
 
 def mean_over_tokens(setup: Setup) -> float:
     """In float64, over all held-out tokens with labels."""
-    held = read(setup, 400, True).held
+    held = read(setup, 400, True).held_out
     assert held is not None
     model = AutoModelForCausalLM.from_pretrained(setup.model, dtype=torch.float64)
     with torch.no_grad():

@@ -12,12 +12,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 from transformers.trainer_callback import PrinterCallback
 
-from liger_train import techniques
+from liger_train import auto_checkpoint, techniques
 from liger_train.model import Built, build
+from liger_train.runs.arguments import training_arguments
 from liger_train.setup import Setup
+from liger_train.sharded_loading import give_shards
 from liger_train.text import Sequences
-from liger_train.train import auto_checkpoint
-from liger_train.train.arguments import training_arguments
 
 # Wide enough that weights are split, and that 8-bit optimizers, which leave the smallest alone, have something to do.
 FIELDS = {
@@ -84,6 +84,7 @@ def trained(setup: Setup) -> Trained:
         callbacks = list(auto_checkpoint.observers(setup, notes.append))
         trainer = Recording(model=built.model, args=arguments, train_dataset=data, callbacks=callbacks)
         trainer.remove_callback(PrinterCallback)
+        give_shards(trainer.accelerator)
         trainer.train()
     return Trained(losses, built, trainer, notes)
 

@@ -1,7 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training runs:
-
-`liger train` runs them, `liger plan` predicts their peak memory, and `liger report` charts their results.
-"""
+"""Training runs: `liger train` runs them, `liger plan` predicts their memory, `liger report` charts their results."""
 
 __version__ = "0.1.0"

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from math import prod
 from typing import Any
 
 from torch import nn
 
 from liger_core.errors import listed
-from liger_hf.four_bits import expert_matrices, is_described
+from liger_hf.four_bits import described, is_described, routers
 from liger_train.checkpoint import beside_text
 from liger_train.setup import ALL_LINEAR, Setup
 
@@ -28,9 +28,9 @@ def add_adapters(model: Any, setup: Setup) -> Any:
         targets, parameters = (targeted(setup, names) for names in (linear, experts))
     elif experts:
         # By itself, peft would adapt routers, and experts of few types of models.
-        routers = _routers(model)
-        targets, parameters = (_last_parts(set(names) - routers) for names in (linear, experts))
-        beside = sorted({*beside, *routers & {*linear}})
+        routing = {*routers(model)}
+        targets, parameters = (sorted(last_parts(set(names) - routing)) for names in (linear, experts))
+        beside = sorted({*beside, *routing & {*linear}})
     else:
         targets, parameters = ALL_LINEAR, []
     config = peft.LoraConfig(
@@ -74,8 +74,9 @@ def names_of_targets(setup: Setup) -> list[str]:
     return [name.strip() for name in setup.adapter_targets.split(",")]
 
 
-def note_of_adapters(model: Any, setup: Setup, frozen: str, trained: str) -> str:
-    """Return a sentence with the layers that have adapters, and the share of the layers' weights that have none."""
+def note_of_adapters(model: Any, setup: Setup, trained: str, in_four_bits: Collection[int] = ()) -> str:
+    """Return a sentence with the layers that have adapters, how many weights are trained in the dtype `trained` and how
+    many are frozen, and the share of the layers' weights that have none."""
     layers = {
         name: layer
         for name, layer in model.named_modules()
@@ -90,7 +91,9 @@ def note_of_adapters(model: Any, setup: Setup, frozen: str, trained: str) -> str
     linear = [name for name, layer in layers.items() if not _is_of_a_parameter(layer)]
     counted = (("linear layer", linear), ("weight", experts))
     places = [
-        f"{len(names)} {kind}{'s' if len(names) > 1 else ''} ({_last(names)})" for kind, names in counted if names
+        f"{len(names)} {kind}{'s' if len(names) > 1 else ''} ({listed(last_parts(names), most=4)})"
+        for kind, names in counted
+        if names
     ]
     embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
     outside = {id(weight) for embedding in embeddings if embedding is not None for weight in embedding.parameters()} | {
@@ -106,21 +109,29 @@ def note_of_adapters(model: Any, setup: Setup, frozen: str, trained: str) -> str
         for name in sorted(without, key=without.__getitem__, reverse=True)
         if len(_shape(rest[name])) > 1
     ]
-    left = f" {share:.0f} % of the layers' weights have none: {_last(largest)}." if share >= 1 else ""
+    none = listed(last_parts(largest), most=4)
+    left = f" {share:.0f} % of the layers' weights have none: {none}." if share >= 1 else ""
+    widths = weight_counts(model, in_four_bits)
+    trainable = sum(count for (is_trained, _), count in widths.items() if is_trained)
+    frozen = [f"{width} ({count:,})" for (is_trained, width), count in sorted(widths.items()) if not is_trained]
     return (
-        f"Training adapters of rank {setup.adapter_rank} on {' and '.join(places)}, in {trained}; the frozen weights "
-        f"are in {frozen}.{left}"
+        f"Training adapters of rank {setup.adapter_rank} on {' and '.join(places)}, in {trained} ({trainable:,}); the "
+        f"frozen weights are in {' and '.join(frozen)}.{left}"
     )
 
 
-def frozen_widths(model: Any) -> str:
-    """Return how many frozen weights are in 4 bits, and how many in each dtype, in a few words."""
-    counts: Counter[str] = Counter()
-    for weight in model.parameters():
-        if not weight.requires_grad:
-            is_packed = hasattr(weight, "quant_state") or is_described(weight)
-            counts["4 bits" if is_packed else str(weight.dtype).removeprefix("torch.")] += _size(weight)
-    return " and ".join(f"{width} ({count:,})" for width, count in sorted(counts.items()))
+def weight_counts(model: Any, in_four_bits: Collection[int] = ()) -> Counter[tuple[bool, str]]:
+    """Return how many weights are trained (True) and how many are frozen, in 4 bits and in each dtype.
+
+    in_four_bits  the ids of weights that a plan counts as quantized
+    """
+    counts: Counter[tuple[bool, str]] = Counter()
+    with described(model):
+        for weight in model.parameters():
+            is_packed = hasattr(weight, "quant_state") or is_described(weight) or id(weight) in in_four_bits
+            width = "4 bits" if is_packed else str(weight.dtype).removeprefix("torch.")
+            counts[weight.requires_grad, width] += _size(weight)
+    return counts
 
 
 def _linear_layers(model: Any) -> set[str]:
@@ -132,18 +143,9 @@ def _linear_layers(model: Any) -> set[str]:
     }
 
 
-def _routers(model: Any) -> set[str]:
-    """Return the names of the linear layers beside experts with one output for each expert."""
-    routers = set()
-    for path, module in model.named_modules():
-        counts = {getattr(child, name).shape[0] for child in module.children() for name in expert_matrices(child)}
-        linear = ((name, child) for name, child in module.named_children() if isinstance(child, nn.Linear))
-        routers |= {f"{path}.{name}" for name, layer in linear if layer.out_features in counts}
-    return routers
-
-
-def _last_parts(names: Iterable[str]) -> list[str]:
-    return sorted({name.rpartition(".")[2] for name in names})
+def last_parts(names: Iterable[str]) -> list[str]:
+    """Return the last parts of names, each once."""
+    return list(dict.fromkeys(name.replace(".base_layer", "").rpartition(".")[2] for name in names))
 
 
 def _is_of_a_parameter(layer: Any) -> bool:
@@ -166,9 +168,3 @@ def _shape(weight: Any) -> tuple[int, ...]:
 
 def _size(weight: Any) -> int:
     return prod(_shape(weight))
-
-
-def _last(names: Iterable[str]) -> str:
-    """The last parts of names, the first few of them."""
-    parts = list(dict.fromkeys(name.replace(".base_layer", "").rpartition(".")[2] for name in names))
-    return listed(parts, most=4)

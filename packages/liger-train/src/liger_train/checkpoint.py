@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a checkpoint: those that a model takes from it, those that it leaves out, and those that text does not
-reach."""
+"""Load a checkpoint, note the weights that the model does not use, and freeze the weights that text does not reach."""
 
 from __future__ import annotations
 
@@ -15,55 +14,64 @@ from torch import nn
 from liger_core.errors import listed
 from liger_hf.private_transformers import recording_checkpoints
 from liger_train.checkpointing import language_model
-from liger_train.configs import auto_class, loading_options, not_found
+from liger_train.configs import auto_class, loading_error, loading_options
 from liger_train.setup import Setup
 
-# Buffers of older versions of models, which were saved with the weights.
+# Buffers that older versions of models saved with their weights.
 BUFFERS = re.compile(r"(^|\.)(inv_freq|position_ids|version)$")
 
 
 def load(setup: Setup, config: Any, notes: list[str], **options: Any) -> Any:
-    """Load the model of a folder or hub name, and note the weights that it leaves out of the checkpoint or that the
-    checkpoint lacks.
+    """Load the model of a folder or hub name; note weights that it does not use, and weights that the checkpoint lacks.
+    Experts in MXFP4, as of gpt-oss, are dequantized.
 
     Raises OptionError for a model that cannot be loaded.
     """
     files: list[str] = []
     names: dict[str, str] = {}
+    stored = getattr(config, "quantization_config", None) or {}
+    if stored.get("quant_method") == "mxfp4":
+        becomes = "NF4" if "quantization_config" in options else str(options["dtype"]).removeprefix("torch.")
+        notes.append(f"The experts of {setup.model} are in MXFP4; each is dequantized when it is loaded, to {becomes}.")
+        if becomes == "NF4":
+            # Transformers refuses to load one format as another; the quantizer of the options reads both.
+            del config.quantization_config
+        else:
+            config.quantization_config = {**stored, "dequantize": True}
     try:
         with recording_checkpoints(files, names):
             model, info = auto_class(config).from_pretrained(
                 setup.model, config=config, output_loading_info=True, **loading_options(setup), **options
             )
     except (OSError, ValueError) as problem:
-        raise not_found(setup.model, problem) from problem
-    taken, modules = model.state_dict().keys(), dict(model.named_modules())
+        raise loading_error(setup.model, problem) from problem
+    used, modules = model.state_dict().keys(), dict(model.named_modules())
     unused = [
         name
         for name, renamed in names.items()
-        # Transformers ignores some names: parts that the model lacks, and former buffers of modules that it has.
-        if renamed not in taken
+        # unexpected_keys omits names that Transformers ignores: parts that the model lacks, and former buffers.
+        if renamed not in used
         and not BUFFERS.search(renamed)
         and (renamed in info["unexpected_keys"] or renamed.rpartition(".")[0] not in modules)
     ]
-    kind = type(model).__name__
+    class_name = type(model).__name__
     if unused:
         count = sum(size for name, size in _sizes(files).items() if name in set(unused))
         notes.append(
-            f"{kind} leaves out {count:,} weights of {setup.model}, which are neither trained nor saved: "
+            f"{class_name} leaves out {count:,} weights of {setup.model}, which are neither trained nor saved: "
             f"{_listed(unused)}."
         )
     if missing := sorted(info["missing_keys"]):
         tensors, start = ("tensor", "starts") if len(missing) == 1 else ("tensors", "start")
         notes.append(
-            f"{setup.model} lacks {len(missing)} {tensors} of {kind}, which {start} with random values: "
+            f"{setup.model} lacks {len(missing)} {tensors} of {class_name}, which {start} with random values: "
             f"{_listed(missing)}."
         )
     return model
 
 
 def freeze_what_text_does_not_reach(model: Any, notes: list[str]) -> None:
-    """Freeze the parts of a vision-language model beside its language model, which text gives no gradients."""
+    """Freeze the parts of a vision-language model that get no gradients from text."""
     rest = beside_text(model)
     weights = [weight for weight in rest.values() if weight.requires_grad]
     for weight in weights:
@@ -72,14 +80,12 @@ def freeze_what_text_does_not_reach(model: Any, notes: list[str]) -> None:
         count = sum(getattr(weight, "ds_numel", weight.numel()) for weight in rest.values())
         notes.append(
             f"Training the language model of {type(model).__name__}; {count:,} weights that text does not reach are "
-            "frozen, "
-            f"and saved with it: {_listed(rest)}."
+            f"frozen, and saved with it: {_listed(rest)}."
         )
 
 
 def beside_text(model: Any) -> dict[str, nn.Parameter]:
-    """Return the weights, by name, of a model of several parts that are not of its language model, embeddings or LM
-    head."""
+    """Return name → weight for the parts of a model outside its language model, embeddings and LM head."""
     text = language_model(model)
     if text is model:
         return {}
@@ -89,7 +95,7 @@ def beside_text(model: Any) -> dict[str, nn.Parameter]:
 
 
 def _sizes(files: Iterable[str]) -> dict[str, int]:
-    """The number of elements of every tensor in the files of a checkpoint."""
+    """Return name → number of elements for the tensors in the files of a checkpoint."""
     from safetensors import safe_open
 
     sizes: dict[str, int] = {}
@@ -106,6 +112,5 @@ def _sizes(files: Iterable[str]) -> dict[str, int]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """The beginnings of names, the first few of them."""
-    groups = list(dict.fromkeys(".".join(name.split(".")[:2]) for name in names))
-    return listed(groups)
+    """Return the first few of the names' distinct prefixes of two components."""
+    return listed(list(dict.fromkeys(".".join(name.split(".")[:2]) for name in names)))

@@ -39,36 +39,34 @@ class Keeps(IntEnum):
 
 def checkpoint_layers(model: Any) -> None:
     """Make Transformers checkpoint every layer."""
-    # The name since Transformers 5.23, which warns about the older one.
-    start = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    # Non-reentrant: inputs need no gradients (as with adapters), and layers may differ.
-    start({"use_reentrant": False})
+    # Renamed in Transformers 5.23, which warns about the old name.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    # Reentrant checkpointing needs inputs with gradients, which adapters do not give, and layers that are all alike.
+    enable({"use_reentrant": False})
 
 
-def enable(model: Any, how: str) -> None:
-    """Enable activation checkpointing as a setup's `checkpoint` requests; "auto" starts as "full".
+def enable(model: Any, value: str) -> None:
+    """Enable activation checkpointing by the value of --checkpoint; "auto" starts as "full".
 
-    Raises OptionError if the model has fewer layers than that, or none that can be checkpointed.
+    Raises OptionError if the model has fewer layers than the value, or none that can be checkpointed.
     """
-    if how == "none":
+    if value == "none":
         return
     if not getattr(model, "supports_gradient_checkpointing", True):
-        raise SetupError(f"--checkpoint must be none, since {type(model).__name__} does not support it, got {how!r}")
+        raise SetupError(f"--checkpoint must be none, since {type(model).__name__} does not support it, got {value!r}")
     checkpoint_layers(model)
-    every = layers(model)
-    if how == "offload":
-        if not every:
-            raise SetupError(
-                f"--checkpoint offload needs layers that Transformers checkpoints, and {type(model).__name__} has none"
-            )
+    model_layers = layers(model)
+    if value == "offload":
+        if not model_layers:
+            raise SetupError(f"--checkpoint offload needs layers to checkpoint, got {type(model).__name__}")
         offloading = Offloading()
-        for layer in every:
+        for layer in model_layers:
             keep(layer, Keeps.NOTHING, offloading=offloading)
-    if how.isdecimal():
-        count = int(how)
-        if count > len(every):
-            raise SetupError(f"--checkpoint must be at most the number of layers, {len(every)}, got {count}")
-        for layer in every[count:]:
+    if value.isdecimal():
+        count = int(value)
+        if count > len(model_layers):
+            raise SetupError(f"--checkpoint must be at most the number of layers, {len(model_layers)}, got {count}")
+        for layer in model_layers[count:]:
             keep(layer, Keeps.ALL)
 
 
@@ -80,13 +78,12 @@ def layers(model: nn.Module) -> list[Any]:
 
 
 def language_model(model: Any) -> Any:
-    """Return the language model in a vision-language model, or any other model itself."""
+    """Return the language model inside a vision-language model; any other model itself."""
     return model.get_decoder() if has_other_parts(getattr(model, "config", None)) else model
 
 
 def has_other_parts(config: Any) -> bool:
-    """Whether a config is of a language model with other parts, such as vision; an encoder and its decoder do not
-    count."""
+    """Return whether a model has parts beside its language model, such as vision; an encoder does not count."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return text is not config and not any(getattr(each, "is_encoder_decoder", False) for each in (config, text))
 
@@ -96,10 +93,12 @@ def checkpointed_layers(model: nn.Module) -> int:
     return sum(bool(layer.gradient_checkpointing) for layer in layers(model))
 
 
-def keep(layer: Any, what: Keeps, matmuls: Matmuls | None = None, offloading: Offloading | None = None) -> None:
+def keep(
+    layer: Any, what: Keeps, selective: SelectiveCheckpointing | None = None, offloading: Offloading | None = None
+) -> None:
     """Set what a layer keeps from its next forward pass on.
 
-    Layers of the same kind share `matmuls`; all layers share `offloading`.
+    Layers of the same kind share `selective`; all layers share `offloading`.
     """
     from liger_hf.private_transformers import CHECKPOINT
 
@@ -107,21 +106,23 @@ def keep(layer: Any, what: Keeps, matmuls: Matmuls | None = None, offloading: Of
     if what is Keeps.NOTHING:
         setattr(layer, CHECKPOINT, offloading or Offloading())
         return
-    contexts: dict[str, Any] = {"context_fn": (matmuls or Matmuls()).contexts} if what is Keeps.MATMULS else {}
+    contexts: dict[str, Any] = (
+        {"context_fn": (selective or SelectiveCheckpointing()).contexts} if what is Keeps.MATMULS else {}
+    )
     setattr(layer, CHECKPOINT, partial(checkpoint, use_reentrant=False, **contexts))
 
 
-class Matmuls:
-    """The contexts of selective checkpointing for each pass through a layer: keep matmul outputs, recompute the rest.
+class SelectiveCheckpointing:
+    """Contexts for torch's checkpoint, which keep the outputs of matmuls and recompute everything else.
 
-    In Llama 3 8B, matmuls are nearly all operations of a layer, and their outputs half of its activations. Attention is
-    worth its memory for long sequences: per byte of output, it takes as many operations as there are tokens (half of
-    them with a causal mask, at half the throughput), while a matmul takes as many as the width of its rows.
+    In Llama 3 8B, matmuls are nearly all operations of a layer, and their outputs are half of its activations. Long
+    attention is worth keeping, too: per byte of output, it takes as many operations as there are tokens (half of them
+    with a causal mask, at half the throughput), while a matmul takes as many as its rows are wide.
     """
 
     def __init__(self) -> None:
         self.last: int | None = None
-        # A compiler takes nothing but a plain function for them.
+        # torch.compile accepts only a plain function here, not a method.
         self.contexts = lambda: self._contexts()
 
     def _contexts(self) -> Any:
@@ -129,11 +130,11 @@ class Matmuls:
 
         def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             if INSIDE.tiles:
-                # Its own backward pass recomputes it.
+                # The backward pass of tiled MLPs recomputes them itself.
                 return CheckpointPolicy.PREFER_RECOMPUTE
             if op in private_torch.ATTENTION and _is_long(args[0]):
                 return CheckpointPolicy.MUST_SAVE
-            if op not in MATMULS and not _multiplies(op):
+            if op not in MATMULS and not _is_linear(op):
                 return CheckpointPolicy.PREFER_RECOMPUTE
             index = seen[context.is_recompute]
             seen[context.is_recompute] += 1
@@ -145,8 +146,8 @@ class Matmuls:
         return create_selective_checkpoint_contexts(policy)
 
 
-def _multiplies(op: Any) -> bool:
-    """Whether an op is a linear layer with its adapter, whichever backend runs it, or several layers with one input."""
+def _is_linear(op: Any) -> bool:
+    """Return whether an op computes a linear layer with its adapter, or several layers with the same input."""
     return op in KERNELS and KERNELS[op].name.endswith(("::lora_linear", "::lora_linears", "::merged_linear"))
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check which techniques can be combined.
 
-Each function returns the rest of the error "--option value …", or an empty string.
+Each function returns the rest of an error that begins with "--option value", or an empty string.
 """
 
 from __future__ import annotations
@@ -53,20 +53,13 @@ def compiled(setup: Setup) -> str:
 
 def graphs(setup: Setup) -> str:
     if setup.ranks > 1:
-        return (
-            f"needs a single GPU, got {setup.ranks} ranks, which exchange gradients while a step runs; use --compile "
-            "default"
-        )
+        return f"needs a single GPU, got {setup.ranks} ranks, which exchange gradients in a step; use --compile default"
     if setup.shard != "none":
         return _not_with(setup, "shard", "which moves weights while a step runs; use --compile default")
     if setup.checkpoint == "offload":
-        return _not_with(
-            setup, "checkpoint", "whose copies to the host a graph does not include; use --checkpoint auto"
-        )
+        return _not_with(setup, "checkpoint", "whose copies to the host a graph cannot include; use --checkpoint auto")
     if setup.packing:
-        return (
-            "cannot be combined with --packing, whose masks depend on the positions of each step; use --compile default"
-        )
+        return "cannot be combined with --packing, whose masks depend on each step's positions; use --compile default"
     if setup.optimizer == "galore-layerwise":
         return _not_with(setup, "optimizer", "which updates weights within the backward pass; use galore")
     return ""
@@ -81,11 +74,9 @@ def tiled(setup: Setup) -> str:
 
 
 def unsharded(setup: Setup) -> str:
-    return (
-        ""
-        if setup.shard == "none"
-        else f"{_shards(setup)} weights into pieces that it cannot update; use --optimizer adamw"
-    )
+    if setup.shard == "none":
+        return ""
+    return f"{_shards(setup)} weights into pieces that it cannot update; use --optimizer adamw"
 
 
 def unsharded_or_zero(setup: Setup) -> str:
@@ -115,9 +106,7 @@ def offloaded_optimizer(setup: Setup) -> str:
     if setup.shard in ZERO:
         return ""
     if setup.shard == "fsdp2":
-        return (
-            "must be --offload parameters for --shard fsdp2, which offloads weights, gradients and optimizer together"
-        )
+        return "must be --offload parameters for --shard fsdp2, which offloads all state together"
     return "needs --shard zero1, zero2 or zero3, also on one GPU, got none"
 
 
@@ -148,12 +137,12 @@ def quantized(setup: Setup) -> str:
 
 
 def adapted(setup: Setup) -> str:
-    """Check that every adapter target is a linear layer or a weight of experts, on a model without memory."""
+    """Check on the meta device that every adapter target is a linear layer or a weight of experts."""
     if setup.adapter_targets == ALL_LINEAR:
         return ""
     import torch
 
-    from liger_train.adapters import adaptable, names_of_targets, targeted
+    from liger_train.adapters import adaptable, last_parts, names_of_targets, targeted
     from liger_train.configs import auto_class, config_of
 
     config = config_of(setup)
@@ -164,7 +153,7 @@ def adapted(setup: Setup) -> str:
     unknown = next((target for target in names_of_targets(setup) if target not in matching), None)
     if unknown is None:
         return ""
-    known, of_experts = (sorted({name.rpartition(".")[2] for name in names}) for names in (linear, experts))
+    known, of_experts = (sorted(last_parts(names)) for names in (linear, experts))
     also = f" and the experts' {', '.join(of_experts)}" if experts else ""
     close = nearest(unknown, [*known, *of_experts])
     return f"needs --adapter-targets among the linear layers {', '.join(known)}{also}, got {unknown!r}.{close}"
@@ -176,19 +165,15 @@ def float8(setup: Setup) -> str:
     if setup.tp * setup.cp > 1:
         return f"supports data parallelism alone, got --tp {setup.tp} --cp {setup.cp}; use --precision bf16"
     if setup.adapter != "none":
-        return (
-            f"trains every weight, got --adapter {setup.adapter}, whose frozen weights are not in float8; use "
-            "--precision bf16"
-        )
+        return f"trains every weight, got --adapter {setup.adapter}, which freezes weights; use --precision bf16"
     if setup.sequence % FLOAT8_MULTIPLE:
         return (
-            f"needs a --sequence that is a multiple of {FLOAT8_MULTIPLE}, as float8 matmuls need rows, got "
-            f"{setup.sequence}"
+            f"needs a --sequence that is a multiple of {FLOAT8_MULTIPLE}, as float8 matmuls need, got {setup.sequence}"
         )
     import torch
 
     if not torch.cuda.is_available():
-        # That is the error of the device.
+        # The check of the device reports this.
         return ""
     capability = torch.cuda.get_device_capability()
     if capability < FLOAT8_CAPABILITY:
@@ -205,10 +190,7 @@ def tensor_parallel(setup: Setup) -> str:
     if setup.shard in ZERO:
         return _not_with(setup, "shard", "since DeepSpeed does not know of it; use --shard fsdp2")
     if setup.ranks > setup.tp and setup.shard != "fsdp2":
-        return (
-            f"needs --shard fsdp2 for data or context parallelism over the {setup.ranks // setup.tp} other ranks, got "
-            f"{setup.shard}"
-        )
+        return f"needs --shard fsdp2 for parallelism over the {setup.ranks // setup.tp} other ranks, got {setup.shard}"
     if setup.ranks == setup.tp and setup.shard != "none":
         return f"leaves no ranks for --shard {setup.shard} to shard over; use --shard none"
     if setup.offload != "none":
@@ -226,9 +208,7 @@ def tensor_parallel(setup: Setup) -> str:
     if heads % setup.tp:
         return f"must divide the {heads} key heads of {setup.model}, since a head is never split"
     if not getattr(text, "base_model_tp_plan", None):
-        return (
-            f"needs a model for which Transformers has a tensor-parallel plan, got {setup.model}, a {text.model_type}"
-        )
+        return f"needs a model with a tensor-parallel plan in Transformers, got {setup.model}, a {text.model_type}"
     return ""
 
 
@@ -242,16 +222,23 @@ def context_parallel(setup: Setup) -> str:
     from liger_train.configs import config_of
 
     text = config_of(setup).get_text_config()
-    kinds = set(
-        getattr(text, "layer_types", None) or (["sliding_attention"] if getattr(text, "sliding_window", None) else [])
-    )
+    sliding = ["sliding_attention"] if getattr(text, "sliding_window", None) else []
+    kinds = set(getattr(text, "layer_types", None) or sliding)
     if kinds - {"full_attention"}:
         return f"needs a model with full attention in every layer, got {setup.model} with {', '.join(sorted(kinds))}"
     return ""
 
 
+def hybrid(setup: Setup) -> str:
+    if setup.shard != "fsdp2":
+        return f"needs --shard fsdp2, which shards each copy of the model, got {setup.shard}"
+    if setup.sharing_ranks == 1:
+        return f"leaves one rank for each copy, which needs no sharding, got {setup.ranks} ranks; use --shard none"
+    return ""
+
+
 def _transformers_shards_both() -> bool:
-    """Whether Transformers itself combines FSDP2 with tensor parallelism, as versions with replicas of both do."""
+    """Return whether this Transformers combines FSDP2 with tensor parallelism itself, shown by dp_replicate_size."""
     from transformers.distributed import DistributedConfig
 
     return "dp_replicate_size" in {field.name for field in fields(DistributedConfig)}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--compile`: torch.compile for each layer of a model.
 
-Layers of a kind share a graph, so compile time does not grow with their number.
+Layers of the same kind share a graph, so compile time does not grow with their number.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from liger_train.checkpointing import layers
 from liger_train.errors import SetupError
 
 COMPILER = "inductor"
-# The most graphs of a layer's forward: one per kind of layer and shape, in training and in evaluation. More run in
-# eager mode.
+# The limit of graphs: one for each kind of layer and shape, in training and in evaluation. After 8, torch's default,
+# layers run in eager mode.
 GRAPHS = 64
-# The layer's forward from before it was compiled.
+# The attribute of a layer with its forward from before it was compiled.
 EAGER = "_eager_forward"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -32,21 +32,19 @@ R = TypeVar("R")
 
 
 def compile_layers(model: nn.Module) -> str:
-    """Compile the forward of every layer when it is first called; return a sentence for the user.
+    """Compile the forward of every layer at its first call; return a sentence for the user.
 
-    Hooks are not compiled. Activation checkpointing and FSDP2 therefore wrap a layer as in eager mode.
+    Hooks are not compiled, so activation checkpointing and FSDP2 wrap a layer as in eager mode.
 
     Raises OptionError for a model without such layers.
     """
-    every = layers(model)
-    if not every:
-        raise SetupError(
-            f"--compile needs a model with layers that Transformers can checkpoint, got {type(model).__name__}"
-        )
-    for layer in every:
+    model_layers = layers(model)
+    if not model_layers:
+        raise SetupError(f"--compile needs layers that Transformers can checkpoint, got {type(model).__name__}")
+    for layer in model_layers:
         vars(layer)[EAGER] = layer.forward
         layer.forward = torch.compile(layer.forward, backend=COMPILER, dynamic=False)
-    return f"Compiling {len(every)} layers, each kind of them once."
+    return f"Compiling {len(model_layers)} layers, each kind of them once."
 
 
 def undo(model: nn.Module) -> None:
@@ -58,41 +56,35 @@ def undo(model: nn.Module) -> None:
 
 @contextmanager
 def session(packing: bool = False) -> Iterator[None]:
-    """Set PyTorch up for compiling within this context.
+    """Set up PyTorch for compiling within this context.
 
-    Every graph has room, and the cache is persistent. Without packing, masks do not depend on the values of positions.
+    The limit of graphs is raised, and the cache is persistent. Without packing, masks do not depend on the values of
+    positions.
     """
+    from accelerate.utils import patch_environment
     from torch._dynamo import config
 
     from liger_hf.private_transformers import as_outside_a_capture, without_packing
 
     with ExitStack() as stack:
         stack.enter_context(config.patch(recompile_limit=max(GRAPHS, config.recompile_limit)))
-        before, os.environ[CACHE] = os.environ.get(CACHE), cache()
+        stack.enter_context(patch_environment(**{CACHE: cache()}))
+        stack.callback(torch.compiler.reset)
         if not packing:
-            # Transformers looks for several texts in a row in the values of the positions, for which the host waits in
-            # each step; while a graph is captured it cannot, and would add masks, with which attention is slower.
+            # To find packed texts, Transformers reads the values of positions, so the host waits in each step. During
+            # the capture of a graph it cannot, and would add masks, with which attention is slower.
             stack.enter_context(without_packing())
             stack.enter_context(as_outside_a_capture())
-        try:
-            yield
-        finally:
-            torch.compiler.reset()
-            if before is None:
-                del os.environ[CACHE]
-            else:
-                os.environ[CACHE] = before
+        yield
 
 
 def cache() -> str:
     """Return the folder of compiled graphs: the one in the environment, or one in the user's cache.
 
-    PyTorch's default, which it also writes into the environment, does not count: restarting the machine empties it.
+    PyTorch's default, which it also writes into the environment, is ignored: a restart of the machine empties it.
     """
-    chosen, path = (
-        os.environ.get(CACHE),
-        Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "liger" / "compiled",
-    )
+    chosen = os.environ.get(CACHE)
+    path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "liger" / "compiled"
     if chosen and not chosen.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_")):
         return chosen
     with suppress(OSError):
@@ -105,14 +97,14 @@ def seconds() -> float:
     return float(compiler_times()().get("total_wall_time", 0.0))
 
 
-def from_cache() -> tuple[int, int]:
-    """Return how many graphs came from the cache and how many were compiled; forward and backward count separately."""
+def cache_hits_and_misses() -> tuple[int, int]:
+    """Return how many graphs came from the cache, and how many were compiled; forward and backward count separately."""
     counted = compiler_counters()["inductor"]
     return counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"]
 
 
 class FirstCall:
-    """Run steps; if the compiler fails in the first call, run the layers eagerly, and pass the reason to `note`."""
+    """Runs steps; if the compiler fails in the first one, the layers run eagerly, and `note` gets the reason."""
 
     def __init__(self, model: nn.Module, note: Callable[[str], object]) -> None:
         self.model, self.note, self.done = model, note, False
@@ -121,13 +113,13 @@ class FirstCall:
         if self.done:
             return step()
         self.done = True
-        before = [weight.grad for weight in self.model.parameters()]
+        gradients = [weight.grad for weight in self.model.parameters()]
         try:
             return step()
         except CompilerError() as error:
-            if any(grad is not None for grad in before):
+            if any(grad is not None for grad in gradients):
                 raise
-            reason = problem(getattr(error, "inner_exception", error))
+            reason = first_line(getattr(error, "inner_exception", error))
         undo(self.model)
         for weight in self.model.parameters():
             weight.grad = None
@@ -135,6 +127,6 @@ class FirstCall:
         return step()
 
 
-def problem(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error, for use in a sentence."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load the config of the model that a setup names: a preset, a folder, or a name on the hub."""
+"""Load the config of a setup's model: a preset, a folder, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from liger_hf.presets import NAMES, PRESETS, did_you_mean, preset
 from liger_train.errors import SetupError
 from liger_train.setup import Setup
 
-# The file with which peft saves an adapter.
+# The file in which peft saves the config of an adapter.
 ADAPTER = "adapter_config.json"
 
 
 def config_of(setup: Setup) -> Any:
-    """Return the config of a setup's model, which is a preset, a folder, or a name on the hub."""
+    """Return the config of a setup's model.
+
+    Raises OptionError for a model that cannot be found, and for an adapter.
+    """
     if setup.model in PRESETS:
         return preset(setup.model, setup.sequence)
     from transformers import AutoConfig
 
     if (Path(setup.model) / ADAPTER).is_file():
-        # Transformers would load its base model, also beside the weights of another model.
+        # Transformers would load the adapter's base model, even if the folder also has the weights of another model.
         raise _is_adapter(setup.model)
     try:
         return AutoConfig.from_pretrained(setup.model, use_cache=False, **loading_options(setup))
     except (OSError, ValueError) as problem:
-        raise not_found(setup.model, problem) from problem
+        raise loading_error(setup.model, problem) from problem
 
 
 def auto_class(config: Any) -> Any:
-    """Return the Auto class of a causal language model, with all its parts if it is the language model of a
-    vision-language model.
+    """Return the Auto class that loads a causal language model, or all parts of a vision-language model.
 
     AutoModelForCausalLM drops the other parts of some checkpoints.
     """
@@ -48,28 +50,23 @@ def auto_class(config: Any) -> Any:
 def loading_options(setup: Setup) -> dict[str, Any]:
     """Return the options for loading a model's files: whether they must be local, and whether their code may run.
 
-    The latter is always passed, because without a value Transformers asks on standard input.
+    trust_remote_code always has a value, since otherwise Transformers asks on standard input.
     """
-    return {
-        "local_files_only": is_local(setup.model),
-        "trust_remote_code": setup.trust_remote_code,
-    }
+    return {"local_files_only": is_local(setup.model), "trust_remote_code": setup.trust_remote_code}
 
 
-def has_code_of_its_own(name: str, problem: Exception) -> SetupError | None:
-    """Return the error for a model or tokenizer whose own code may not run; None for any other problem."""
+def untrusted_code_error(name: str, problem: Exception) -> SetupError | None:
+    """Return an error if loading failed because the code of a model or tokenizer may not run, else None."""
     if "trust_remote_code" not in str(problem):
         return None
-    return SetupError(
-        f"--model {name} has Python code of its own, which runs only with --trust-remote-code; read the code first"
-    )
+    return SetupError(f"--model {name} has its own Python code, which needs --trust-remote-code; read it first")
 
 
-def not_found(name: str, problem: Exception) -> SetupError:
+def loading_error(name: str, problem: Exception) -> SetupError:
     """Return the error for a model that could not be loaded."""
     from transformers.utils.peft_utils import find_adapter_config_file
 
-    if (refused := has_code_of_its_own(name, problem)) is not None:
+    if (refused := untrusted_code_error(name, problem)) is not None:
         return refused
     if find_adapter_config_file(name, local_files_only=is_local(name)):
         return _is_adapter(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors of the options that several commands share."""
+"""The errors of options that several commands share."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from liger_core.errors import DeviceError, OptionError
 
 
 class SetupError(OptionError):
-    """A setup has a value outside its range, or two that exclude each other.
+    """A setup has a value out of range, or two values that exclude each other.
 
-    command  the one whose options are wrong, which begins the message; set by takes_options
+    command  name of the command, which begins the message; takes_options sets it
     """
 
     command = "train"

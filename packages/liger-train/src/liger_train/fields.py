@@ -11,14 +11,14 @@ from typing import Any, NoReturn
 from liger_core.errors import nearest
 from liger_train.errors import SetupError
 
-# Fields → the option that sets them, as the end of a sentence.
+# Field → the option to use instead, or what sets the field, as the end of an error message.
 OPTIONS = {
     name: words
     for names, words in (
         ("output_dir", "use --output"),
         ("max_steps", "use --steps"),
         ("per_device_train_batch_size", "use --batch"),
-        ("per_device_eval_batch_size", "it is that of --batch"),
+        ("per_device_eval_batch_size", "--batch sets it, too"),
         ("auto_find_batch_size", "use --batch auto"),
         ("gradient_accumulation_steps", "use --accumulation"),
         ("learning_rate", "use --learning-rate"),
@@ -42,21 +42,21 @@ OPTIONS = {
         ("ddp_backend", "it depends on --device and --shard"),
         ("accelerator_config", "it depends on --shard and --tp"),
         ("dataloader_drop_last", "the text is cut into whole steps"),
-        ("skip_memory_metrics", "the row has the peak memory"),
-        ("disable_tqdm", "there is a progress bar of its own"),
+        ("skip_memory_metrics", "liger train measures the peak memory"),
+        ("disable_tqdm", "liger train has its own progress bar"),
         ("do_train do_eval do_predict", "only scripts read it"),
     )
     for name in names.split()
 }
-# Names from before Transformers 5, where these fields take a share of the steps as a number below 1.
+# Old names → names in Transformers 5, which takes a number below 1 as a share of the steps.
 FORMER = {"warmup_ratio": "warmup_steps"}
 EPOCHS = "num_train_epochs"
-# Fields that say when the validation loss is computed.
+# Fields that determine when the validation loss is computed.
 EVALUATION = ("eval_strategy", "eval_steps", "eval_delay", "eval_on_start", "load_best_model_at_end")
 
 
 def joined(words: Iterable[str]) -> str:
-    """Join NAME=VALUE words to one string, sorted by name.
+    """Join NAME=VALUE words into one string, sorted by name.
 
     Raises OptionError for a word without a name, and for a name given twice.
     """
@@ -78,13 +78,13 @@ def strings(text: str) -> dict[str, str]:
 
 
 def epochs(text: str) -> float | None:
-    """Return the number of epochs, if it determines the number of steps."""
+    """Return the number of epochs if one is set, and None otherwise."""
     value = strings(text).get(EPOCHS)
     return None if value is None else float(value)
 
 
-def values(text: str, taken: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return name → value of the type that TrainingArguments declares; `taken` has the fields that other options set.
+def values(text: str, reserved: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return name → value in the type that TrainingArguments declares; other options set the fields in `reserved`.
 
     Raises OptionError for an unknown field, an invalid value, and a field that other options set.
     """
@@ -109,13 +109,11 @@ def values(text: str, taken: Mapping[str, Any] | None = None) -> dict[str, Any]:
                 "--set must name a field of transformers.TrainingArguments, got "
                 f"{name!r}.{nearest(name, [*known, *FORMER])}"
             )
-        if name in (taken or {}):
+        if name in (reserved or {}):
             raise SetupError(f"--set cannot set {name}, which another option sets; leave it out")
     renamed = {name if name in known else FORMER[name]: value for name, value in words.items()}
     if len(renamed) < len(words):
-        raise SetupError(
-            "--set must name each field once, got warmup_ratio and warmup_steps, which are one; give one of them"
-        )
+        raise SetupError("--set must name each field once, got warmup_ratio and warmup_steps, which are one; give one")
     arguments = [f"--{name}={value}" for name, value in renamed.items()]
     try:
         parsed = vars(parser.parse_args(arguments))
@@ -123,13 +121,14 @@ def values(text: str, taken: Mapping[str, Any] | None = None) -> dict[str, Any]:
         parser.error(str(error))
     values_by_name = {name: parsed[name] for name in renamed}
     if "report_to" in values_by_name:
-        values_by_name["report_to"] = _places(values_by_name["report_to"])
-    _check(values_by_name)
+        values_by_name["report_to"] = _integrations(values_by_name["report_to"])
+    if EPOCHS in values_by_name and not 0 < values_by_name[EPOCHS] < float("inf"):
+        raise SetupError(f"--set {EPOCHS} must be a positive number, got {values_by_name[EPOCHS]}")
     return values_by_name
 
 
-def _places(word: str) -> list[str]:
-    """Return the integrations to report to, and check them early: Transformers would do so after loading the model."""
+def _integrations(word: str) -> list[str]:
+    """Return the integrations to report to; check them now, since Transformers would only after loading the model."""
     from transformers.integrations import get_reporting_integration_callbacks
 
     names = [name.strip() for name in word.split(",")]
@@ -139,11 +138,6 @@ def _places(word: str) -> list[str]:
         get_reporting_integration_callbacks(names)
     except ValueError as error:
         raise SetupError(
-            f"--set report_to must be places that Transformers knows, separated by commas, got {word!r}: {error}"
+            f"--set report_to must be integrations of Transformers, separated by commas, got {word!r}: {error}"
         ) from None
     return names
-
-
-def _check(values_by_name: Mapping[str, Any]) -> None:
-    if EPOCHS in values_by_name and not 0 < values_by_name[EPOCHS] < float("inf"):
-        raise SetupError(f"--set {EPOCHS} must be a positive number, got {values_by_name[EPOCHS]}")

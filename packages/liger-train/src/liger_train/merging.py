@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute linear layers that read the same input, such as q, k and v, by one matmul.
+"""Compute linear layers that read the same input, such as q, k and v, in one matmul.
 
 Parameters, gradients and state_dict keep their names and shapes. The weights become adjacent in one block of memory,
 which the matmul reads as one matrix.
@@ -19,12 +19,13 @@ from liger_hf.patch import replacement
 from liger_hf.rules.gated_mlp.rule import look
 from liger_hf.rules.lora.source import sharing
 
-# On a linear layer: its group, and its place there.
-PLACE = "liger_merged_place"
+# The attribute of a linear layer with its group, and its index there.
+GROUP = "liger_merged_group"
+# The maximum number of layers in a group.
 MOST = 3
 
 
-class Merged:
+class MergedLinears:
     """Linear layers whose weights are adjacent in the memory of `whole`."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
@@ -33,13 +34,13 @@ class Merged:
         with torch.no_grad():
             self.whole = torch.cat([linear.weight for linear in linears])
             for linear, rows in zip(linears, self.whole.split(self.sizes), strict=True):
-                # Storage of its own, so that what saves a model sees no shared memory.
+                # Each weight has its own storage, since saving a model rejects shared memory.
                 linear.weight.data = torch.from_dlpack(rows)
         self.x: Tensor | None = None
-        self.parts: list[Tensor | None] = []
+        self.outputs: list[Tensor | None] = []
 
     def __call__(self, x: Tensor) -> Tensor | None:
-        """Return the outputs of all layers, side by side; None if each must run by itself."""
+        """Return the concatenated outputs of all layers, or None if each must run by itself."""
         if (x.dtype, x.device) != (self.whole.dtype, self.whole.device) or torch.is_autocast_enabled(x.device.type):
             return None
         weights = [linear.weight for linear in self.linears]
@@ -47,16 +48,16 @@ class Merged:
         return result
 
     def output(self, index: int, x: Tensor) -> Tensor | None:
-        """Return the output of one layer; the first call with an input also computes the outputs of the others."""
+        """Return the output of one layer; the first call with an input computes the outputs of all."""
         if self.x is not x:
             joint = self(x)
             if joint is None:
                 return None
-            self.x, self.parts = x, list(joint.split(self.sizes, -1))
-        output, self.parts[index] = self.parts[index], None
-        if all(each is None for each in self.parts):
-            # Otherwise they would keep the graph.
-            self.x, self.parts = None, []
+            self.x, self.outputs = x, list(joint.split(self.sizes, -1))
+        output, self.outputs[index] = self.outputs[index], None
+        if all(each is None for each in self.outputs):
+            # Keeping them would keep the autograd graph.
+            self.x, self.outputs = None, []
         return output
 
 
@@ -74,26 +75,26 @@ def merge(model: nn.Module) -> str:
             if reason:
                 reasons[reason] = reasons.get(reason, 0) + 1
                 continue
-            merged = Merged(linears)  # type: ignore[arg-type]
+            merged = MergedLinears(linears)  # type: ignore[arg-type]
             modules += 1
             for index, linear in enumerate(linears):
                 assert linear is not None
-                vars(linear)[PLACE] = merged, index
+                vars(linear)[GROUP] = merged, index
                 replacement(linear, _forward, nn.Linear.forward).install()
     left = "".join(f"; left {count}: {reason}" for reason, count in reasons.items())
     return f"One matmul for the linear layers that read the same input, in {modules} modules{left}."
 
 
 def _forward(self: nn.Linear, x: Tensor) -> Tensor:
-    merged, index = self.__dict__[PLACE]
+    merged, index = self.__dict__[GROUP]
     output: Tensor | None = merged.output(index, x)
     return nn.functional.linear(x, self.weight, self.bias) if output is None else output
 
 
 def _groups(module: nn.Module) -> Iterator[tuple[str, ...]]:
-    """Yield the names of each group of linear layers that a module's forward calls with the same input."""
+    """Yield the names of each group of linear layers to which a module's forward passes the same input."""
     if look(module) is not None:
-        # Gate and up: side by side, compiled layers copy their gradients together (Llama 1B, 1 × 1024, H200: 15.45
+        # Not gate and up: compiled layers would then concatenate their gradients (Llama 1B, 1 × 1024, H200: 15.45
         # instead of 15.16 ms a step).
         return
     linears = [name for name, child in module._modules.items() if isinstance(child, nn.Linear)]
@@ -128,9 +129,6 @@ def _problem(linears: Sequence[Any]) -> str:
     return ""
 
 
-# -- the op
-
-
 def _allocate(x: Tensor, whole: Tensor, a: Tensor, b: Tensor, c: Tensor | None) -> Outputs:
     return (x.new_empty((*x.shape[:-1], whole.shape[0])),)
 
@@ -142,12 +140,12 @@ def _launch(y: Tensor, /, x: Tensor, whole: Tensor, a: Tensor, b: Tensor, c: Ten
 def _allocate_backward(
     grad_y: Tensor, x: Tensor, whole: Tensor, a: Tensor, b: Tensor, c: Tensor | None, needs: list[bool]
 ) -> Outputs:  # fmt: skip
-    of_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[0] else None
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs[0] else None
     if not any(needs[1:]):
-        return of_x, None, None, None
+        return grad_x, None, None, None
     sizes = [w.shape[0] for w in (a, b, c) if w is not None]
-    parts = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device).split(sizes)
-    return (of_x, *parts, *[None] * (MOST - len(parts)))
+    grads = torch.empty(whole.shape, dtype=whole.dtype, device=whole.device).split(sizes)
+    return (grad_x, *grads, *[None] * (MOST - len(grads)))
 
 
 def _launch_backward(
@@ -158,12 +156,12 @@ def _launch_backward(
     if grad_x is not None:
         torch.mm(upstream, _whole(whole, a, b, c), out=grad_x.view(-1, grad_x.shape[-1]))
     if grad_a is not None:
-        # Neighbors, as `_allocate_backward` made them.
+        # `_allocate_backward` made the gradients adjacent.
         torch.mm(upstream.t(), rows, out=grad_a.as_strided(whole.shape, whole.stride()))
 
 
 def _whole(whole: Tensor, *weights: Tensor | None) -> Tensor:
-    """Return the weights as one matrix, copied if any has moved, as when a checkpoint was assigned."""
+    """Return the weights as one matrix: a copy if any has moved, for instance because a checkpoint was assigned."""
     present = [weight for weight in weights if weight is not None]
     address = whole.data_ptr()
     for weight in present:

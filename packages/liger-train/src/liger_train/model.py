@@ -5,24 +5,26 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.utils import logging as transformers_logging
 
 from liger_hf.four_bits import described
 from liger_hf.presets import PRESETS
 from liger_train import checkpoint, checkpointing, merging, tied
-from liger_train.adapters import add_adapters, frozen_widths, note_of_adapters
+from liger_train.adapters import add_adapters, note_of_adapters
 from liger_train.compiling import compile_layers
 from liger_train.configs import auto_class, config_of
 from liger_train.float8 import RECIPES, convert
 from liger_train.implementations import PEER, patch_by_peer
 from liger_train.parallelism import parallelism
 from liger_train.setup import MLP_ROWS, ZERO, Setup
+from liger_train.sharded_loading import forget_initialization, in_shards, wait_on_meta
 
 # The dtype of activations; float8 has none of its own.
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16} | dict.fromkeys(
@@ -51,7 +53,8 @@ def build(
 ) -> Built:  # fmt: skip
     """Build the model of a setup: random weights by its seed, or the weights of a folder or hub name.
 
-    The model is on the device, unless it is sharded: then it moves there piece by piece. Under FakeTensorMode, nothing
+    The model is on the device, unless it is sharded: for ZeRO stage 3, it moves there piece by piece; for FSDP2, it is
+    on the meta device, and its weights have the shards of this rank (sharded_loading.py). Under FakeTensorMode, nothing
     is allocated; a plan brings the functions that then load the model, add adapters, and convert to float8.
 
     Raises OptionError for a model that cannot be found.
@@ -64,6 +67,8 @@ def build(
         model = (adapters or adapt)(model, setup, notes)
     if setup.precision in RECIPES:
         to_float8(model, setup, notes)
+    if _loads_shards(setup):
+        wait_on_meta(model, torch.device("cpu") if setup.offload == "parameters" else device)
     model.train()
     checkpointing.enable(model, setup.checkpoint)
     # After adapters, which wrap the modules that Liger replaces.
@@ -92,10 +97,17 @@ def _loaded(setup: Setup, device: torch.device, notes: list[str]) -> Any:
     config, dtype = config_of(setup), weights_dtype(setup)
     if setup.tp > 1:
         return _tensor_parallel(setup, device, notes)
+    if _loads_shards(setup):
+        with in_shards(setup, device):
+            if _is_random(setup):
+                return _random(setup, config, dtype=dtype)
+            return checkpoint.load(setup, config, notes, dtype=dtype)
+    # DeepSpeed moves the model to the device layer by layer.
+    in_pieces = setup.shard == "zero3"
     if _is_random(setup):
-        with contextlib.nullcontext() if _comes_in_pieces(setup) else device:
+        with contextlib.nullcontext() if in_pieces else device:
             return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=setup.trust_remote_code)
-    placement = {} if _comes_in_pieces(setup) else {"device_map": {"": device}}
+    placement = {} if in_pieces else {"device_map": {"": device}}
     return checkpoint.load(setup, config, notes, dtype=dtype, **placement)
 
 
@@ -110,18 +122,26 @@ def _tensor_parallel(setup: Setup, device: torch.device, notes: list[str]) -> An
         "distributed_config": DistributedConfig(tp_size=setup.tp, fsdp_size=setup.ranks // setup.tp),
         "device_mesh": ranks.get_device_mesh(device.type)["tp"] if ranks else None,
     }
-    if _is_random(setup):
-        whole = _loaded(replace(setup, tp=1), device, notes)
-        model = type(whole).from_pretrained(None, config=config_of(setup), state_dict=whole.state_dict(), **options)
-        del whole
-    else:
-        model = checkpoint.load(setup, config_of(setup), notes, **options)
+    config = config_of(setup)
+    with in_shards(setup, device):
+        random = _is_random(setup)
+        model = _random(setup, config, **options) if random else checkpoint.load(setup, config, notes, **options)
+    forget_initialization(model)
     _copy_shards(model)
-    if device.type == "cuda":
-        # The whole model was there only to be sharded.
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
     return model
+
+
+def _random(setup: Setup, config: Any, **options: Any) -> Any:
+    """Make a model with random weights, as Transformers initializes those that a checkpoint lacks."""
+    with torch.device("meta"):
+        kind = type(auto_class(config).from_config(config, trust_remote_code=setup.trust_remote_code))
+    # It reports all weights as missing.
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        return kind.from_pretrained(None, config=config, state_dict={}, **options)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 @torch.no_grad()
@@ -141,9 +161,9 @@ def _is_random(setup: Setup) -> bool:
     return setup.model in PRESETS or setup.random_weights
 
 
-def _comes_in_pieces(setup: Setup) -> bool:
-    """Whether no device holds the whole model: ZeRO stage 3 and FSDP2 move it there layer by layer."""
-    return setup.shard in ("zero3", "fsdp2")
+def _loads_shards(setup: Setup) -> bool:
+    """Whether each rank loads its shards of FSDP2 alone. Over tensor parallelism, it loads the shards of the latter."""
+    return setup.shard == "fsdp2" and setup.tp == 1
 
 
 def _quantized(setup: Setup, device: torch.device, notes: list[str]) -> Any:
@@ -175,11 +195,10 @@ def adapt(model: Any, setup: Setup, notes: list[str]) -> Any:
     return model
 
 
-def adapter_note(model: Any, setup: Setup) -> str:
+def adapter_note(model: Any, setup: Setup, in_four_bits: Collection[int] = ()) -> str:
     """Return a sentence that says which layers of the model have adapters, and in which dtypes."""
     low = str(weights_dtype(setup)).removeprefix("torch.")
-    frozen = frozen_widths(model) if setup.adapter == "qlora" else low
-    return note_of_adapters(model, setup, frozen, low if setup.shard in ZERO else "float32")
+    return note_of_adapters(model, setup, low if setup.shard in ZERO else "float32", in_four_bits)
 
 
 def _patched(model: nn.Module, setup: Setup, notes: list[str]) -> str:
@@ -192,6 +211,7 @@ def _patched(model: nn.Module, setup: Setup, notes: list[str]) -> str:
         return ""
     import liger_hf
     from liger_hf.causal_mask import NOTE
+    from liger_hf.report import EXCLUDED, LEFT, UNLISTED
 
     known: dict[str, dict[str, Any]] = {"none": {"only": ()}, "all": {}, "all-but-loss": {"exclude": [LOSS]}}
     names = known.get(setup.liger, {"only": setup.liger.split(",")})
@@ -199,7 +219,9 @@ def _patched(model: nn.Module, setup: Setup, notes: list[str]) -> str:
     # That note is about compiling the model, which does not happen here.
     notes.extend(note for note in report.notes if note != NOTE)
     notes.extend(
-        f"Liger did not replace {row.count} × {row.pattern}: {row.reason}." for row in report.rows if _left_unasked(row)
+        f"Liger did not replace {row.count} × {row.pattern}: {row.reason}."
+        for row in report.rows
+        if row.verdict == LEFT and not row.reason.endswith((EXCLUDED, UNLISTED))
     )
     return ", ".join(f"{op} {count}" for op, count in report.replaced.items())
 
@@ -209,7 +231,3 @@ def _smoothed(model: nn.Module, setup: Setup, notes: list[str]) -> None:
         from liger_train.smoothing import smooth
 
         smooth(model, setup, notes)
-
-
-def _left_unasked(row: Any) -> bool:
-    return row.verdict == "left" and row.reason != "not asked for"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation checkpointing with the inputs of layers in host memory, copied while the device computes."""
+"""Activation checkpointing that keeps the inputs of layers in host memory, copied while the device computes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Offloading:
-    """Checkpoints layers that share it, and offloads the first argument of each, its hidden states.
+    """Checkpoints the layers that share it, and offloads the first argument of each, its hidden states.
 
-    The copy to the host starts with the forward pass of the layer, and the device frees its memory at the end of that.
-    The copy back starts when the backward pass reaches the offloaded layer after it, so that the device holds at most
-    two of these inputs. Both copies are on a stream of their own; a device without streams, such as the CPU, copies in
-    place. PyTorch's `save_on_cpu` copies on the stream that computes.
+    The copy to the host starts with the forward pass of a layer; at its end the device memory is freed. The copy back
+    starts when the backward pass reaches the next offloaded layer, so the device holds at most two of these inputs.
+    Copies run on a stream of their own (PyTorch's `save_on_cpu` uses the stream that computes). A device without
+    streams, such as the CPU, copies synchronously.
     """
 
     def __init__(self) -> None:
@@ -28,20 +28,20 @@ class Offloading:
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         copies: list[_Input] = []
-        # Not the tensor itself: the graph keeps `pack`, and that would keep the tensor on the device.
-        hidden = _place(args[0]) if args and isinstance(args[0], Tensor) else None
+        # Not the tensor itself: the autograd graph holds `pack`, which would keep the tensor on the device.
+        hidden = _identity(args[0]) if args and isinstance(args[0], Tensor) else None
 
         def pack(tensor: Tensor) -> Tensor | _Input:
-            if type(tensor) is not Tensor or _place(tensor) != hidden:
+            if type(tensor) is not Tensor or _identity(tensor) != hidden:
                 return tensor
             copies.append(_Input(tensor, self._stream(tensor.device), self._last))
             self._last = weakref.ref(copies[-1])
             return copies[-1]
 
-        with saved_tensors_hooks(pack, _unpack):
+        with saved_tensors_hooks(pack, lambda packed: packed.take() if isinstance(packed, _Input) else packed):
             output = checkpoint(function, *args, use_reentrant=False)
         for copy in copies:
-            copy.leave()
+            copy.release()
         return output
 
     def _stream(self, device: torch.device) -> Any:
@@ -53,47 +53,48 @@ class Offloading:
 
 
 class _Input:
-    """The input of one layer, in host memory, on the device, or both; `before` gives that of the layer before, as long
-    as its graph exists."""
+    """The input of a layer, in host memory, on the device, or both.
 
-    def __init__(self, tensor: Tensor, stream: Any, before: Callable[[], _Input | None]) -> None:
-        self.device, self.stream, self.before = tensor.device, stream, before
-        self.taken = False
-        self.here: Tensor | None = tensor.detach()
+    previous  returns the input of the previous layer, while its graph exists
+    """
+
+    def __init__(self, tensor: Tensor, stream: Any, previous: Callable[[], _Input | None]) -> None:
+        self.device, self.stream, self.previous = tensor.device, stream, previous
+        self.used = False
+        self.on_device: Tensor | None = tensor.detach()
         self.host = torch.empty_like(tensor, device="cpu", pin_memory=stream is not None)
-        self._copy(self.host, self.here)
+        self._copy(self.host, self.on_device)
 
-    def leave(self) -> None:
-        """Free the memory of the device, in the order of its computation: that waits here if the copy takes longer than
-        the layer."""
+    def release(self) -> None:
+        """Free the device memory; the stream that computes waits here if the copy takes longer than the layer."""
         self._wait()
-        self.here = None
+        self.on_device = None
 
     def fetch(self) -> None:
         """Start the copy back, unless it has started."""
-        if self.here is None:
-            self.here = torch.empty_like(self.host, device=self.device, pin_memory=False)
-            self._copy(self.here, self.host)
+        if self.on_device is None:
+            self.on_device = torch.empty_like(self.host, device=self.device, pin_memory=False)
+            self._copy(self.on_device, self.host)
 
     def take(self) -> Tensor:
-        """The tensor on the device; the copy of the one before starts."""
+        """Return the tensor on the device, and start copying the input of the previous layer."""
         self.fetch()
-        before = self.before()
-        if before is not None and not before.taken:
-            before.fetch()
+        previous = self.previous()
+        if previous is not None and not previous.used:
+            previous.fetch()
         self._wait()
-        tensor, self.here, self.taken = self.here, None, True
+        tensor, self.on_device, self.used = self.on_device, None, True
         assert tensor is not None
         return tensor
 
-    def _copy(self, to: Tensor, of: Tensor) -> None:
+    def _copy(self, target: Tensor, source: Tensor) -> None:
         if self.stream is None:
-            to.copy_(of)
+            target.copy_(source)
             return
-        # The source must be computed, and whatever had the memory of the target must be done with it.
+        # The source must be computed, and the memory of the target must be free, before the copy starts.
         self.stream.wait_stream(self._computing())
         with torch.get_device_module(self.device).stream(self.stream):
-            to.copy_(of, non_blocking=True)
+            target.copy_(source, non_blocking=True)
         self.copied = self.stream.record_event()
 
     def _wait(self) -> None:
@@ -104,10 +105,6 @@ class _Input:
         return torch.get_device_module(self.device).current_stream(self.device)
 
 
-def _unpack(packed: Tensor | _Input) -> Tensor:
-    return packed.take() if isinstance(packed, _Input) else packed
-
-
-def _place(tensor: Tensor) -> tuple[int, torch.Size]:
-    """Identifies an argument among saved tensors: autograd hands hooks a new Python object."""
+def _identity(tensor: Tensor) -> tuple[int, torch.Size]:
+    """Identify an argument among saved tensors, because autograd passes a new Python object to hooks."""
     return tensor.data_ptr(), tensor.shape

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every value of --optimizer, as a part of the table in techniques.py."""
+"""The values of --optimizer, for the table in techniques.py."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ from liger_bench.memory import bytes_of
 from liger_hf.presets import preset_name
 from liger_train import fields as training_fields
 from liger_train.errors import SetupError
-from liger_train.setup import DEFAULTS, Setup, Typed, batch_of
+from liger_train.setup import AUTO_OPTIONS, DEFAULTS, Setup, Typed, number_of
 from liger_train.techniques import TECHNIQUES, values_of
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run is saved, recorded and repeated. A plan depends on none of it, and has results of its own."""
+    """Options for saving, recording and repeating a run. A plan does not depend on them, and writes its own results."""
 
     output: Annotated[Path | None, Option(help="Folder for checkpoints; the last one is the trained model.")] = None
     export: Annotated[Path | None, Option(help="Empty folder for the trained model, with adapters merged.")] = None
@@ -31,9 +31,7 @@ class RunOptions:
     resume: Annotated[
         bool, Option(help="Resume from the latest intact checkpoint in --output; a sweep: skip the runs in --out.")
     ] = False
-    deterministic: Annotated[
-        bool, Option(help="Use deterministic algorithms: two runs have bit-identical losses. Slower on a GPU.")
-    ] = False
+    deterministic: Annotated[bool, Option(help="Make the losses of two runs bit-identical. Slower on a GPU.")] = False
     out: Annotated[
         Path | None,
         Option(
@@ -43,9 +41,7 @@ class RunOptions:
     ] = None
     csv: Annotated[Path | None, Option(help="CSV file to which the row is appended.")] = None
     as_json: Annotated[bool, Option("--json", help="Print one JSON object instead of tables.")] = False
-    snapshot: Annotated[
-        bool, Option(help="Record memory by category over the first steps, as data and a picture in --out.")
-    ] = False
+    snapshot: Annotated[bool, Option(help="Record memory by category in the first steps, to --out.")] = False
     profile: Annotated[bool, Option(help="Trace a few steps for TensorBoard and Perfetto, in --out.")] = False
     sweeps: Annotated[
         list[str] | None,
@@ -75,7 +71,7 @@ GROUPS = {
         *("liger", "precision", "checkpoint", "compile", "mlp", "optimizer"),
         *("adapter", "adapter_rank", "adapter_alpha", "adapter_targets"),
     ),
-    "Devices": ("device", "memory_limit", "ranks", "shard", "tp", "cp", "offload", "nvme_folder"),
+    "Devices": ("device", "memory_limit", "ranks", "shard", "tp", "cp", "replicate", "offload", "nvme_folder"),
     "Saved models, of training only": ("output", "export", "save_every", "resume"),
     "Results": ("out", "csv", "as_json", "snapshot", "profile"),
     "Sweeps": ("sweeps", "strategies", "gpus", "skip_larger"),
@@ -84,51 +80,52 @@ GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 
 
 def takes_options(optional: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of Setup and RunOptions, followed by its own.
+    """Return a decorator that gives a command the options of Setup and RunOptions, followed by its own.
 
-    The command gets those of Setup as a dictionary, which setup_of reads, and a RunOptions. `optional` is a required
-    option that it can do without.
+    The command is called with a dictionary of the options of Setup, for setup_of, and with a RunOptions. `optional`
+    names a required option of Setup that this command does not require.
     """
 
-    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
         command_parameters = list(inspect.signature(command, eval_str=True).parameters.values())[2:]
         parameters = [*_parameters(optional), *command_parameters]
         defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
 
         @functools.wraps(command)
-        def called(**values: Any) -> None:
+        def wrapper(**values: Any) -> None:
             values = {**defaults, **values}
-            words = {field.name: values.pop(field.name) for field in fields(Setup)}
+            setup_values = {field.name: values.pop(field.name) for field in fields(Setup)}
             options = RunOptions(**{field.name: values.pop(field.name) for field in fields(RunOptions)})
             try:
-                command(words, options, **values)
+                command(setup_values, options, **values)
             except SetupError as error:
                 error.command = command.__name__
                 raise
 
-        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return called
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return wrapper
 
-    return decorated
+    return decorate
 
 
-def setup_of(words: Mapping[str, Any], largest: int, **chosen: Any) -> Setup:
-    """Return the setup of the options: `largest` is the batch for auto, and `chosen` has the device and defaults.
+def setup_of(values: Mapping[str, Any], auto: Mapping[str, int], **chosen: Any) -> Setup:
+    """Return the setup of option values; `auto` has values for auto, `chosen` the device and its defaults.
 
-    Raises OptionError for a value that cannot be read.
+    Raises OptionError for a value that cannot be parsed.
     """
-    values = DEFAULTS[chosen["device"]] | chosen | {name: value for name, value in words.items() if value is not None}
-    limit = words["memory_limit"]
+    limit = values["memory_limit"]
     return Setup(
-        **values
+        **DEFAULTS[chosen["device"]]
+        | chosen
+        | {name: value for name, value in values.items() if value is not None}
         | {
-            "model": preset_name(words["model"]),
-            "batch": batch_of(words["batch"], largest),
+            "model": preset_name(values["model"]),
             "device": chosen["device"],
             "memory_limit": None if limit is None else bytes_of("--memory-limit", limit, SetupError),
-            "set": training_fields.joined(words["set"] or []),
+            "set": training_fields.joined(values["set"] or []),
         }
+        | {name: number_of(name, values[name], auto) for name in AUTO_OPTIONS if values[name] is not None}
     )
 
 
@@ -150,7 +147,7 @@ def _parameter(field: Field[Any], hint: Any, optional: str) -> inspect.Parameter
     option.help = option.help.format(values=values_of(field.name) if field.name in TECHNIQUES else "")
     option.rich_help_panel = GROUP_OF.get(field.name)
     if typed.kind is bool and option.default is ...:
-        # Without this, there would be a --no- for it.
+        # Otherwise typer adds a --no- option.
         option.param_decls = ("--" + field.name.replace("_", "-"),)
     annotated: Any = Annotated
     return inspect.Parameter(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mesh of a setup's ranks: data-parallel, context-parallel and tensor-parallel ones."""
+"""The mesh of replicas, and of data-parallel, context-parallel and tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from liger_train.setup import Setup
 
 
 def parallelism(setup: Setup) -> ParallelismConfig | None:
-    """The mesh as accelerate describes it; None if all ranks are data-parallel."""
-    if setup.tp * setup.cp == 1:
+    """Return the mesh of a setup's ranks, or None if all ranks are data-parallel in one way."""
+    sizes = {"dp_replicate_size": setup.replicate, "tp_size": setup.tp, "cp_size": setup.cp}
+    if max(sizes.values()) == 1:
         return None
-    return ParallelismConfig(tp_size=setup.tp, cp_size=setup.cp, dp_shard_size=setup.replicas)
+    return ParallelismConfig(**sizes, dp_shard_size=setup.replicas // setup.replicate)

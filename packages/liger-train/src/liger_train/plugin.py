@@ -17,7 +17,7 @@ def liger_commands(app: typer.Typer) -> None:
     from liger_train.demo.command import demo
     from liger_train.plan.command import plan
     from liger_train.report.command import report
-    from liger_train.train.command import train
+    from liger_train.runs.command import train
 
     app.command()(checked(train))
     app.command()(checked(plan))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a run, as torchrun starts them: how many there are, and which one prints."""
+"""The ranks that torchrun starts: how many there are, and which one prints."""
 
 from __future__ import annotations
 
@@ -15,14 +15,19 @@ def count() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def started() -> bool:
+    """Return whether torchrun, or another launcher, started this process."""
+    return "WORLD_SIZE" in os.environ
+
+
 def first() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def speaks(*, failed: bool) -> bool:
-    """Whether this process prints and writes for all ranks: the first rank, or the one that failed first.
+def reports(*, failed: bool, error: str = "") -> bool:
+    """Return whether this process prints and writes for all ranks: the first rank, or the one that failed first.
 
-    The first rank may be waiting for a failed one forever.
+    If another rank failed, the first rank may wait for it forever. An error that each restart repeats is reported once.
     """
     if count() == 1:
         return True
@@ -31,24 +36,22 @@ def speaks(*, failed: bool) -> bool:
     from torch.distributed import TCPStore
 
     try:
-        # The store of torchrun's rendezvous.
-        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(*where, is_master=False, timeout=timedelta(seconds=10))
-        return bool(store.add("liger/failed", 1) == 1)
+        # The store of torchrun's rendezvous, which outlives its restarts.
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=10))
+        return bool(store.add(f"liger/failed/{error or os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", 1) == 1)
     except (KeyError, RuntimeError):
-        return True
+        # The machine of the store is lost: one rank of each other machine reports.
+        return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def leave(code: int) -> None:
-    """Leave the other ranks and exit with this code; torchrun then stops the others if it is a failure.
-
-    Without other ranks, do nothing.
-    """
+    """Exit with this code, unless this is the only process; after a failure, torchrun stops the other ranks."""
     import torch.distributed as dist
 
     if not dist.is_initialized() and count() == 1:
         return
-    # Ranks that wait for a failed one never reach a barrier.
+    # After a failure, the other ranks may never reach a barrier.
     if code != FAILED and dist.is_initialized():
         # The first rank may still be writing, and torchrun stops it as soon as another rank exits with a nonzero code.
         dist.barrier()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
@@ -18,13 +19,15 @@ from liger_train.errors import SetupError
 LIBRARY = "library"
 # Adapters on every linear layer but the LM head.
 ALL_LINEAR = "all-linear"
-# As --batch: as many sequences as fit.
+# The value of --device for a GPU if there is one, and of options whose value a plan can search, in the order of the
+# searches.
 AUTO = "auto"
+AUTO_OPTIONS = ("ranks", "sequence", "batch")
 ZERO = ("zero1", "zero2", "zero3")
 MOST = 2**31 - 1
-# Matmuls in float8 need dimensions that are multiples of this one.
+# The dimensions of float8 matmuls must be multiples of this.
 FLOAT8_MULTIPLE = 16
-# Transformers seeds NumPy, too, which takes 32 bits.
+# Option → range. Transformers also seeds NumPy, which takes 32 bits.
 LIMITS = {
     "batch": (1, MOST),
     "sequence": (2, 2**24),
@@ -32,21 +35,21 @@ LIMITS = {
     "ranks": (1, MOST),
     "tp": (1, MOST),
     "cp": (1, MOST),
+    "replicate": (1, MOST),
     "steps": (1, MOST),
     "adapter_rank": (1, MOST),
     "adapter_alpha": (1, MOST),
     "seed": (0, 2**32 - 1),
 }
-# Tokens of a tile of --mlp tiled: enough to keep a GPU busy; the sums of weight gradients take little beside its
-# matmuls.
+# Tokens in a tile of --mlp tiled: enough to keep a GPU busy, and for summing weight gradients to take little time.
 MLP_ROWS = 16_384
-# The defaults of `liger train` by device, where they differ from those of the fields.
+# Device → the defaults of `liger train` that differ between devices.
 DEFAULTS = {"cuda": {"precision": "bf16", "checkpoint": "full"}, "cpu": {"precision": "fp32", "checkpoint": "none"}}
 
 
 @dataclass(frozen=True)
 class Typed:
-    """The type and the default of an option on the command line, where they are not those of its field."""
+    """The type and default of an option on the command line, where they differ from its field's."""
 
     kind: Any
     default: Any = None
@@ -56,20 +59,20 @@ class Typed:
 class Setup:
     """Everything that determines the losses, the speed and the memory of a training run.
 
-    `liger train` and `liger plan` have an option for each field (options.py), whose help has the names in techniques.py
-    as {values}. `memory_limit` is in bytes, and `set` has words of the form "name=value"; with num_train_epochs among
-    them, `steps` has no effect.
+    `liger train` and `liger plan` have an option for each field (options.py). In a help text, {values} stands for the
+    names in techniques.py. `memory_limit` is in bytes. `set` has words of the form "name=value"; if num_train_epochs is
+    among them, `steps` has no effect.
     """
 
-    model: Annotated[
-        str, Option(help=f"{', '.join(PRESETS)} (random weights), a folder, or a name on the Hugging Face Hub.")
-    ]
+    model: Annotated[str, Option(help=f"{', '.join(PRESETS)} (random weights), a folder, or a name on the Hub.")]
     batch: Annotated[
         int,
         Typed(str, "1"),
         Option(help="Sequences per micro-batch and rank, or group of --tp and --cp; auto: as many as fit."),
     ] = 1
-    sequence: Annotated[int, Option(help="Tokens per sequence.")] = 1024
+    sequence: Annotated[
+        int, Typed(str, "1024"), Option(help="Tokens per sequence; of a plan also auto: as many as fit.")
+    ] = 1024
     data: Annotated[
         str,
         Option(
@@ -84,8 +87,8 @@ class Setup:
         str,
         Typed(str | None),
         Option(
-            help="Activation checkpointing: {values} of layers. Default: full on a GPU, none on the CPU. A plan of "
-            "auto is that of its start."
+            help="Activation checkpointing: {values} of layers. Default: full on a GPU, none on the CPU. For auto, a "
+            "plan with a memory limit predicts the end."
         ),
     ] = "full"
     optimizer: Annotated[str, Option(help="{values}.")] = "adamw"
@@ -95,22 +98,26 @@ class Setup:
     accumulation: Annotated[int, Option(help="Micro-batches per optimizer step.")] = 1
     ranks: Annotated[
         int,
-        Typed(int | None),
-        Option(help="Number of processes, one per GPU. Default: those of torchrun, or as many as --tp × --cp needs."),
+        Typed(str | None),
+        Option(
+            help="Number of processes, one per GPU; of a plan also auto: as few as fit. Default: torchrun's, or as "
+            "many as --tp × --cp needs."
+        ),
     ] = 1
     tp: Annotated[
         int, Option(help="Tensor parallelism: ranks that share each layer, by Transformers' tp_plan='auto'.")
     ] = 1
     cp: Annotated[int, Option(help="Context parallelism: ranks that share each sequence.")] = 1
+    replicate: Annotated[
+        int, Option(help="Hybrid sharding: copies of the model, each sharded over neighboring ranks by --shard fsdp2.")
+    ] = 1
     device: Annotated[
-        str, Typed(str, AUTO), Option(help="auto, cpu or cuda. A plan needs no GPU; under auto it is for one.")
+        str, Typed(str, AUTO), Option(help="auto, cpu or cuda. A plan needs no GPU; with auto it is for a GPU.")
     ] = "cuda"
     memory_limit: Annotated[
         int | None,
         Typed(str | None),
-        Option(
-            help="GPU memory that the run may use, to simulate a smaller card, for instance 24GiB. Default: all of it."
-        ),
+        Option(help="GPU memory that the run may use, to simulate a smaller card, for instance 24GiB. Default: all."),
     ] = None
     steps: Annotated[
         int,
@@ -119,11 +126,9 @@ class Setup:
     ] = 20
     learning_rate: Annotated[float, Option(help="Constant learning rate.")] = 1e-5
     seed: Annotated[int, Option(help="Seed of random weights and of the order of sequences.")] = 0
-    nvme_folder: Annotated[str | None, Option(help="Where --offload nvme writes.")] = None
+    nvme_folder: Annotated[str | None, Option(help="Folder to which --offload nvme writes.")] = None
     trust_remote_code: Annotated[bool, Option(help="Allow the model's own Python code to run. Read it first.")] = False
-    random_weights: Annotated[
-        bool, Option(help="Use only the config of a folder or name, with random weights by --seed.")
-    ] = False
+    random_weights: Annotated[bool, Option(help="Use only the config of --model, with random weights.")] = False
     set: Annotated[
         str,
         Typed(list[str] | None),
@@ -137,31 +142,25 @@ class Setup:
     adapter_alpha: Annotated[int, Option(help="Adapters are scaled by alpha / rank.")] = 32
     adapter_targets: Annotated[
         str,
-        Option(
-            help="Linear layers that get adapters: all-linear, or names separated by commas, such as q_proj,v_proj."
-        ),
+        Option(help="Linear layers that get adapters: all-linear, or names separated by commas, like q_proj,v_proj."),
     ] = ALL_LINEAR
-    validation: Annotated[
-        float, Option(help="Share of the text to hold out for a validation loss, for instance 0.02.")
-    ] = 0.0
+    validation: Annotated[float, Option(help="Share of the text to hold out for validation, for instance 0.02.")] = 0.0
     packing: Annotated[bool, Option(help="Put several rows of --data into one sequence, as TRL packs them.")] = False
     compile: Annotated[
         str,
-        Option(
-            help="{values}: torch.compile for each layer, and CUDA graphs of a step. A plan is that of the eager model."
-        ),
+        Option(help="{values}: torch.compile of each layer, and CUDA graphs of a step. Plans predict the eager model."),
     ] = "none"
     mlp: Annotated[str, Option(help="{values}.")] = "whole"
 
     @property
     def implementation(self) -> str:
-        """The name of what runs the model in `--sweep implementation=…`; it ends in "-compiled" with --compile."""
+        """The name in `--sweep implementation=…`; with --compile it ends in "-compiled"."""
         name = {"none": "hf", "liger-kernel": "liger-kernel"}.get(self.liger, "liger")
         return name if self.compile == "none" else f"{name}-compiled"
 
     @property
     def mixed(self) -> bool:
-        """Whether weights are in float32, and matmuls in less."""
+        """Whether weights are in float32, and matmuls in a lower precision."""
         return self.precision != "fp32" and not self.pure
 
     @property
@@ -171,7 +170,7 @@ class Setup:
 
     @property
     def replicas(self) -> int:
-        """The number of data-parallel ranks or groups of ranks, each with sequences of its own."""
+        """The number of data-parallel replicas: ranks, or groups of ranks, that train on different sequences."""
         return self.ranks // (self.tp * self.cp)
 
     @property
@@ -181,11 +180,16 @@ class Setup:
 
     @property
     def sharing_ranks(self) -> int:
-        """The number of ranks over which --shard shards weights: data- and context-parallel ones."""
-        return self.ranks // self.tp
+        """The number of ranks over which --shard shards a copy: its data- and context-parallel ranks."""
+        return self.ranks // (self.tp * self.replicate)
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether each rank saves its shards, since none holds the whole model: with FSDP2 and tensor parallelism."""
+        return self.shard == "fsdp2" or self.tp > 1
 
     def command(self) -> str:
-        """The command line of this run: every option that is not the default on its device."""
+        """Return the command line of this run, with every option that is not the default on its device."""
         words = ["liger", "train"]
         if self.ranks > 1:
             words = ["torchrun", "--nproc-per-node", str(self.ranks), "-m", "liger_core", "train"]
@@ -198,39 +202,43 @@ class Setup:
                 continue
             if field.name == "steps" and training_fields.epochs(self.set) is not None:
                 continue
-            words += (
-                [option] if value is True else [option, _size(value) if field.name == "memory_limit" else str(value)]
-            )
+            words += [option]
+            if value is not True:
+                words += [_size(value) if field.name == "memory_limit" else str(value)]
         return shlex.join(words)
 
 
 def _size(size: int) -> str:
-    """The value of --memory-limit for a number of bytes."""
+    """Return a number of bytes as a value of --memory-limit."""
     return next(
         (f"{size >> bits}{unit}" for bits, unit in ((30, "GiB"), (20, "MiB")) if size % (1 << bits) == 0), f"{size}B"
     )
 
 
-def batch_of(words: str, largest: int) -> int:
-    """The value of --batch, which is `largest` for auto."""
-    if words == AUTO:
-        return largest
-    if not words.isdecimal():
-        raise SetupError(f"--batch must be a number or auto, got {words!r}")
-    return int(words)
+def number_of(option: str, words: str, auto: Mapping[str, int]) -> int:
+    """Return the number of a value of an option in AUTO_OPTIONS; `auto` has the numbers of auto, where it is allowed.
+
+    Raises OptionError for a value that is neither.
+    """
+    if words == AUTO and option not in auto:
+        raise SetupError(f"--{option} must be a number, got auto; `liger plan --{option} auto` finds one that fits")
+    if words != AUTO and not words.isdecimal():
+        raise SetupError(f"--{option} must be a number{' or auto' if option in auto else ''}, got {words!r}")
+    return auto[option] if words == AUTO else int(words)
 
 
 def check_values(setup: Setup) -> None:
-    """Raise OptionError for a number out of range or an empty name."""
+    """Raise OptionError for a number out of range, an empty name, or an option that needs another one."""
     for name, (low, high) in LIMITS.items():
         value = getattr(setup, name)
         if not low <= value <= high:
             raise SetupError(f"--{name.replace('_', '-')} must be from {low} to {high}, got {value}")
-    if setup.ranks % (setup.tp * setup.cp):
+    sizes = {name: getattr(setup, name) for name in ("tp", "cp", "replicate")}
+    if setup.ranks % math.prod(sizes.values()):
         ranks = f"{setup.ranks} rank{'s' if setup.ranks > 1 else ''}"
         raise SetupError(
-            f"the number of ranks must be a multiple of --tp × --cp, got {setup.tp} × {setup.cp} and "
-            f"{ranks}; run it under torchrun --nproc-per-node N -m liger_core train, or plan it with --ranks N"
+            f"the number of ranks must be a multiple of --{' × --'.join(sizes)}, got "
+            f"{' × '.join(map(str, sizes.values()))} and {ranks}; give --ranks N"
         )
     if setup.batch * setup.sequence > MOST:
         raise SetupError(f"--batch × --sequence must be at most {MOST} tokens, got {setup.batch} × {setup.sequence}")
@@ -246,4 +254,4 @@ def check_values(setup: Setup) -> None:
     for name in ("model", "data", "nvme_folder", "adapter_targets"):
         if (word := getattr(setup, name)) is not None and not word.strip():
             option = name.replace("_", "-")
-            raise SetupError(f"--{option} must not be empty, as it is when it is a shell variable that is not set")
+            raise SetupError(f"--{option} must not be empty, got {word!r}; check that its shell variable is set")

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--set label_smoothing_factor`: label smoothing in the loss function of the model, which a fused head computes
-without the logits."""
+"""`--set label_smoothing_factor`: label smoothing in the model's loss, for a fused head without full logits."""
 
 from __future__ import annotations
 
@@ -21,16 +20,15 @@ FIELD = "label_smoothing_factor"
 
 
 def factor_of(setup: Setup) -> float:
-    """Return the label smoothing factor of a setup, 0 if it sets none."""
+    """Return the label smoothing factor of a setup, or 0."""
     return float(fields.values(setup.set).get(FIELD, 0.0)) if FIELD in fields.strings(setup.set) else 0.0
 
 
 def smooth(model: nn.Module, setup: Setup, notes: list[str]) -> None:
-    """Make a model compute the smoothed loss itself, or note that the Trainer computes it from the logits of the whole
-    batch."""
+    """Make a model compute the smoothed loss itself, or note that the Trainer computes it from the full logits."""
     if not (factor := factor_of(setup)):
         return
-    base = _with_loss(model)
+    base = _outermost_pretrained(model)
     code = getattr(inspect.unwrap(type(base).forward), "__code__", None)
     if (
         base.loss_function in (ForCausalLMLoss, causal_lm_loss)
@@ -46,12 +44,12 @@ def smooth(model: nn.Module, setup: Setup, notes: list[str]) -> None:
 
 
 def is_smoothed(model: nn.Module) -> bool:
-    """Whether the model computes the smoothed loss itself."""
-    return getattr(_with_loss(model).loss_function, "func", None) is smoothed_loss
+    """Return whether the model computes the smoothed loss itself."""
+    return getattr(_outermost_pretrained(model).loss_function, "func", None) is smoothed_loss
 
 
-def _with_loss(model: nn.Module) -> PreTrainedModel:
-    """Return the model within adapters; Transformers warns where a loss function is read of one without an LM head."""
+def _outermost_pretrained(model: nn.Module) -> PreTrainedModel:
+    """Return the Transformers model inside any adapters; reading the loss function of an inner model would warn."""
     return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
@@ -65,10 +63,11 @@ def smoothed_loss(
     shift_labels: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """The loss of Transformers' LabelSmoother: (1 - factor) · (-log p of the label) + factor · (the mean of -log p over
-    all classes).
+    """Compute the loss of Transformers' LabelSmoother: the mean over the labels, or their sum / num_items_in_batch.
 
-    It is the mean over labels that are not ignored, or their sum over num_items_in_batch.
+        loss = (1 - factor) · -log p[label] + factor · mean(-log p)          (the mean over all classes)
+
+    Ignored labels do not count.
     """
     if shift_labels is None:
         assert labels is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a technique is described, once, for `liger train`, `liger plan`, the tests and the documentation."""
+"""The description of a technique, for `liger train`, `liger plan`, the tests and the documentation."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from liger_train.setup import Setup
 class Technique:
     """One value of one option of `liger train`.
 
-    summary        what it does, in one sentence
+    summary        what the technique does, in one sentence
     saves, costs   one phrase each, for `liger plan` and the documentation
-    packages       the libraries that must be installed, which are in an extra of liger-train
-    by             the libraries that do it, if they are not `packages` or torch
-    reason         why it is supported on GPUs only; empty if it runs on the CPU, too
-    arguments      what it adds to transformers.TrainingArguments
-    problem        why it cannot be combined with the rest of a setup, as the rest of an error; empty if it can
-    option, value  field of Setup and what it is set to, as on the command line
+    packages       libraries that must be installed; an extra of liger-train has them
+    by             libraries that implement it, if not `packages` or torch
+    reason         why it needs a GPU; empty if it also runs on the CPU
+    arguments      returns the fields of transformers.TrainingArguments that it sets
+    problem        returns why it cannot be combined with a setup, as the end of an error message; empty if it can
+    option, value  a field of Setup, and its value as on the command line
     """
 
     summary: str

@@ -15,10 +15,10 @@ from liger_train.optimizers import OPTIMIZERS
 from liger_train.setup import MLP_ROWS, Setup, check_values
 from liger_train.technique import Technique
 
-# Placeholders for values of the user: a number of layers, and a list of ops.
+# Placeholders for values that the user chooses: a number, and a list of ops.
 NUMBER, LIST = "NUMBER", "OPS"
 
-# Value, what it is apart from float8, its scales, and what these cost.
+# (value, the value that it extends by float8, its scales, its cost).
 FLOAT8 = (
     ("fp8", "bf16", "a scale per tensor", "3 or 4 bits of precision in matmuls"),
     ("fp8-rowwise", "bf16", "a scale per row", "4 bits of precision in matmuls"),
@@ -27,7 +27,7 @@ FLOAT8 = (
 )
 
 TABLE: dict[str, Technique] = {
-    "liger none": Technique("The model as Transformers has it.", by="Transformers"),
+    "liger none": Technique("The model of Transformers, unchanged.", by="Transformers"),
     "liger all-but-loss": Technique(
         "Norms, rotary embedding and gated MLPs use Liger's ops; the logits of the whole batch are still materialized.",
         "some activations of each layer",
@@ -64,7 +64,7 @@ TABLE: dict[str, Technique] = {
         "half of the activation memory",
         "5 bits of exponent in matmuls, steps that overflow are skipped; faster",
         by="accelerate",
-        reason="accelerate trains in float16 only there",
+        reason="accelerate trains in float16 only on GPUs",
         arguments=lambda setup: {"fp16": True},
     ),
     "precision bf16-pure": Technique(
@@ -75,15 +75,15 @@ TABLE: dict[str, Technique] = {
     ),
     **{
         f"precision {value}": Technique(
-            f"As `{as_}`, with the matmuls of linear layers in float8 and {scales}.",
-            f"as `{as_}`",
-            f"as `{as_}`, {costs}; compiles in the first step; faster",
+            f"As `{base}`, with the matmuls of linear layers in float8 and {scales}.",
+            f"as `{base}`",
+            f"as `{base}`, {costs}; compiles in the first step; faster",
             packages=("torchao",),
             reason="no CPU multiplies in float8 faster than in bfloat16",
             arguments=lambda setup: {"bf16": setup.mixed},
             problem=combinations.float8,
         )
-        for value, as_, scales, costs in FLOAT8
+        for value, base, scales, costs in FLOAT8
     },
     "checkpoint none": Technique("Keeps every activation for the backward pass."),
     "checkpoint full": Technique(
@@ -100,10 +100,8 @@ TABLE: dict[str, Technique] = {
         reason="on the CPU, activations are in host memory already",
     ),
     "checkpoint auto": Technique(
-        (
-            "As `full` in the first steps, or as `offload` if inputs take over an eighth of the memory. Then each "
-            "layer keeps, recomputes or offloads, by measured memory, bandwidth and time."
-        ),
+        "As `full` in the first steps, or as `offload` if inputs take over an eighth of the memory. Then each "
+        "layer keeps, recomputes or offloads, by measured memory, bandwidth and time.",
         "as much as the batch needs",
         "less recomputation than `full`",
         reason="host memory has no limit to stay within",
@@ -131,10 +129,8 @@ TABLE: dict[str, Technique] = {
     "mlp whole": Technique("Gated MLPs compute all tokens at once.", by="Transformers"),
     "mlp tiled": Technique(
         f"Gated MLPs compute {MLP_ROWS:,} tokens at a time, in both passes.",
-        (
-            f"with more than {MLP_ROWS:,} tokens, (3 to 5) × tokens × intermediate size × bytes of the layer that is "
-            "computed"
-        ),
+        f"with more than {MLP_ROWS:,} tokens, (3 to 5) × tokens × intermediate size × bytes of the layer that is "
+        "computed",
         "with `--checkpoint none`, a second forward pass of MLPs; sums of weight gradients in float32",
         by="liger-hf",
         problem=combinations.tiled,
@@ -151,7 +147,7 @@ TABLE: dict[str, Technique] = {
     "shard zero2": Technique(
         "Shards optimizer state and gradients over the ranks.",
         "(ranks − 1) / ranks of optimizer state and gradients",
-        "as `zero1`",
+        "gathers the updated weights",
         packages=("deepspeed",),
         by="DeepSpeed",
     ),
@@ -170,14 +166,10 @@ TABLE: dict[str, Technique] = {
     ),
     "tp 1": Technique("Every rank computes whole layers."),
     f"tp {NUMBER}": Technique(
-        (
-            "Tensor parallelism: as many ranks share each layer and the LM head, by the model's own plan, and train on "
-            "the same sequences."
-        ),
-        (
-            "(ranks − 1) / ranks of weights, gradients and optimizer state of linear layers, and of activations within "
-            "them"
-        ),
+        "Tensor parallelism: as many ranks share each layer and the LM head, by the model's own plan, and train on "
+        "the same sequences.",
+        "(ranks − 1) / ranks of weights, gradients and optimizer state of linear layers, and of activations within "
+        "them",
         "two sums of activations over the ranks per layer and pass",
         by="Transformers, torch",
         problem=combinations.tensor_parallel,
@@ -189,6 +181,15 @@ TABLE: dict[str, Technique] = {
         "sends keys and values around the ranks in each layer",
         by="accelerate, torch",
         problem=combinations.context_parallel,
+    ),
+    "replicate 1": Technique("--shard shards over all ranks."),
+    f"replicate {NUMBER}": Technique(
+        "Hybrid sharding: as many copies of the model, usually one on each machine. FSDP2 shards a copy over its "
+        "ranks, and sums gradients over the copies.",
+        "nothing; faster, since only gradients cross the network between machines",
+        "fewer shards, so more memory for weights, gradients and optimizer state",
+        by="torch, accelerate",
+        problem=combinations.hybrid,
     ),
     "offload none": Technique("Keeps everything on the device."),
     "offload optimizer": Technique(
@@ -215,10 +216,8 @@ TABLE: dict[str, Technique] = {
     ),
     "adapter none": Technique("Trains every weight.", by="Transformers"),
     "adapter lora": Technique(
-        (
-            "Freezes the weights and trains adapters of --adapter-rank 16 on every linear layer, or those of "
-            "--adapter-targets."
-        ),
+        "Freezes the weights and trains adapters of --adapter-rank 16 on every linear layer, or those of "
+        "--adapter-targets.",
         "about 99 % of gradients and optimizer state",
         "limited to what low-rank adapters can express",
         packages=("peft",),
@@ -240,7 +239,7 @@ for name, technique in TABLE.items():
 
 
 def chosen(setup: Setup) -> list[Technique]:
-    """The technique of every option, in the order of the table.
+    """Return the technique of every option, in the order of the table.
 
     Raises OptionError for an unknown value.
     """
@@ -248,14 +247,14 @@ def chosen(setup: Setup) -> list[Technique]:
 
 
 def values_of(option: str) -> str:
-    """The values of an option, as its help lists them."""
+    """Return the values of an option, as its help lists them."""
     return ", ".join(value for value in TECHNIQUES[option] if value != LIST)
 
 
 def check(setup: Setup, here: bool = True) -> None:
-    """Raise OptionError or DeviceError with what to do for a setup that cannot train, before anything large is loaded.
+    """Raise OptionError or DeviceError for a setup that cannot train, before anything large is loaded.
 
-    Libraries and disks are those of this machine, unless the run is not to be `here`.
+    If the run is not `here`, the libraries and disks of this machine are not checked.
     """
     check_values(setup)
     if setup.memory_limit is not None and setup.device == "cpu":
@@ -264,9 +263,7 @@ def check(setup: Setup, here: bool = True) -> None:
     fields.values(setup.set, arguments(setup))
     evaluating = [name for name in fields.EVALUATION if name in fields.strings(setup.set)]
     if evaluating and not setup.validation:
-        raise SetupError(
-            f"--set {evaluating[0]} needs --validation, the share of the text to hold out, for instance 0.02"
-        )
+        raise SetupError(f"--set {evaluating[0]} needs --validation, the share of the text to hold out, such as 0.02")
 
 
 def check_techniques(setup: Setup, here: bool) -> None:
@@ -274,10 +271,10 @@ def check_techniques(setup: Setup, here: bool) -> None:
     for technique in chosen(setup):
         option = f"--{technique.option} {getattr(setup, technique.option)}"
         if setup.device not in technique.devices:
-            places = " or ".join(technique.devices)
-            raise SetupDeviceError(f"{option} needs --device {places}, got {setup.device}: {technique.reason}")
+            supported = " or ".join(technique.devices)
+            raise SetupDeviceError(f"{option} needs --device {supported}, got {setup.device}: {technique.reason}")
         problem = technique.problem(setup)
-        # The folder on the disk is that of the machine of the run.
+        # Only the machine of the run has the folder of --nvme-folder.
         if problem and (here or technique.value != "nvme"):
             raise SetupError(f"{option} {problem}")
         missing = [name for name in technique.packages if importlib.util.find_spec(name.replace("-", "_")) is None]

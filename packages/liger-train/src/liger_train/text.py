@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real text that every machine has: the sources of Python's standard library, tokenized here."""
+"""The text that every machine has: the sources of Python's standard library, and a tokenizer trained on it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch import Tensor
 from torch.utils.data import Dataset
 
-# Tests and installed packages are not part of the library proper; the other two are tables rather than text.
+# Tests and installed packages are not the library itself; encodings and pydoc_data are tables rather than text.
 SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"})
 
 
 def trained_tokenizer(texts: list[str], vocabulary: int, special: Sequence[str] = ()) -> Tokenizer:
-    """Return a byte-level BPE tokenizer trained on these texts, with special tokens first.
-
-    The same texts always give the same tokenizer.
-    """
-    trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(texts, vocabulary, min_frequency=2, show_progress=False, special_tokens=list(special))
-    return Tokenizer.from_str(trained.to_str())
+    """Train a byte-level BPE tokenizer, with the special tokens first; the same texts give the same tokenizer."""
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, vocabulary, min_frequency=2, show_progress=False, special_tokens=list(special))
+    return Tokenizer.from_str(tokenizer.to_str())
 
 
 def library(limit: int) -> list[str]:
-    """Return the sources of the standard library, in a fixed order, up to about `limit` characters."""
+    """Return the sources of the standard library, in a fixed order, until they have `limit` characters."""
     root = Path(sysconfig.get_path("stdlib"))
     sources: list[str] = []
     size = 0
@@ -41,8 +38,8 @@ def library(limit: int) -> list[str]:
 class Sequences(Dataset[dict[str, Tensor]]):
     """A dataset of token sequences for the Trainer.
 
-    sequences  (number, sequence), where each sequence is its own label; or (number, 2 or 3, sequence), where the second
-               row of each item holds its labels and the third its positions
+    sequences  (number, sequence), where tokens are their own labels; or (number, 2 or 3, sequence), where each item has
+               a row of tokens, a row of labels, and perhaps a row of positions
     """
 
     def __init__(self, sequences: Tensor) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A token embedding that shares its weight with the LM head adds its gradient to the rows of the tokens alone.
+"""Add the gradient of a tied token embedding to the rows of its tokens alone.
 
-Autograd makes a dense gradient of the whole vocabulary, zeros but for these rows, and adds it to that of the head.
+Autograd would make a dense gradient over the vocabulary, zero except in these rows, and add it to the LM head's.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from liger_hf.patch import replacement
 
 
 def tie(model: Any) -> str:
-    """Make the embedding add to the gradient that its weight has from the head; return a sentence, or an empty string.
+    """Make the embedding add to the gradient of the LM head; return a sentence for the user, or an empty string.
 
-    This is for runs in which only the optimizer reads gradients, after the whole backward pass.
+    Use it only if nothing but the optimizer reads gradients, after the whole backward pass.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None or type(embedding) is not nn.Embedding or getattr(head, "weight", None) is not embedding.weight:
         return ""
     weight = embedding.weight
-    plain = (
+    is_plain = (
         type(weight) is nn.Parameter and weight.is_contiguous() and not weight.is_meta and weight.is_floating_point()
     )
-    watched = (
+    has_hooks = (
         weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None) or "forward" in vars(embedding)
     )
     if (
-        not plain
-        or watched
+        not is_plain
+        or has_hooks
         or not weight.requires_grad
         or embedding.sparse
         or embedding.scale_grad_by_freq
@@ -46,15 +46,15 @@ def tie(model: Any) -> str:
 def _forward(self: nn.Embedding, input: Tensor) -> Tensor:
     if not torch.is_grad_enabled() or not self.weight.requires_grad:
         return nn.functional.embedding(input, self.weight, self.padding_idx)
-    result: Tensor = _Rows.apply(self.weight.new_empty(0).requires_grad_(), self, input)
+    result: Tensor = _RowLookup.apply(self.weight.new_empty(0).requires_grad_(), self, input)
     return result
 
 
-class _Rows(torch.autograd.Function):
-    """Look up rows, and add their gradients to `weight.grad` directly.
+class _RowLookup(torch.autograd.Function):
+    """Look up rows, and add their gradients to `weight.grad` in place.
 
-    `anchor` requires the gradient instead of the weight, because otherwise autograd would hold the gradient from the
-    head until this one is computed.
+    `anchor` requires a gradient instead of the weight, since otherwise autograd would hold the LM head's gradient until
+    this one is computed.
     """
 
     @staticmethod
@@ -69,24 +69,24 @@ class _Rows(torch.autograd.Function):
         (index,) = ctx.saved_tensors
         with torch.no_grad():
             if ctx.weight.grad is None:
-                # No loss has come through the head.
+                # The loss did not use the LM head.
                 ctx.weight.grad = torch.zeros_like(ctx.weight)
             add_rows(ctx.weight.grad, index.reshape(-1), grads[0].reshape(-1, grads[0].shape[-1]), ctx.padding)
         return None, None, None
 
 
 def add_rows(total: Tensor, index: Tensor, rows: Tensor, padding: int | None) -> None:
-    """Compute total[index[i]] += rows[i], summed in float32 in the same order in every run, and rounded once."""
+    """Compute total[index[i]] += rows[i]: summed in float32, in the same order in every run, and rounded once."""
     if not index.numel():
         return
     if padding is not None:
         rows = rows.masked_fill((index == padding)[:, None], 0)
     ordered, order = torch.sort(index, stable=True)
-    run = torch.zeros_like(ordered)
-    torch.cumsum(ordered[1:] != ordered[:-1], 0, out=run[1:])
+    group = torch.zeros_like(ordered)
+    torch.cumsum(ordered[1:] != ordered[:-1], 0, out=group[1:])
     wide = torch.promote_types(total.dtype, torch.float32)
     sums = torch.zeros(rows.shape, dtype=wide, device=rows.device)
-    # index_add_ adds in any order on a GPU; this sorts the indices.
-    sums.index_put_((run,), rows[order].to(wide), accumulate=True)
-    # The occurrences of a token all write the same row.
-    total.index_copy_(0, ordered, (total[ordered].to(wide) + sums[run]).to(total.dtype))
+    # On a GPU, index_add_ sums in arbitrary order, while index_put_ sorts the indices.
+    sums.index_put_((group,), rows[order].to(wide), accumulate=True)
+    # All occurrences of a token write the same row.
+    total.index_copy_(0, ordered, (total[ordered].to(wide) + sums[group]).to(total.dtype))

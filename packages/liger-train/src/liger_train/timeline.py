@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device memory over time, by category, from the events of the allocator."""
+"""Device memory over time, by category, from the allocator's events."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
-# From the bottom of a picture to its top.
+# In the order of a picture, from the bottom.
 CATEGORIES = ("weights", "gradients", "optimizer", "checkpoints", "logits and loss", "other")
 WEIGHTS, GRADIENTS, OPTIMIZER, CHECKPOINTS, LOGITS, OTHER = CATEGORIES
-# As many points as a picture can show.
+# The maximum number of points, which is all that a picture can show.
 POINTS = 1000
 
-# Bytes of a block and the time of its allocation → category, or None.
+# (bytes of a block, time of its allocation) → category, or None.
 Guess = Callable[[int, float], str | None]
 
 
@@ -38,7 +37,7 @@ class Tag:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Bytes of each category from each time on, in milliseconds since the first; `steps` are the starts of steps."""
+    """Bytes of each category over time, in milliseconds since the first point; `steps` are the starts of steps."""
 
     milliseconds: list[float]
     bytes: dict[str, list[int]]
@@ -55,9 +54,6 @@ class Timeline:
         index = totals.index(max(totals)) if totals else None
         return {name: 0 if index is None else values[index] for name, values in self.bytes.items()}
 
-    def columns(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass
 class _Block:
@@ -68,34 +64,35 @@ class _Block:
 
 
 def timeline(
-    held: Mapping[int, int],
+    initial: Mapping[int, int],
     events: Iterable[Event],
     tags: Iterable[Tag],
     guess: Guess = lambda size, time: None,
     steps: Sequence[float] = (),
     start: float = float("-inf"),
 ) -> Timeline:
-    """The memory that is allocated from `start` on.
+    """Return the memory over time from `start` on.
 
-    held    address → bytes of the blocks allocated before the first event
-    tags    a block gets the earliest tag within its lifetime
-    guess   the category of blocks without a tag
+    initial  address → bytes of the blocks allocated before the first event
+    tags     a block gets the earliest tag within its lifetime
+    guess    returns the category of a block without a tag
+    steps    the starts of steps, in microseconds
     """
-    blocks = _blocks(held, sorted(events, key=lambda event: event.time))
+    blocks = _blocks(initial, sorted(events, key=lambda event: event.time))
     for tag in sorted(tags, key=lambda tag: tag.time):
-        lives = blocks.get(tag.address, [])
-        index = bisect_right(lives, tag.time, key=lambda block: block.start) - 1
-        if index >= 0 and tag.time < lives[index].end and lives[index].category is None:
-            lives[index].category = tag.category
-    return _summed([block for lives in blocks.values() for block in lives], guess, steps, start)
+        at_address = blocks.get(tag.address, [])
+        index = bisect_right(at_address, tag.time, key=lambda block: block.start) - 1
+        if index >= 0 and tag.time < at_address[index].end and at_address[index].category is None:
+            at_address[index].category = tag.category
+    return _by_category([block for at_address in blocks.values() for block in at_address], guess, steps, start)
 
 
 def logits_sizes(vocabulary: int, hidden: int, tokens: int | None) -> Guess:
-    """Recognize logits, and what is computed from them, by size: a multiple of the vocabulary size.
+    """Return a guess that recognizes logits, and tensors computed from them, by a multiple of the vocabulary size.
 
-    The gradient of the LM head has that size, too, with `hidden` rows. The baseline loss has logits for all `tokens` of
-    a batch. The fused loss has fewer rows at a time; tokens is then None, and `hidden` rows are taken for the gradient.
-    No other size in a model is a multiple of the vocabulary size, unless that is a power of two.
+    The gradient of the LM head also has such a size, with `hidden` rows. The baseline loss has logits for all `tokens`
+    of a batch. For the fused loss, which has fewer rows at a time, tokens is None, and `hidden` rows are a gradient. No
+    other tensor of a model has a multiple of the vocabulary size, unless that is a power of two.
     """
 
     def guess(size: int, time: float) -> str | None:
@@ -107,37 +104,36 @@ def logits_sizes(vocabulary: int, hidden: int, tokens: int | None) -> Guess:
     return guess
 
 
-def _rows(size: int, of: int) -> int:
-    """The number of rows of `of` bytes in a block; 0 if it is not a whole number."""
-    rows, rest = divmod(size, of)
+def _rows(size: int, row_bytes: int) -> int:
+    """Return the number of rows in a block, or 0 if it is not a whole number."""
+    rows, rest = divmod(size, row_bytes)
     # An allocator may round sizes up, which leaves a small remainder.
-    return rows if rest == 0 or rest < 512 < of // 32 else 0
+    return rows if rest == 0 or rest < 512 < row_bytes // 32 else 0
 
 
-def _blocks(held: Mapping[int, int], events: Iterable[Event]) -> dict[int, list[_Block]]:
-    """Address → the blocks at it, one after the other."""
-    blocks = {address: [_Block(float("-inf"), float("inf"), size)] for address, size in held.items()}
+def _blocks(initial: Mapping[int, int], events: Iterable[Event]) -> dict[int, list[_Block]]:
+    """Return address → the blocks at it, in order of time."""
+    blocks = {address: [_Block(float("-inf"), float("inf"), size)] for address, size in initial.items()}
     for event in events:
-        lives = blocks.setdefault(event.address, [])
-        # A second allocation at an address implies a release; a release without an allocation implies a block from
-        # before.
-        if lives and lives[-1].end == float("inf"):
-            lives[-1].end = event.time
+        at_address = blocks.setdefault(event.address, [])
+        # A second allocation at an address implies a release. A release without an allocation implies an earlier block.
+        if at_address and at_address[-1].end == float("inf"):
+            at_address[-1].end = event.time
         elif event.bytes < 0:
-            lives.append(_Block(float("-inf"), event.time, -event.bytes))
+            at_address.append(_Block(float("-inf"), event.time, -event.bytes))
         if event.bytes > 0:
-            lives.append(_Block(event.time, float("inf"), event.bytes))
+            at_address.append(_Block(event.time, float("inf"), event.bytes))
     return blocks
 
 
-def _summed(blocks: Iterable[_Block], guess: Guess, steps: Sequence[float], start: float) -> Timeline:
+def _by_category(blocks: Iterable[_Block], guess: Guess, steps: Sequence[float], start: float) -> Timeline:
     changes: list[tuple[float, str, int]] = []
     for block in blocks:
         category = block.category or guess(block.bytes, block.start) or OTHER
         changes.append((block.start, category, block.bytes))
         if block.end != float("inf"):
             changes.append((block.end, category, -block.bytes))
-    # At the same time, releases come first, so that no false peak appears.
+    # Of simultaneous changes, releases come first, which avoids a false peak.
     changes.sort(key=lambda change: (change[0], change[2]))
     now = dict.fromkeys(CATEGORIES, 0)
     points: list[tuple[float, dict[str, int]]] = []
@@ -159,7 +155,7 @@ def _summed(blocks: Iterable[_Block], guess: Guess, steps: Sequence[float], star
 
 
 def _thinned(points: list[tuple[float, dict[str, int]]]) -> list[tuple[float, dict[str, int]]]:
-    """At most as many points as a picture can show; each local maximum is kept."""
+    """Return about POINTS points or fewer, including the highest of each group of neighbors."""
     if len(points) <= POINTS:
         return points
     size = -(-2 * len(points) // POINTS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's configuration for a training run, and what it requires of the machine."""
+"""DeepSpeed's configuration for a training run, and its requirements on the machine."""
 
 from __future__ import annotations
 
@@ -12,33 +12,27 @@ from typing import Any
 
 from liger_train.setup import Setup
 
-# The most elements of offloaded weights that are on the device at once; DeepSpeed's default, 1e9, is a whole model of 1
-# billion.
+# The maximum number of elements of offloaded weights on the device; DeepSpeed's default, 1e9, is all of a small model.
 LIVE = 100_000_000
 
 
 def prepare(setup: Setup) -> None:
-    """Prepare DeepSpeed: call this before it is imported and started."""
+    """Prepare DeepSpeed; call this before anything else imports or starts it."""
     # DeepSpeed reads this variable when it is imported.
     os.environ["DS_ACCELERATOR"] = setup.device
     logger = importlib.import_module("deepspeed.utils").logger
-    logger.addFilter(_matters)
+    logger.addFilter(_is_relevant)
     for handler in logger.handlers:
-        # Its own handler writes to standard output, which is reserved for the results.
+        # By default it logs to standard output, which is reserved for the results.
         if type(handler) is logging.StreamHandler:
             handler.setStream(sys.stderr)
     if setup.device == "cpu":
-        # Otherwise it compiles its own CPU collective, which takes most of a minute.
+        # Otherwise DeepSpeed compiles its own CPU collectives, which takes most of a minute.
         importlib.import_module("deepspeed").ops.__compatible_ops__.clear()
 
 
-def start() -> None:
-    """Make DeepSpeed use the existing process group; on GPUs accelerate does this."""
-    importlib.import_module("deepspeed").init_distributed("gloo", auto_mpi_discovery=False)
-
-
 def config(setup: Setup) -> dict[str, Any]:
-    """The contents of DeepSpeed's JSON file; Transformers fills in "auto"."""
+    """Return DeepSpeed's configuration; Transformers fills in "auto"."""
     stage = int(setup.shard.removeprefix("zero"))
     zero: dict[str, Any] = {
         "stage": stage,
@@ -48,15 +42,15 @@ def config(setup: Setup) -> dict[str, Any]:
     }
     if stage == 3:
         zero |= {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
-        # Otherwise a checkpoint has no model that Transformers can load.
+        # Otherwise Transformers could not load the model of a checkpoint.
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     if setup.offload != "none":
-        zero["offload_optimizer"] = _place(setup)
+        zero["offload_optimizer"] = _offload_device(setup)
     if setup.offload in ("parameters", "nvme"):
         zero |= {
-            "offload_param": _place(setup),
-            "stage3_max_live_parameters": live(setup),
-            "stage3_max_reuse_distance": live(setup),
+            "offload_param": _offload_device(setup),
+            "stage3_max_live_parameters": live_elements(setup),
+            "stage3_max_reuse_distance": live_elements(setup),
         }
     if setup.offload == "nvme":
         # Each of the five buffers must hold any weight. By default the first billion weights would stay on the host.
@@ -78,23 +72,23 @@ def config(setup: Setup) -> dict[str, Any]:
     return contents
 
 
-def live(setup: Setup) -> int:
-    """Return how many elements of offloaded weights stay on the device for their next use.
+def live_elements(setup: Setup) -> int:
+    """Return how many elements of offloaded weights may stay on the device for their next use.
 
-    None stay if weights are on disk, where each would occupy a read buffer.
+    With weights on disk this is 0, because each would occupy a read buffer.
     """
     return 0 if setup.offload == "nvme" else LIVE
 
 
-def _matters(record: logging.LogRecord) -> bool:
-    """Filter out DeepSpeed's warning that its hooks find no tensor in lazy logits.
+def _is_relevant(record: logging.LogRecord) -> bool:
+    """Return False for DeepSpeed's warning that its hooks find no tensor in lazy logits.
 
-    The weights of the head are gathered when the loss is computed.
+    The weights of the LM head are gathered when the loss is computed.
     """
     return "LazyLogits" not in record.getMessage()
 
 
-def _place(setup: Setup) -> dict[str, Any]:
+def _offload_device(setup: Setup) -> dict[str, Any]:
     if setup.offload == "nvme":
         return {"device": "nvme", "nvme_path": setup.nvme_folder, "pin_memory": True}
     return {"device": "cpu", "pin_memory": setup.device == "cuda"}
@@ -102,7 +96,7 @@ def _place(setup: Setup) -> dict[str, Any]:
 
 @cache
 def adam_problem() -> str:
-    """Return why DeepSpeed's CPU AdamW cannot be compiled here and torch's must be used, or an empty string."""
+    """Return why DeepSpeed's CPU AdamW cannot be compiled here, so that torch's is used, or an empty string."""
     try:
         importlib.import_module("deepspeed.ops.op_builder").CPUAdamBuilder().load(verbose=False)
     except Exception as problem:
@@ -111,7 +105,7 @@ def adam_problem() -> str:
 
 
 def disk_problem() -> str:
-    """Return why DeepSpeed cannot offload to disk here, as the rest of an error, or an empty string."""
+    """Return why DeepSpeed cannot offload to disk here, as the end of an error message, or an empty string."""
     builder = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder()
     if builder.is_compatible(verbose=False):
         return ""

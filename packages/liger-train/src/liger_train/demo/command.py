@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,14 +30,10 @@ def demo(
         str, typer.Option(help=f"{NAMES}; random weights. All but tiny and small (11 M parameters) are for a GPU.")
     ] = "small",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    backend: Annotated[
-        str | None, typer.Option(help='A backend, or as in LIGER_BACKEND: "triton,rope=reference".')
-    ] = None,
+    backend: Annotated[str | None, typer.Option(help='Backend, as in LIGER_BACKEND: "triton,rope=reference".')] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences per step.")] = None,
     sequence: Annotated[int | None, typer.Option(min=2, help="Tokens per sequence.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32 (default on the CPU) or bfloat16 (default on a GPU).")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 (the CPU's default) or bfloat16 (a GPU's).")] = None,
     out: Annotated[Path, typer.Option(help="Folder for result.json, loss.png and memory.png.")] = Path("demo"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
@@ -48,13 +43,12 @@ def demo(
     precision = machine.named_dtype("demo", dtype, torch_device)
     if machine.dtype_name(precision) == "float16":
         raise DtypeError(
-            "demo: --dtype must be float32 or bfloat16, got 'float16', in which weights cannot be trained without loss "
-            "scaling"
+            "demo: --dtype must be float32 or bfloat16, got 'float16', which cannot train weights without loss scaling"
         )
     large, on_cpu = checked_preset("demo", model) in LARGE, torch_device.type == "cpu"
     setup = Setup(
         checked_preset("demo", model),
-        # On the CPU few tokens, but enough that their logits outweigh the rest.
+        # Few tokens on the CPU, but enough for their logits to dominate the memory.
         batch=batch or (4 if on_cpu else 8),
         sequence=sequence or (384 if on_cpu else 1024),
         precision="fp32" if machine.dtype_name(precision) == "float32" else "bf16-pure",
@@ -70,52 +64,45 @@ def demo(
         progress_bar() as bar,
     ):
         loading = bar.add_task("loading Transformers", total=None)
-        # The other commands do without it, and without matplotlib.
+        # Imported here, because other commands need neither Transformers nor matplotlib.
         from liger_train.demo import pictures
-        from liger_train.demo.run import compared
+        from liger_train.demo.run import compare
 
         bar.remove_task(loading)
-        result = compared(setup, bar)
+        result = compare(setup, bar)
     if "reason" in result:
         Console(stderr=True).print(result["reason"], markup=False, highlight=False)
         raise typer.Exit(1)
-    (out / "result.json").write_text(json.dumps(_without_infinities(result), indent=2) + "\n")
+    # JSON has no infinity and no NaN; these become null.
+    finite = json.loads(json.dumps(result), parse_constant=lambda _: None)
+    (out / "result.json").write_text(json.dumps(finite, indent=2) + "\n")
     pictures.draw(result, out)
     if as_json:
-        print(json.dumps(_without_infinities(result)))
+        print(json.dumps(finite))
     else:
         _print(result, out)
     if not result["passed"]:
         raise typer.Exit(1)
 
 
-def _without_infinities(value: Any) -> Any:
-    """JSON cannot represent numbers that are not finite; they become null."""
-    if isinstance(value, dict):
-        return {key: _without_infinities(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_infinities(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _print(result: dict[str, Any], out: Path) -> None:
     console = output()
-    tokens_a_step = f"{result['batch']} × {result['sequence']} tokens per step"
+    tokens = f"{result['batch']} × {result['sequence']} tokens per step"
     title = (
-        f"{result['steps']} steps of {tokens_a_step}, {result['parameters'] / 1e6:,.1f} M parameters, "
+        f"{result['steps']} steps of {tokens}, {result['parameters'] / 1e6:,.1f} M parameters, "
         f"{result['dtype']} on {result['device']}"
     )
     columns = ["Transformers", f"with Liger ({result['backend']})"]
     unclear = "" if result.get("speed_is_clear", True) else " (unclear)"
     rows: list[list[Cell]] = []
-    for label, name, form, scale, end in (
+    for label, name, form, scale, suffix in (
         ("final loss", "loss_{}", "{:.5f}", 1, None),
         ("tokens per second", "tokens_per_second_{}", "{:,.0f}", 1, unclear),
         ("peak memory of LM head and loss", "peak_loss_memory_{}_bytes", "{:,.0f} MiB", 2**20, ""),
         ("peak memory of a step", "peak_memory_{}_bytes", "{:,.0f} MiB", 2**20, ""),
     ):
-        plain, liger = (result[name.format(who)] / scale for who in ("hf", "liger"))
-        ratio = "" if end is None else f"{liger / plain:.2f}{end}"
+        plain, liger = (result[name.format(key)] / scale for key in ("hf", "liger"))
+        ratio = "" if suffix is None else f"{liger / plain:.2f}{suffix}"
         rows.append([label, form.format(plain), form.format(liger), ratio])
     bound = f"allowed {result['loss_difference_bound']:.1e}"
     if result["loss_noise"] is not None:
@@ -127,10 +114,7 @@ def _print(result: dict[str, Any], out: Path) -> None:
     numbers = [Column(name, number=True) for name in columns]
     print_table(console, [Column(""), *numbers, Column("Liger ÷ Transformers", prose=True)], rows, title=title)
     if unclear:
-        console.print(
-            "The steps of a run took unequally long: other processes used the machine, and the ratio of the speeds "
-            "says little."
-        )
+        console.print("The step times varied, because other processes used the machine; the speeds say little.")
     if result["device"] == "cpu":
         console.print("On a CPU Liger saves memory, not time; the kernels that save both are for GPUs.")
     console.print(f"Pictures and figures: {out}/loss.png, {out}/memory.png, {out}/result.json")

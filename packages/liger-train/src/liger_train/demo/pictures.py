@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib
 
-# Before pyplot, which would look for a display.
+# Before importing pyplot, which would look for a display.
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
@@ -38,7 +38,7 @@ def _loss(result: dict[str, Any], path: Path) -> None:
         (result["losses_reordered"], OTHER, "s", "Transformers, sums reordered"),
     ):
         if losses:
-            # At least one float32 rounding: a logarithmic axis cannot show 0.
+            # 1e-7 stands for 0, which a logarithmic axis cannot show.
             differences = [max(abs(a - b), 1e-7) for a, b in zip(plain, losses, strict=True)]
             bottom.plot(steps, differences, color=color, marker=marker, markersize=3, label=label)
     bottom.axhline(result["loss_difference_bound"], color="black", linestyle="--", linewidth=1, label="allowed")
@@ -55,7 +55,7 @@ def _memory(result: dict[str, Any], path: Path) -> None:
     figure.suptitle(f"Peak memory with and without Liger\n{_setting(result)}", fontsize=10)
     groups = {"LM head and loss only": "peak_loss_memory", "whole training step": "peak_memory"}
     hf, liger = ([result[f"{name}_{key}_bytes"] / 2**30 for name in groups.values()] for key in ("hf", "liger"))
-    saved = [f"{_size(value)}\n{change(value, before)}" for before, value in zip(hf, liger, strict=True)]
+    saved = [f"{_size(value)}\n{change(value, baseline)}" for baseline, value in zip(hf, liger, strict=True)]
     for offset, values, color, label, words in (
         (-0.19, hf, PLAIN, "Transformers", [_size(value) for value in hf]),
         (0.19, liger, LIGER, "with Liger", saved),
@@ -65,7 +65,7 @@ def _memory(result: dict[str, Any], path: Path) -> None:
     axes.set_xticks(range(len(groups)), list(groups))
     axes.set_ylabel("peak memory (GiB)")
     axes.margins(y=0.15)
-    # Outside of the axes, where it covers no bar.
+    # Outside the axes, so that it covers no bar.
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     _finish(figure, (axes,), path)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: training runs with and without Liger, and their comparison as a dictionary."""
+"""Train with and without Liger, and compare the runs."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from liger_bench.memory import peak_bytes
 from liger_core import explain, linear_cross_entropy
 from liger_train.model import build
 from liger_train.row import Row
+from liger_train.runs.run import run
 from liger_train.setup import Setup
-from liger_train.train.run import run
 
-# The largest difference of the losses in float32, where both runs compute the same sums in another order.
+# The allowed difference of losses in float32, where the runs differ only in the order of sums.
 FLOAT32_BOUND = 1e-3
-# In a lower precision: a multiple of the effect of a mathematically neutral change on the baseline. Above 1, since
-# Liger replaces more operations than that change does, and both differences are the largest of a few dozen random ones.
+# In a lower precision, the allowed difference is this multiple of the difference that reordered sums make. It is above
+# 1 because Liger replaces more operations than that, and both differences are maxima over a few dozen random ones.
 NOISE_FACTOR = 3.0
-# The 80th percentile of the speed of the steps may be this multiple of the 20th.
-CLEAR = 1.25
+# Speeds are comparable if the 80th percentile of the steps is at most this multiple of the 20th.
+CLEAR_SPREAD = 1.25
 WORDS = {"hf": "without Liger", "liger": "with Liger", "reordered": "without Liger, with sums in another order"}
 
 
 class EagerAttention(TrainerCallback):
-    """Computes attention by separate operations."""
+    """Computes attention by separate operations, not by a fused kernel."""
 
     def on_train_begin(self, *args: Any, model: Any = None, **more: Any) -> None:
         model.set_attn_implementation("eager")
 
 
-def compared(setup: Setup, bar: Progress) -> dict[str, Any]:
-    """Train with and without Liger, and compare losses, speed and memory; the result is only a reason if a run fails.
+def compare(setup: Setup, bar: Progress) -> dict[str, Any]:
+    """Train with and without Liger, and return a comparison of losses, speed and memory, or a reason if a run fails.
 
-    In a lower precision than float32 there is a third run, without Liger and with sums in another order: attention
-    written out, and each batch in two halves.
+    In a lower precision than float32, a third run without Liger has sums in another order: eager attention, and each
+    batch in two halves.
     """
     plain = replace(setup, liger="none")
     runs: dict[str, tuple[Setup, Sequence[TrainerCallback]]] = {"hf": (plain, ()), "liger": (setup, ())}
@@ -59,7 +59,7 @@ def compared(setup: Setup, bar: Progress) -> dict[str, Any]:
     hf, liger = rows["hf"], rows["liger"]
     bar.add_task("measuring the memory of LM head and loss", total=None)
     return {
-        **judged({name: row.losses or [] for name, row in rows.items()}),
+        **compare_losses({name: row.losses or [] for name, row in rows.items()}),
         **{f"peak_memory_{name}_bytes": rows[name].peak_bytes for name in ("hf", "liger")},
         **loss_memory(plain, machine.measurable_device("demo", setup.device)),
         **{f"tokens_per_second_{name}": rows[name].tokens_per_second for name in ("hf", "liger")},
@@ -77,8 +77,8 @@ def compared(setup: Setup, bar: Progress) -> dict[str, Any]:
     }
 
 
-def judged(losses: dict[str, list[float]]) -> dict[str, Any]:
-    """Return whether the losses of Liger are those of Transformers, and what the difference may be."""
+def compare_losses(losses: dict[str, list[float]]) -> dict[str, Any]:
+    """Return the difference of the losses with and without Liger, its bound, and whether it is within the bound."""
     difference = largest_difference(losses["hf"], losses["liger"])
     noise = largest_difference(losses["hf"], losses["reordered"]) if "reordered" in losses else None
     allowed = FLOAT32_BOUND if noise is None else NOISE_FACTOR * noise
@@ -96,21 +96,21 @@ def judged(losses: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def largest_difference(losses: Sequence[float], other_losses: Sequence[float]) -> float:
-    """Return the largest difference, infinite if a loss is not a number."""
+    """Return the largest difference, or infinity if any is not finite."""
     differences = [abs(a - b) for a, b in zip(losses, other_losses, strict=True)]
     return max(differences) if all(map(math.isfinite, differences)) else math.inf
 
 
 def speed_is_clear(row: Row) -> bool:
-    """Whether the steps of a run took about equally long; if not, other processes have distorted its speed."""
+    """Return whether the steps of a run took about equally long; otherwise, other processes distorted its speed."""
     low, high = row.low_tokens_per_second, row.high_tokens_per_second
-    return low is not None and high is not None and high <= CLEAR * low
+    return low is not None and high is not None and high <= CLEAR_SPREAD * low
 
 
 def loss_memory(setup: Setup, device: torch.device) -> dict[str, Any]:
-    """Return the peak bytes of LM head and loss alone, forward and backward, and the backend of Liger's op.
+    """Return the peak bytes of LM head and loss, forward and backward, and the backend of Liger's op.
 
-    Hidden states, head weight and labels are not counted; the gradients of the first two are.
+    The gradients of hidden states and head weight count; hidden states, head weight and labels do not.
     """
     model = build(setup, device).model
     shape = (setup.batch, setup.sequence)
@@ -119,18 +119,18 @@ def loss_memory(setup: Setup, device: torch.device) -> dict[str, Any]:
         hidden: Tensor = model.base_model(input_ids=labels).last_hidden_state
     hidden = hidden.detach().requires_grad_()
     head = model.get_output_embeddings()
-    following = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+    targets = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
 
     def plain() -> None:
         size = model.config.vocab_size
         model.loss_function(logits=head(hidden), labels=labels, vocab_size=size).backward()
 
     def liger() -> None:
-        linear_cross_entropy(hidden, head.weight, following).backward()
+        linear_cross_entropy(hidden, head.weight, targets).backward()
 
-    result: dict[str, Any] = {"backend": explain(linear_cross_entropy, hidden, head.weight, following).backend}
+    result: dict[str, Any] = {"backend": explain(linear_cross_entropy, hidden, head.weight, targets).backend}
     for name, function in (("hf", plain), ("liger", liger)):
-        # The first call may set up what later ones reuse.
+        # The first call may allocate memory that later calls reuse.
         function()
         hidden.grad = head.weight.grad = None
         result[f"peak_loss_memory_{name}_bytes"] = peak_bytes(function, device)

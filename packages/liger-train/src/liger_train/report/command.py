@@ -21,8 +21,9 @@ from liger_bench.progress import progress_bar
 from liger_bench.records import Record, Records
 from liger_bench.writable import check_file, check_folder
 from liger_core.errors import OptionError
-from liger_train.report.sweeps import FUSED, PLAIN, Sweep, others, read, sweeps
+from liger_train.report.sweeps import FUSED, PLAIN, Sweep, outside_sweeps, read, sweeps
 
+# The default of --heading.
 HEADING = "Results"
 
 Draw = Callable[[Path], None]
@@ -41,13 +42,10 @@ def report(
         ),
     ] = None,
     docs: Annotated[Path | None, typer.Option(help="Where to write the report as Markdown, with its images.")] = None,
-    images: Annotated[
-        Path | None, typer.Option(help="Folder of the images of --docs. Default: images beside the page.")
-    ] = None,
+    images: Annotated[Path | None, typer.Option(help="Folder for images of --docs. Default: images beside it.")] = None,
     heading: Annotated[str, typer.Option(help="Title of the page.")] = HEADING,
 ) -> None:
-    """Report results: charts and tables of training runs and of ops on one page, with nothing that is not in the
-    results."""
+    """Write charts and tables of the results of training runs and ops to one page."""
     rows, measured = read(results), [records for folder in results if (records := ops.read(folder)) is not None]
     if not rows and not measured:
         raise OptionError(
@@ -64,20 +62,22 @@ def report(
     command = _command(results, heading, docs, images)
     with progress_bar() as bar, tempfile.TemporaryDirectory(prefix="liger-report-") as folder:
         task = bar.add_task("loading matplotlib", total=None)
-        # The other commands do without it.
+        # Imported here, because other commands do not need matplotlib.
         from liger_train.report.page import as_html
         from liger_train.report.timelines import read_timelines
 
         timelines = read_timelines(results)
-        # The HTML file embeds the pictures that the Markdown page links to.
+        # The HTML file embeds the same pictures that the Markdown page links to.
         base = Path(folder) if docs is None else docs.parent
-        output = Place(base, images or base / "images", lambda name: bar.update(task, description=f"drawing {name}"))
-        parts = [f"# {heading}", markdown.generated(command)]
+        output = PageOutput(
+            base, images or base / "images", lambda name: bar.update(task, description=f"drawing {name}")
+        )
+        sections = [f"# {heading}", markdown.generated(command)]
         if rows:
-            parts += runs_part(rows, timelines, output, command)
+            sections += runs_sections(rows, timelines, output, command)
         for each in measured:
-            parts += ops_part(each, output, command)
-        text = "\n\n".join(parts) + "\n"
+            sections += ops_sections(each, output, command)
+        text = "\n\n".join(sections) + "\n"
         if html is not None:
             html.write_text(as_html(text, base), encoding="utf-8")
     if docs is not None:
@@ -93,7 +93,7 @@ def report(
 
 
 def _command(results: Sequence[Path], heading: str, docs: Path | None, images: Path | None) -> str:
-    """Return the command that writes this page again."""
+    """Return the command that repeats this report."""
     words = ["liger", "report", *(folder.as_posix() for folder in results)]
     words += ["--heading", heading] if heading != HEADING else []
     for option, path in (("--docs", docs), ("--images", images)):
@@ -102,15 +102,15 @@ def _command(results: Sequence[Path], heading: str, docs: Path | None, images: P
 
 
 @dataclass(frozen=True)
-class Place:
-    """The folder of a page and that of its pictures; `show` gets the name of each picture before it is drawn."""
+class PageOutput:
+    """The folders of a page and of its pictures; `show` gets the name of each picture before it is drawn."""
 
     folder: Path
     images: Path
     show: Callable[[str], object]
 
     def draw(self, name: str, drawing: Draw) -> Path:
-        """Draw a picture; return its path as the page links to it."""
+        """Draw a picture; return its path relative to the page."""
         self.show(name)
         drawing(self.images / f"{name}.png")
         return self.link(self.images / f"{name}.png")
@@ -119,8 +119,8 @@ class Place:
         return Path(os.path.relpath(picture, self.folder))
 
 
-def ops_part(records: Records, output: Place, command: str) -> list[str]:
-    """Return the parts of the page on ops."""
+def ops_sections(records: Records, output: PageOutput, command: str) -> list[str]:
+    """Return the sections of the page on ops."""
     from liger_bench.op_page import page
     from liger_bench.op_pictures import draw
 
@@ -128,33 +128,35 @@ def ops_part(records: Records, output: Place, command: str) -> list[str]:
     return page(records, {key: output.link(path) for key, path in draw(records, output.images).items()}, command)
 
 
-def runs_part(rows: list[Record], timelines: list[Record], output: Place, command: str) -> list[str]:
-    """Return the parts of the page on training runs."""
+def runs_sections(rows: list[Record], timelines: list[Record], output: PageOutput, command: str) -> list[str]:
+    """Return the sections of the page on training runs."""
     from liger_train.report.page import Pictures, page
-    from liger_train.report.timelines import pairs, timeline_picture
+    from liger_train.report.timelines import pictured_runs, timeline_picture
 
     all_sweeps, pictures, names = sweeps(rows), Pictures(), list[str]()
     for sweep in all_sweeps:
         names.append(sweep.name)
-        # Sweeps that differ only in their machine or text get numbers.
+        # Sweeps that differ only in machine or text get numbers.
         name = sweep.name if names.count(sweep.name) == 1 else f"{sweep.name}-no-{names.count(sweep.name)}"
         pictures.sweeps.append(
             [(caption, output.draw(f"{name}{end}", drawing)) for caption, end, drawing in _pictures_of(sweep)]
         )
-    for name, group in pairs(timelines).items():
+    for name, group in pictured_runs(timelines).items():
         pictures.timelines.append(
             (f"Memory over time: {name}", output.draw(f"timeline-{name}", partial(timeline_picture, group)))
         )
-    return page(rows, all_sweeps, others(rows, all_sweeps), timelines, pictures, command)
+    return page(rows, all_sweeps, outside_sweeps(rows, all_sweeps), timelines, pictures, command)
 
 
 def _pictures_of(sweep: Sweep) -> list[tuple[str, str, Draw]]:
-    """Return caption, file name suffix and drawing of each picture: two strategies, and all of them."""
+    """Return (caption, file name suffix, drawing) of each picture: Transformers and Liger, and every strategy."""
     from liger_train.report.pictures import sweep_picture
 
-    every = sweep.strategies
+    strategies = sweep.strategies
     two = [strategy for strategy in (sweep.strategy(PLAIN), sweep.strategy(FUSED)) if strategy is not None]
-    drawn: list[tuple[str, str, Draw]] = [(f"{sweep.title}: every strategy", "", partial(sweep_picture, sweep, every))]
-    if len(two) == 2 and len(every) > 2:
-        drawn.insert(0, (f"{sweep.title}: Transformers and Liger", "-two", partial(sweep_picture, sweep, two)))
-    return drawn
+    drawings: list[tuple[str, str, Draw]] = [
+        (f"{sweep.title}: every strategy", "", partial(sweep_picture, sweep, strategies))
+    ]
+    if len(two) == 2 and len(strategies) > 2:
+        drawings.insert(0, (f"{sweep.title}: Transformers and Liger", "-two", partial(sweep_picture, sweep, two)))
+    return drawings

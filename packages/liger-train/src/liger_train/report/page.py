@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of a report: pictures, what they show, and every figure; as Markdown and as one HTML file."""
+"""The page of a report with pictures, statements and all figures, as Markdown and as one HTML file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from liger_bench.records import Record, distinct
 from liger_train.report.statements import statements
 from liger_train.report.sweeps import PLAIN, Sweep, where
 from liger_train.report.timelines import title
-from liger_train.row import AUTO_NOTE, NOT_RUN, SETUP, WITHIN_SPREAD, chosen_options, overlapping
+from liger_train.row import AUTO_NOTE, FIGURES, SETUP, chosen_options, figures_of
 from liger_train.setup import Setup
 
 GIB = 1 << 30
-FIGURES = 6
 ABOUT = """
 Every run has its own process. Throughput is the median step after the first two, summed over ranks. Peak memory is the
 allocator's maximum over the whole run; on the CPU, in the second step. The baseline is Transformers without Liger at
@@ -46,9 +45,9 @@ pre, code { background: var(--soft); font-size: 0.9rem; }
 pre { overflow-x: auto; padding: 0.75rem; }
 """.strip()
 
-# Notes that name the default options begin like this, in rows of this version and of older ones.
-CHOSEN = re.compile(r"--[a-z-]+ \S+ was chosen|(Chosen|Defaults) for ")
-# What `--checkpoint auto` noted in rows of older versions → what it notes now.
+# The start of notes on defaults, in rows of this version and of older ones.
+NOTES_ON_DEFAULTS = re.compile(r"--[a-z-]+ \S+ was chosen|(Chosen|Defaults) for ")
+# Notes of `--checkpoint auto` in rows of older versions → their current wording.
 OLDER_NOTES = (
     (r"a batch is taken in (\d+) parts, and ", r"each batch is split into \1 parts; "),
     (
@@ -61,7 +60,7 @@ OLDER_NOTES = (
 
 @dataclass
 class Pictures:
-    """Caption and path of each picture: a list for each sweep, and the timelines."""
+    """(caption, path) of each picture: a list for each sweep, and one for the timelines."""
 
     sweeps: list[list[tuple[str, Path]]] = field(default_factory=list)
     timelines: list[tuple[str, Path]] = field(default_factory=list)
@@ -75,20 +74,20 @@ def page(
     pictures: Pictures,
     command: str,
 ) -> list[str]:
-    """The parts of the page in Markdown; they link to the pictures by their paths."""
-    parts = [_where(rows), ABOUT]
-    for sweep, drawn in zip(all_sweeps, pictures.sweeps, strict=True):
+    """Return the sections of the page in Markdown, which link to the paths of the pictures."""
+    sections = [_where(rows), ABOUT]
+    for sweep, images in zip(all_sweeps, pictures.sweeps, strict=True):
         lines = list(statements(sweep))
-        parts += [f"## {sweep.title}", f"{sweep.setting}.", *_images(drawn)]
-        parts += [markdown.table(("", "figure"), lines) if lines else "", _figures(sweep)]
-    parts += _timelines(timelines, pictures)
-    parts += _others(rest, heading=bool(all_sweeps))
-    parts.append(_repeat(all_sweeps, rest, command))
-    return [section for section in parts if section]
+        sections += [f"## {sweep.title}", f"{sweep.setting}.", *_images(images)]
+        sections += [markdown.table(("", "figure"), lines) if lines else "", _figures(sweep)]
+    sections += _timelines(timelines, pictures)
+    sections += _others(rest, heading=bool(all_sweeps))
+    sections.append(_repeat(all_sweeps, rest, command))
+    return [section for section in sections if section]
 
 
 def as_html(text: str, folder: Path) -> str:
-    """The same page as one HTML file with inline images; their paths are relative to `folder`."""
+    """Convert the page to one HTML file with inline images, whose paths are relative to `folder`."""
     text = re.sub(r"<!--.*?-->\n*", "", text, flags=re.DOTALL)
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
@@ -108,8 +107,8 @@ def _where(rows: Sequence[Record]) -> str:
     return lines[0] + "\n\n" + "\n".join(lines[1:])
 
 
-def _images(drawn: Sequence[tuple[str, Path]]) -> list[str]:
-    return [f"![{caption}](<{path.as_posix()}>)" for caption, path in drawn]
+def _images(pictures: Sequence[tuple[str, Path]]) -> list[str]:
+    return [f"![{caption}](<{path.as_posix()}>)" for caption, path in pictures]
 
 
 def _figures(sweep: Sweep) -> str:
@@ -121,10 +120,10 @@ def _figures(sweep: Sweep) -> str:
         for strategy in sweep.strategies:
             row = sweep.row(strategy, value)
             if row is not None:
-                lines.append([str(value), strategy.label, *_cells(row, base, scale)])
+                lines.append([str(value), strategy.label, *figures_of(row, base, scale)])
     parts = [
         markdown.table(
-            (sweep.axis, "strategy", *_head(unit)), markdown.sparse(lines), right=(0, *range(2, 2 + FIGURES))
+            (sweep.axis, "strategy", *_figure_names(unit)), markdown.sparse(lines), right=(0, *range(2, 2 + FIGURES))
         )
     ]
     if not any(row.get("peak_bytes") for row in sweep.rows):
@@ -135,7 +134,7 @@ def _figures(sweep: Sweep) -> str:
 
 
 def _sentences(sweep: Sweep, sentences: Callable[[Record], Sequence[str]]) -> str:
-    """Return the reasons or notes of a sweep's runs, each once per strategy; sizes are named if it applies to some."""
+    """Return the reasons or notes of a sweep's runs, each once per strategy, with sizes if only some runs have it."""
     pairs: list[tuple[str, str]] = []
     for strategy in sweep.strategies:
         rows = [row for row in sweep.rows if strategy.has(row)]
@@ -144,52 +143,29 @@ def _sentences(sweep: Sweep, sentences: Callable[[Record], Sequence[str]]) -> st
             for sentence in sentences(row):
                 values.setdefault(sentence, []).append(str(row[sweep.axis]))
         pairs += [
-            (strategy.label if len(places) == len(rows) > 1 else f"{strategy.label} at {', '.join(places)}", sentence)
-            for sentence, places in values.items()
+            (strategy.label if len(sizes) == len(rows) > 1 else f"{strategy.label} at {', '.join(sizes)}", sentence)
+            for sentence, sizes in values.items()
         ]
     return markdown.reasons(pairs)
 
 
 def _notes(row: Record) -> list[str]:
-    """Return the notes of a row without those on defaults, which are in the heading of the sweep."""
-    return [_today(note) for note in row.get("notes") or [] if not CHOSEN.match(note)]
+    """Return the notes of a row, without those on defaults, which the section's heading shows."""
+    return [_current_wording(note) for note in row.get("notes") or [] if not NOTES_ON_DEFAULTS.match(note)]
 
 
-def _today(note: str) -> str:
+def _current_wording(note: str) -> str:
     for old, new in OLDER_NOTES:
         note = re.sub(old, new, note)
     return note
 
 
-def _head(unit: str) -> tuple[str, ...]:
+def _figure_names(unit: str) -> tuple[str, ...]:
     return ("tokens/s", "20th – 80th percentile", "speedup", f"peak {unit}", "÷ baseline", "last loss")
 
 
 def _unit(rows: Sequence[Record]) -> tuple[int, str]:
     return unit_of(max((row.get("peak_bytes") or 0 for row in rows), default=0) or GIB)
-
-
-def _cells(row: Record, plain: Record | None, scale: int) -> list[str]:
-    if row["tokens_per_second"] is None:
-        other = NOT_RUN if row["reason"].startswith(NOT_RUN) else "failed" if row.get("failed") else "–"
-        return ["out of memory" if row["out_of_memory"] else other, *["–"] * (FIGURES - 1)]
-    low, high, losses = row.get("low_tokens_per_second"), row.get("high_tokens_per_second"), row.get("losses")
-    return [
-        f"{row['tokens_per_second']:,.0f}",
-        "–" if low is None or high is None else f"{low:,.0f} – {high:,.0f}",
-        _ratio(row, plain, "tokens_per_second"),
-        "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / scale:.2f}",
-        _ratio(row, plain, "peak_bytes"),
-        f"{losses[-1]:.4f}" if losses else "–",
-    ]
-
-
-def _ratio(row: Record, plain: Record | None, column: str) -> str:
-    base = None if plain is None or plain["out_of_memory"] else plain[column]
-    if plain is None or not base or row[column] is None:
-        return "–"
-    about = WITHIN_SPREAD if column == "tokens_per_second" and row is not plain and overlapping(row, plain) else ""
-    return f"{about}{row[column] / base:.2f}"
 
 
 def _timelines(timelines: Sequence[Record], pictures: Pictures) -> list[str]:
@@ -214,7 +190,7 @@ def _timelines(timelines: Sequence[Record], pictures: Pictures) -> list[str]:
 
 
 def _others(rest: Sequence[Record], heading: bool) -> list[str]:
-    """Return the section on runs outside sweeps, each compared with the baseline of the same techniques if any."""
+    """Return the section on runs outside sweeps, each with ratios to the run without Liger if there is one."""
     if not rest:
         return []
     scale, unit = _unit(rest)
@@ -222,24 +198,24 @@ def _others(rest: Sequence[Record], heading: bool) -> list[str]:
     for row in rest:
         same = [name for name in (*SETUP, "machine") if name != "liger"]
         plain = next((r for r in rest if r["liger"] == PLAIN and all(r[n] == row[n] for n in same)), None)
-        lines.append([_named(row), row["liger"], *_cells(row, plain, scale)])
-    table = markdown.table(("run", "liger", *_head(unit)), markdown.sparse(lines), right=range(2, 2 + FIGURES))
+        lines.append([_run_name(row), row["liger"], *figures_of(row, plain, scale)])
+    table = markdown.table(("run", "liger", *_figure_names(unit)), markdown.sparse(lines), right=range(2, 2 + FIGURES))
     return [
         f"## {'Other runs' if heading else 'Runs'}",
         table,
-        markdown.reasons((f"{_named(r)} {r['liger']}", _ending(r)) for r in rest),
+        markdown.reasons((f"{_run_name(r)} {r['liger']}", _ending(r)) for r in rest),
     ]
 
 
 def _ending(row: Record) -> str:
-    """Return why a run's figures do not cover all its steps; empty if they do."""
+    """Return why a run did not complete all its steps, or an empty string."""
     if row.get("interrupted"):
         return f"interrupted after {len(row.get('losses') or [])} of {row['steps']} steps"
     return str(row["reason"])
 
 
-def _named(row: Record) -> str:
-    """Return the model and size of a run, and every option that is not the default."""
+def _run_name(row: Record) -> str:
+    """Return the model, the size, the options that are not the defaults, and the machine of a run."""
     words = [str(value) if name == "precision" else f"{name} {value}" for name, value in chosen_options(row).items()]
     size = f"{row['model']} {row['batch']} × {row['sequence']}"
     return f"{', '.join([size, *words])}; {where(row)}"
@@ -253,19 +229,19 @@ def _repeat(all_sweeps: Sequence[Sweep], rest: Sequence[Record], command: str) -
 
 def sweep_command(sweep: Sweep) -> str:
     """Return the command that repeats a sweep."""
-    parts, more = [], ""
-    # One command per value of --compile and --checkpoint, since --strategies varies --liger only.
+    lines, ranks = [], ""
+    # One command for each value of --compile and --checkpoint, because --strategies varies --liger only.
     for options in dict.fromkeys((strategy.compile, strategy.checkpoint) for strategy in sweep.strategies):
         alike = [each for each in sweep.strategies if (each.compile, each.checkpoint) == options]
         rows = [row for row in sweep.rows if any(strategy.has(row) for strategy in alike)]
         setup = _setup(rows[0] | {"liger": "all", sweep.axis: getattr(Setup, sweep.axis, 1)})
         if setup.ranks > 1:
             # A sweep starts its own ranks.
-            setup, more = replace(setup, ranks=1), f" --sweep ranks={setup.ranks}"
+            setup, ranks = replace(setup, ranks=1), f" --sweep ranks={setup.ranks}"
         values = ",".join(map(str, distinct(rows, sweep.axis)))
         strategies = ",".join(strategy.liger.replace(",", "+") for strategy in alike)
-        parts.append(f"{setup.command()} --sweep {sweep.axis}={values}{more} --strategies {strategies} --out RESULTS")
-    return "\n    ".join(parts)
+        lines.append(f"{setup.command()} --sweep {sweep.axis}={values}{ranks} --strategies {strategies} --out RESULTS")
+    return "\n    ".join(lines)
 
 
 def _setup(row: Record) -> Setup:

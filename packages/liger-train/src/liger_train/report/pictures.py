@@ -9,7 +9,7 @@ from typing import Any
 
 import matplotlib
 
-# Before pyplot, which would look for a display.
+# Before importing pyplot, which would look for a display.
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
@@ -18,14 +18,13 @@ from liger_bench.records import Record
 from liger_train.report.sweeps import FUSED, PARTLY, PLAIN, Strategy, Sweep
 
 GIB = 1 << 30
-# Distinguishable with any kind of color vision (Okabe and Ito 2008); strategies of one selection of ops differ in
-# dashes and markers.
+# Colors for all kinds of color vision (Okabe and Ito 2008). Strategies with the same ops differ in dashes and markers.
 COLORS = {PLAIN: "#4b5563", PARTLY: "#0072b2", FUSED: "#d55e00"}
 MORE = ("#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)))
 MARKERS = ("o", "s", "^")
 INK = "#000000"
-# The height of the band for runs that ran out of memory, as a fraction of the axes.
+# The center of the band for runs that ran out of memory, as a fraction of the axes.
 BAND = 0.95
 CROSS: dict[str, Any] = {"markersize": 6.5, "markeredgewidth": 2}
 THROUGHPUT = ("tokens_per_second", "low_tokens_per_second", "high_tokens_per_second")
@@ -33,18 +32,18 @@ AXIS_LABELS = {"batch": "batch size per rank", "sequence": "sequence length, tok
 
 
 def sweep_picture(sweep: Sweep, strategies: Sequence[Strategy], path: Path) -> None:
-    """Throughput and peak memory by size, a line per strategy with its quantiles; a cross marks out of memory."""
+    """Draw throughput and peak memory by size, with a line and quantiles for each strategy, and crosses for OOM."""
     shown = [row for row in sweep.rows if any(s.has(row) for s in strategies)]
     limit, peaks = sweep.first["memory_limit"], [row["peak_bytes"] for row in shown if row.get("peak_bytes")]
     scale, unit = unit_of(max([limit or 0, *peaks]) or GIB)
-    # Older rows of the CPU have no peak memory for the second panel.
+    # Older rows of the CPU have no peak memory, so no second panel.
     has_memory = bool(limit or peaks or any(row["out_of_memory"] for row in shown))
     figure, panels = plt.subplots(
         1, 1 + has_memory, figsize=(5.25 * (1 + has_memory), 4.2), layout="constrained", squeeze=False
     )
     left, right = panels[0][0], panels[0][-1]
     figure.suptitle(f"{sweep.title}\n{sweep.setting}", fontsize=10, x=0.01, ha="left")
-    # Crosses are at the memory limit, or above the highest peak. A run that failed has no throughput: its cross is in a
+    # Crosses in the panel of memory are at the limit, or above the highest peak; in that of throughput, they are in a
     # band above the data.
     ceiling = limit / scale if limit else max(peaks, default=scale) / scale * 1.08
     if limit:
@@ -53,12 +52,12 @@ def sweep_picture(sweep: Sweep, strategies: Sequence[Strategy], path: Path) -> N
     failing = [s for s in strategies if any(s.has(row) and row["out_of_memory"] for row in sweep.rows)]
     for strategy in strategies:
         style = _style(strategy, sweep.strategies)
-        # Slightly apart, so that crosses at the same size do not hide each other.
-        apart = 0.24 * (failing.index(strategy) - (len(failing) - 1) / 2) if strategy in failing else 0.0
+        # Crosses at the same size must not hide each other.
+        offset = 0.24 * (failing.index(strategy) - (len(failing) - 1) / 2) if strategy in failing else 0.0
         rows = {x: row for x, value in enumerate(sweep.values) if (row := sweep.row(strategy, value)) is not None}
-        _draw(left, strategy.label, rows, THROUGHPUT, style, apart)
+        _draw(left, strategy.label, rows, THROUGHPUT, style, offset)
         if has_memory:
-            _draw(right, strategy.label, rows, ("peak_bytes",) * 3, style, apart, scale, ceiling)
+            _draw(right, strategy.label, rows, ("peak_bytes",) * 3, style, offset, scale, ceiling)
     _name_axes(left, sweep, "tokens per second")
     if has_memory:
         _name_axes(right, sweep, f"peak memory per rank, {unit}" if sweep.axis == "ranks" else f"peak memory, {unit}")
@@ -81,21 +80,22 @@ def _draw(
     rows: Mapping[int, Record],
     columns: tuple[str, str, str],
     style: Mapping[str, Any],
-    apart: float,
+    offset: float,
     scale: float = 1,
     ceiling: float | None = None,
 ) -> None:
-    """Draw a column of rows by x, and its quantiles; a run out of memory is a cross at the ceiling, or in the band."""
+    """Draw a column of rows by x, with its quantiles; a run out of memory is a cross at the ceiling or in the band."""
     points = [
-        (x, *(_value(row, column, columns[0]) / scale for column in columns))
+        # Older rows have no quantiles.
+        (x, *((row.get(column) or row[columns[0]]) / scale for column in columns))
         for x, row in rows.items()
-        if _fits(row, columns[0])
+        if not row["out_of_memory"] and row.get(columns[0]) is not None
     ]
     if points:
         xs, middle, low, high = zip(*points, strict=True)
         axes.fill_between(xs, low, high, color=style["color"], alpha=0.2, linewidth=0)
         axes.plot(xs, middle, label=label, linewidth=1.8, markersize=5, **style)
-    failed = [x + apart for x, row in rows.items() if row["out_of_memory"]]
+    failed = [x + offset for x, row in rows.items() if row["out_of_memory"]]
     # An empty artist without clipping would break the constrained layout.
     if failed:
         height = {"transform": axes.get_xaxis_transform()} if ceiling is None else {}
@@ -113,10 +113,10 @@ def _name_axes(axes: Any, sweep: Sweep, label: str) -> None:
 
 def _add_legend(figure: Any, axes: Any, sweep: Sweep, strategies: Sequence[Strategy], failing: bool) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    named = list(labels)
-    # A strategy that always ran out of memory has crosses only.
+    known = set(labels)
+    # A strategy that always ran out of memory has only crosses, which have no label.
     for strategy in strategies:
-        if strategy.label not in named:
+        if strategy.label not in known:
             handles.append(plt.Line2D([], [], linewidth=1.8, markersize=5, **_style(strategy, sweep.strategies)))
             labels.append(strategy.label)
     if failing:
@@ -125,22 +125,12 @@ def _add_legend(figure: Any, axes: Any, sweep: Sweep, strategies: Sequence[Strat
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
 
 
-def _style(strategy: Strategy, all_of_them: Sequence[Strategy]) -> dict[str, Any]:
-    """Color by the selection of ops, dashes and marker by the rest; the same in all pictures of a sweep."""
-    others = [name for name in dict.fromkeys(each.liger for each in all_of_them) if name not in COLORS]
+def _style(strategy: Strategy, strategies: Sequence[Strategy]) -> dict[str, Any]:
+    """Return a color for the selection of ops, and dashes and a marker for the rest, the same in all pictures."""
+    others = [name for name in dict.fromkeys(each.liger for each in strategies) if name not in COLORS]
     color = COLORS.get(strategy.liger) or MORE[others.index(strategy.liger) % len(MORE)]
-    number = [each for each in all_of_them if each.liger == strategy.liger].index(strategy)
+    number = [each for each in strategies if each.liger == strategy.liger].index(strategy)
     return {"color": color, "linestyle": DASHES[number % len(DASHES)], "marker": MARKERS[number % len(MARKERS)]}
-
-
-def _fits(row: Record, column: str) -> bool:
-    return not row["out_of_memory"] and row.get(column) is not None
-
-
-def _value(row: Record, column: str, otherwise: str) -> float:
-    """The column, or the other one where it is missing."""
-    value = row.get(column)
-    return float(row[otherwise] if value is None else value)
 
 
 def _finish(figure: Any, panels: Sequence[Any], path: Path) -> None:
@@ -149,6 +139,6 @@ def _finish(figure: Any, panels: Sequence[Any], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Without the date and version of matplotlib, an unchanged picture is an unchanged file.
+    # Without matplotlib's date and version, an unchanged picture gives an unchanged file.
     figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derive statements from the rows of a sweep: the first size that runs out of memory, growth, speedups, shares."""
+"""Statements derived from a sweep: the first size that runs out of memory, growth, speedups, shares."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from liger_train.report.sweeps import FUSED, PARTLY, PLAIN, Strategy, Sweep
 from liger_train.row import WITHIN_SPREAD, overlapping
 
 SPEED, PEAK = "tokens_per_second", "peak_bytes"
-# What a line of the table is about, and its figure.
+# (label, figure) of a line in the table.
 Statement = tuple[str, str]
 
 
 def statements(sweep: Sweep) -> Iterator[Statement]:
-    """Yield every statement that the rows can support."""
+    """Yield every statement that the rows support."""
     plain, partly, fused = (sweep.strategy(name) for name in (PLAIN, PARTLY, FUSED))
     present = [strategy for strategy in (plain, partly, fused) if strategy is not None]
     for strategy in present:
@@ -36,8 +36,8 @@ def _ratios(sweep: Sweep, plain: Strategy, fused: Strategy) -> Iterator[Statemen
     if both := _largest(sweep, [plain, fused], SPEED):
         value, (base, row) = both
         yield f"tokens/s, Liger ÷ baseline, at {value}", _speed_ratio(row, base)
-    if (highest := _highest(sweep, plain)) and (ours := _highest(sweep, fused)):
-        words = f"{_speed_ratio(ours, highest)} (at {ours[sweep.axis]} ÷ at {highest[sweep.axis]})"
+    if (highest := _highest(sweep, plain)) and (best := _highest(sweep, fused)):
+        words = f"{_speed_ratio(best, highest)} (at {best[sweep.axis]} ÷ at {highest[sweep.axis]})"
         yield "highest tokens/s, Liger ÷ baseline", words
 
 
@@ -46,15 +46,14 @@ def _shares(sweep: Sweep, strategies: list[Strategy]) -> Iterator[Statement]:
         if all_three := _largest(sweep, strategies, column):
             value, rows = all_three
             none, some, every = (float(row[column]) for row in rows)
-            # A share of almost nothing means nothing, and neither does one of a difference within the spread of the
-            # steps.
+            # A share of a tiny difference means nothing, nor does one within the spread of the steps.
             if abs(every / none - 1) > 0.02 and (column == PEAK or not overlapping(rows[0], rows[2])):
                 share = (every - some) / (every - none)
                 yield f"share of the {words} at {value} due to the fused loss", f"{share:.1%}"
 
 
 def _checkpoints(sweep: Sweep) -> Iterator[Statement]:
-    """Yield the speedup of each other value of --checkpoint over recomputing every layer."""
+    """Yield the speedup of each value of --checkpoint over full."""
     for full in (strategy for strategy in sweep.strategies if strategy.checkpoint == "full"):
         alike = (s for s in sweep.strategies if (s.liger, s.compile) == (full.liger, full.compile))
         for other in (s for s in alike if s.checkpoint != "full"):
@@ -77,7 +76,7 @@ def _first_failure(sweep: Sweep, strategy: Strategy) -> str:
 def _growth(sweep: Sweep, strategy: Strategy) -> Iterator[Statement]:
     """Yield the growth of peak memory from the smallest to the largest run, per thousand tokens of a step.
 
-    For ranks, which each have the same batch, yield that of the speed (weak scaling).
+    For ranks, yield the growth of speed instead: each rank has the same batch (weak scaling).
     """
     rows = _rows(sweep, strategy, SPEED if sweep.axis == "ranks" else PEAK)
     if len(rows) < 2:
@@ -114,5 +113,5 @@ def _rows(sweep: Sweep, strategy: Strategy, column: str) -> list[Record]:
 
 
 def _has(row: Record, column: str) -> bool:
-    """Whether a run has a value in this column."""
+    """Return whether a run has a value in this column."""
     return row[SPEED] is not None and row[column] is not None and not row["out_of_memory"]

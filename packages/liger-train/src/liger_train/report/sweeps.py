@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of training runs, grouped by what varies: the batch size, the sequence length, or the number of ranks."""
+"""Rows of training runs, grouped into sweeps of the batch size, the sequence length, or the number of ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from liger_train.row import DEFAULTS, FREE, SETUP, chosen_options
 ROWS = "train.json"
 SIZES = ("batch", "sequence")
 AXES = (*SIZES, "ranks")
-# The columns that differ between the lines of one picture; all others are the same.
+# The columns that differ between the lines of a picture; all others are equal.
 STRATEGY = ("liger", "compile", "checkpoint")
-# Rows of earlier versions may be without other columns.
+# Rows of earlier versions may lack other columns.
 REQUIRED = ("model", "machine", "versions", "commit", "date")
 PLAIN, FUSED, PARTLY = "none", "all", "all-but-loss"
 WORDS = {PLAIN: "Transformers", PARTLY: "Liger without fused loss", FUSED: "Liger", PEER: PEER}
@@ -41,7 +41,7 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Runs that differ in one size and in their strategy; `rows` are in the order of that size."""
+    """Runs that differ only in strategy and in one size, `axis`, by which `rows` are sorted."""
 
     axis: str
     rows: list[Record]
@@ -52,7 +52,7 @@ class Sweep:
 
     @property
     def fixed(self) -> str:
-        """The sizes that do not vary, in words."""
+        """The sizes that do not vary, as text."""
         return ", ".join(f"{name} {self.first[name]}" for name in SIZES if name != self.axis)
 
     @property
@@ -61,7 +61,7 @@ class Sweep:
 
     @property
     def strategies(self) -> list[Strategy]:
-        """The strategies: the baseline first, Liger last, other selections of ops in between."""
+        """The strategies: the baseline first, then other selections of ops, and Liger last."""
         order = [PLAIN, *sorted(set(distinct(self.rows, "liger")) - {PLAIN, PARTLY, FUSED}), PARTLY, FUSED]
         lines = dict.fromkeys(map(_line, self.rows))
         several = len({checkpoint for *_, checkpoint in lines}) > 1
@@ -79,7 +79,7 @@ class Sweep:
         ]
 
     def strategy(self, liger: str) -> Strategy | None:
-        """The first strategy with that selection of ops."""
+        """Return the first strategy with a selection of ops."""
         return next((strategy for strategy in self.strategies if strategy.liger == liger), None)
 
     def row(self, strategy: Strategy | None, value: int) -> Record | None:
@@ -91,7 +91,7 @@ class Sweep:
 
     @property
     def setting(self) -> str:
-        """The options that all runs share and that are not the defaults, and the device."""
+        """The options of all runs that are not the defaults, and the device."""
         chosen = chosen_options(self.first).items()
         words = [self.first["precision"]]
         words += [f"{name} {value}" for name, value in chosen if name not in ("precision", "ranks", *STRATEGY)]
@@ -112,18 +112,18 @@ class Sweep:
 
 
 def where(row: Record) -> str:
-    """The device of a row, and its memory limit if there is one."""
+    """Return the number and kind of a row's devices, with the memory limit if there is one."""
     device = _device(row)
     count = row["ranks"]
     return _limited(row, f"{'one' if count == 1 else count} {device}{'' if count == 1 else 's'}")
 
 
 def read(folders: Sequence[Path]) -> list[Record]:
-    """Return the rows of all these folders.
+    """Return the rows of these folders.
 
-    The last of repeated runs counts, unless it was interrupted and an earlier one was not.
+    Of repeated runs the last one counts, unless it was interrupted and an earlier one was not.
 
-    Raises OptionError for rows of another kind.
+    Raises OptionError for rows that are not of training runs.
     """
     rows_by_run: dict[tuple[Any, ...], Record] = {}
     for folder in folders:
@@ -140,7 +140,7 @@ def read(folders: Sequence[Path]) -> list[Record]:
 
 
 def sweeps(rows: Sequence[Record]) -> list[Sweep]:
-    """All sweeps, in the order of their first rows; a row may belong to several."""
+    """Return all sweeps, in the order of their first rows; a row may belong to several."""
     all_sweeps: list[Sweep] = []
     for axis in AXES:
         groups: dict[tuple[Any, ...], list[Record]] = {}
@@ -148,19 +148,19 @@ def sweeps(rows: Sequence[Record]) -> list[Sweep]:
             same = tuple(row[name] for name in SETUP if name not in (axis, *STRATEGY, *FREE))
             groups.setdefault((*same, _card(row)), []).append(row)
         for group in groups.values():
-            # A strategy with a single value makes no line.
+            # A strategy needs two values for a line.
             lines = [row for row in group if len({r[axis] for r in group if _line(r) == _line(row)}) > 1]
             if lines:
                 all_sweeps.append(Sweep(axis, sorted(lines, key=lambda row: row[axis])))
-    # Sweeps of one model stand together.
+    # Group sweeps by model.
     models = distinct(rows, "model")
     return sorted(all_sweeps, key=lambda sweep: models.index(sweep.first["model"]))
 
 
-def others(rows: Sequence[Record], all_sweeps: Sequence[Sweep]) -> list[Record]:
-    """The rows that belong to no sweep."""
-    known = {id(row) for sweep in all_sweeps for row in sweep.rows}
-    return [row for row in rows if id(row) not in known]
+def outside_sweeps(rows: Sequence[Record], all_sweeps: Sequence[Sweep]) -> list[Record]:
+    """Return the rows that belong to no sweep."""
+    in_sweeps = {id(row) for sweep in all_sweeps for row in sweep.rows}
+    return [row for row in rows if id(row) not in in_sweeps]
 
 
 def _line(row: Record) -> tuple[str, str, str]:
@@ -176,5 +176,5 @@ def _device(row: Record) -> str:
 
 
 def _card(row: Record) -> str:
-    """The GPU without its host; on the CPU, the processor and its threads."""
+    """Return the GPU without its host, or the processor and its threads."""
     return str(row["machine"]).partition("; ")[0]

@@ -12,7 +12,7 @@ from typing import Any
 
 import matplotlib
 
-# Before pyplot, which would look for a display.
+# Before importing pyplot, which would look for a display.
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
@@ -28,7 +28,7 @@ COLORS = dict(zip(CATEGORIES, ("#4b5563", "#56b4e9", "#0072b2", "#009e73", "#cc7
 
 
 def read_timelines(folders: Sequence[Path]) -> list[Record]:
-    """The timelines of all snapshots in these folders, small runs first.
+    """Return the timelines of all snapshots in these folders, small runs first.
 
     Raises OptionError for a file that is not a timeline.
     """
@@ -50,40 +50,38 @@ def read_timelines(folders: Sequence[Path]) -> list[Record]:
     return sorted(records, key=order)
 
 
-def pairs(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """File name → the runs in one picture: all strategies at one size, and the smallest and largest run of one
-    strategy."""
+def pictured_runs(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Return file name → the runs in a picture: all strategies of one size, or the extreme sizes of one strategy."""
     groups: dict[str, list[Record]] = {}
     for group in _grouped(records, "liger", "checkpoint"):
         setup = group[0]["setup"]
-        groups[_named(f"{setup['model']}-{setup['batch']}x{setup['sequence']}", groups)] = group
+        groups[_unused_name(f"{setup['model']}-{setup['batch']}x{setup['sequence']}", groups)] = group
     for group in _grouped(records, "batch", "sequence"):
         setup = group[0]["setup"]
         if len(group) > 1:
-            groups[_named(f"{setup['model']}-{setup['liger']}-small-and-large", groups)] = [group[0], group[-1]]
+            groups[_unused_name(f"{setup['model']}-{setup['liger']}-small-and-large", groups)] = [group[0], group[-1]]
     return groups
 
 
 def timeline_picture(records: Sequence[Record], path: Path) -> None:
-    """A panel per run, all to one scale: the last recorded step, from its start until the memory of its update is
-    released."""
-    shown = [_last_step(record) for record in records]
+    """Draw the last recorded step of each run, until the memory of its update is released, in panels of one scale."""
+    steps = [_last_step(record) for record in records]
     highest = max(
-        [sum(layers) for each in shown for layers in zip(*each.layers, strict=True)]
-        + [each.wanted for each in shown]
+        [sum(layers) for each in steps for layers in zip(*each.layers, strict=True)]
+        + [each.requested for each in steps]
         + [1 << 20]
     )
     unit, name = unit_of(highest)
     figure, panels = plt.subplots(
         1, len(records), figsize=(5.4 * len(records) + 0.6, 4.2), sharey=True, layout="constrained", squeeze=False
     )
-    for record, step, axes in zip(records, shown, panels[0], strict=True):
+    for record, step, axes in zip(records, steps, panels[0], strict=True):
         layers = [[value / unit for value in layer] for layer in step.layers]
         totals = [sum(values) for values in zip(*layers, strict=True)]
         axes.stackplot(
             step.times, layers, labels=CATEGORIES, colors=[COLORS[c] for c in CATEGORIES], linewidth=0, step="post"
         )
-        # An outline: peaks may be narrower than a pixel.
+        # The outline shows peaks that are narrower than a pixel.
         axes.step(step.times, totals, where="post", color="#000000", linewidth=0.5)
         axes.set_title(title(record["setup"]), fontsize=10)
         axes.set_xlabel("milliseconds since the start of the step")
@@ -100,11 +98,13 @@ def timeline_picture(records: Sequence[Record], path: Path) -> None:
                 ha="left" if right else "right",
                 **style,
             )
-        if step.wanted:
-            wanted = step.wanted / unit
-            axes.plot([step.times[-1]], [wanted], "x", color="#d55e00", markersize=11, markeredgewidth=3, clip_on=False)
+        if step.requested:
+            requested = step.requested / unit
+            axes.plot(
+                [step.times[-1]], [requested], "x", color="#d55e00", markersize=11, markeredgewidth=3, clip_on=False
+            )
             words = f"out of memory:\n{record['asked'] / unit:,.2f} {name} more"
-            axes.annotate(words, (step.times[-1], wanted), (-10, 0), ha="right", va="center", **style)
+            axes.annotate(words, (step.times[-1], requested), (-10, 0), ha="right", va="center", **style)
         _draw_limit(axes, record["setup"].get("memory_limit"), highest, unit, name)
     panels[0][0].set_ylim(0, 1.12 * highest / unit)
     panels[0][0].set_ylabel(f"memory, {name}")
@@ -127,16 +127,20 @@ def timeline_picture(records: Sequence[Record], path: Path) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a timeline: milliseconds since its start, bytes of each category, and the bytes that a failed request
-    would have reached."""
+    """A step of a timeline.
+
+    times      milliseconds since its start
+    layers     bytes of each category at these times
+    requested  total bytes that a failed request would have reached; 0 if none failed
+    """
 
     times: list[float]
     layers: list[list[int]]
-    wanted: int
+    requested: int
 
 
 def _last_step(record: Record) -> Step:
-    """The last recorded step, without the time after it in which the memory no longer changes much."""
+    """Return the last recorded step, without the time after it in which memory hardly changes."""
     times, totals = record["milliseconds"], [sum(sizes) for sizes in zip(*record["bytes"].values(), strict=True)]
     if not times:
         return Step([0.0], [[0] for _ in CATEGORIES], 0)
@@ -146,17 +150,17 @@ def _last_step(record: Record) -> Step:
     if not record.get("asked"):
         small = totals[last] + (max(totals[first:]) - totals[last]) / 20
         last = next((index for index in range(last, first, -1) if totals[index] > small), last - 1) + 1
-    places = range(first, last + 1)
-    wanted = totals[-1] + record["asked"] if record.get("asked") else 0
+    indices = range(first, last + 1)
+    requested = totals[-1] + record["asked"] if record.get("asked") else 0
     return Step(
-        [max(times[p] - start, 0.0) for p in places],
-        [[record["bytes"][c][p] for p in places] for c in CATEGORIES],
-        wanted,
+        [max(times[index] - start, 0.0) for index in indices],
+        [[record["bytes"][name][index] for index in indices] for name in CATEGORIES],
+        requested,
     )
 
 
 def _draw_limit(axes: Any, limit: int | None, highest: float, unit: int, name: str) -> None:
-    """A line at the memory limit, or a note if it is far above the data."""
+    """Draw a line at the memory limit, or a note if the limit is far above the data."""
     if not limit:
         return
     words = f"limit {limit / unit:g} {name}"
@@ -179,8 +183,8 @@ def _grouped(records: Sequence[Record], *free: str) -> list[list[Record]]:
     return list(groups.values())
 
 
-def _named(name: str, taken: dict[str, Any]) -> str:
-    """Names that are already taken get a number."""
+def _unused_name(name: str, groups: dict[str, Any]) -> str:
+    """Return a valid file name, with a number if a picture has the name already."""
     name = "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in name)
-    count = sum(each == name or each.startswith(f"{name}-no-") for each in taken)
+    count = sum(each == name or each.startswith(f"{name}-no-") for each in groups)
     return name if not count else f"{name}-no-{count + 1}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a file or a saved dataset: conversations, prompts and completions, or texts."""
+"""The rows of a file or a saved dataset: conversations, prompts and completions, or texts."""
 
 from __future__ import annotations
 
@@ -13,32 +13,35 @@ from pathlib import Path
 from typing import Any
 
 from liger_core.errors import OptionError
+from liger_train.errors import SetupError
 
-# The columns that are trained on: the first of these that a table has.
+# The sets of columns to train on; the first that a table has is used.
 TEXT, PAIRS = ("text",), ("prompt", "completion")
 SHAPES = (("messages",), ("conversations",), PAIRS, TEXT)
 FILES_OF_ROWS = (".json", ".jsonl", ".parquet", ".csv")
-# Further columns, which go to the chat template.
+# More columns, which are passed to the chat template.
 OPTIONS = ("tools", "chat_template_kwargs")
 ASSISTANT = "assistant"
-# The roles of ShareGPT, which TRL leaves as they are.
+# Roles of ShareGPT, which TRL does not convert.
 ROLES = {"human": "user", "gpt": ASSISTANT}
-NAMED = 60
+# The maximum length of a value in an error.
+LONGEST = 60
 
+# (location in the source, for errors; the row)
 Row = tuple[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows, each with its place in the source for errors, and the columns that are trained on."""
+    """Rows with their locations, and the columns to train on."""
 
     source: str
     columns: tuple[str, ...]
-    placed: Iterator[Row]
+    located: Iterator[Row]
 
     def texts(self) -> Iterator[str]:
-        """The texts of a table with a column of them."""
-        for location, row in self.placed:
+        """Yield the texts of a table with a column `text`."""
+        for location, row in self.located:
             if not isinstance(row["text"], str | None):
                 raise OptionError(f"{location}: text must be a string, got {shortened(row['text'])}")
             if row["text"]:
@@ -46,21 +49,23 @@ class Rows:
 
 
 def open_rows(source: str, notes: list[str]) -> Rows | None:
-    """The rows of a file of JSON, Parquet or CSV or of a dataset written by `save_to_disk`; None for any other source,
-    which is text."""
+    """Return the rows of a JSON, Parquet or CSV file, or of a dataset saved by `save_to_disk`; None for a text.
+
+    Raises OptionError if there are no rows, or no columns to train on.
+    """
     path, location = Path(source).expanduser(), f"train: --data {source}"
-    placed: Iterator[tuple[str, Any]]
+    located: Iterator[tuple[str, Any]]
     if path.is_file() and path.suffix in FILES_OF_ROWS[:2]:
-        placed = _json(path, location)
+        located = _json(path, location)
     elif (path.is_file() and path.suffix in FILES_OF_ROWS) or any(
         (path / name).exists() for name in ("dataset_dict.json", "state.json")
     ):
-        placed = ((f"{location}, row {number}", row) for number, row in enumerate(_table(path, notes), start=1))
+        located = ((f"{location}, row {number}", row) for number, row in enumerate(_table(path, notes), start=1))
     else:
         return None
-    first = next(placed, None)
+    first = next(located, None)
     if first is None:
-        raise OptionError(f"train: --data must have rows, got {source}, which has none")
+        raise SetupError(f"--data must have rows, got {source}, which has none")
     columns = next((shape for shape in SHAPES if _has(first[1], shape)), None)
     if columns is None:
         raise OptionError(
@@ -69,26 +74,29 @@ def open_rows(source: str, notes: list[str]) -> Rows | None:
             "file"
         )
     unused = [name for name in first[1] if name not in (*columns, *(() if columns == TEXT else OPTIONS))]
-    named = f"the column{'s' if len(columns) > 1 else ''} {' and '.join(columns)}"
-    notes.append(f"Training on {named} of {source}" + (f"; not used: {', '.join(unused)}." if unused else "."))
-    return Rows(source, columns, _alike(itertools.chain([first], placed), columns))
+    trained = f"the column{'s' if len(columns) > 1 else ''} {' and '.join(columns)}"
+    notes.append(f"Training on {trained} of {source}" + (f"; not used: {', '.join(unused)}." if unused else "."))
+    return Rows(source, columns, _check_columns(itertools.chain([first], located), columns))
 
 
 def library(name: str, source: str) -> Any:
-    """A library that reads rows."""
+    """Import a library that reads rows.
+
+    Raises OptionError if it is not installed.
+    """
     if importlib.util.find_spec(name) is None:
-        raise OptionError(f"train: --data {source} needs {name}, not installed here; pip install 'liger-train[{name}]'")
+        raise SetupError(f"--data {source} needs {name}, not installed here; pip install 'liger-train[{name}]'")
     return importlib.import_module(name)
 
 
 def shortened(value: Any) -> str:
-    """The beginning of a value, for errors."""
+    """Return the beginning of a value, for errors."""
     words = json.dumps(value, ensure_ascii=False, default=str)
-    return words if len(words) <= NAMED else words[:NAMED] + "…"
+    return words if len(words) <= LONGEST else words[:LONGEST] + "…"
 
 
 def _table(path: Path, notes: list[str]) -> Any:
-    """A table that datasets reads; of several splits, `train`."""
+    """Return the table that datasets reads; of several splits, the one named train, or the first."""
     datasets = library("datasets", str(path))
     if path.is_file():
         return (datasets.Dataset.from_parquet if path.suffix == ".parquet" else datasets.Dataset.from_csv)(str(path))
@@ -101,7 +109,7 @@ def _table(path: Path, notes: list[str]) -> Any:
 
 
 def _json(path: Path, location: str) -> Iterator[tuple[str, Any]]:
-    """The rows of a file of JSON lines, or of one array."""
+    """Yield the rows of a file of JSON lines, or of one array."""
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         is_array = next(filter(str.strip, file), "").lstrip().startswith("[")
         file.seek(0)
@@ -111,7 +119,7 @@ def _json(path: Path, location: str) -> Iterator[tuple[str, Any]]:
             try:
                 parsed = json.loads(words)
             except json.JSONDecodeError as problem:
-                bad = words.split("\n")[problem.lineno - 1].strip()[:NAMED]
+                bad = words.split("\n")[problem.lineno - 1].strip()[:LONGEST]
                 raise OptionError(
                     f"{location}, line {number + problem.lineno - 1}: must be JSON, a row on each line or an array of "
                     f"rows, got {bad!r} "
@@ -132,26 +140,26 @@ def _names(row: Any) -> str:
     return ", ".join(row) if isinstance(row, dict) else shortened(row)
 
 
-def _alike(placed: Iterable[tuple[str, Any]], columns: tuple[str, ...]) -> Iterator[Row]:
-    """The rows, all with the columns of the first one."""
-    for location, row in placed:
+def _check_columns(located: Iterable[tuple[str, Any]], columns: tuple[str, ...]) -> Iterator[Row]:
+    """Yield the rows; raise OptionError for a row without the columns of the first one."""
+    for location, row in located:
         if not _has(row, columns):
             raise OptionError(f"{location}: must have {' and '.join(columns)}, as the rows before, got {_names(row)}")
         yield location, row
 
 
 def conversations(rows: Rows) -> Iterator[Row]:
-    """Rows with messages, or with prompt and completion, that were checked, in the names that TRL reads."""
+    """Yield checked rows with messages, or with prompt and completion, in the format of TRL."""
     convert = library("trl", rows.source).maybe_convert_to_chatml
     kinds: set[type] = set()
-    for location, row in rows.placed:
+    for location, row in rows.located:
         example = {name: row[name] for name in (*rows.columns, *OPTIONS) if row.get(name) is not None}
         kinds |= {type(example.get(name)) for name in rows.columns}
         if len(kinds) > 1 or not kinds <= ({str, list} if rows.columns == PAIRS else {list}):
-            wanted = (
+            expected = (
                 "strings or lists of messages, the same in every row" if rows.columns == PAIRS else "a list of messages"
             )
-            raise OptionError(f"{location}: {' and '.join(rows.columns)} must be {wanted}, got {shortened(row)}")
+            raise OptionError(f"{location}: {' and '.join(rows.columns)} must be {expected}, got {shortened(row)}")
         if kinds == {list}:
             _check_messages(convert(example), location)
         yield location, example
@@ -173,9 +181,7 @@ def _check_messages(example: dict[str, Any], location: str) -> None:
             message["role"] = ROLES.get(message["role"], message["role"])
     roles = list(dict.fromkeys(message["role"] for message in example.get("completion") or example["messages"]))
     if ASSISTANT not in roles:
-        raise OptionError(
-            f"{location}: must have a message of the role assistant, on which to train, got {', '.join(roles)}"
-        )
+        raise OptionError(f"{location}: must have a message of the assistant to train on, got {', '.join(roles)}")
     if "completion" in example and len(roles) > 1:
         raise OptionError(
             f"{location}: completion must have messages of the assistant alone, since all of it is trained on, got "

@@ -9,19 +9,18 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
 from transformers import TrainerCallback
 
+from liger_train.runs.snapshot import name_of
 from liger_train.setup import Setup
-from liger_train.train.snapshot import name_of
 
 FOLDER = "profiles"
-# The number of steps that are skipped, that warm up the profiler, and that are recorded.
+# Numbers of steps: to skip, to warm up the profiler, and to record.
 WAIT, WARM_UP, ACTIVE = 1, 1, 2
 
 
 class Profile(TrainerCallback):
-    """A callback and context manager that writes a trace of operators, kernels, shapes and memory to
-    FOLDER/profiles/<run>.
+    """A callback and context manager that traces operators, kernels, shapes and memory to FOLDER/profiles/<run>.
 
-    Open the folder in TensorBoard (torch-tb-profiler), or the .pt.trace.json.gz in it in https://ui.perfetto.dev.
+    Open the folder in TensorBoard (torch-tb-profiler), or its .pt.trace.json.gz in https://ui.perfetto.dev.
     """
 
     def __init__(self, setup: Setup, folder: Path) -> None:

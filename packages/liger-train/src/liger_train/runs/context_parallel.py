@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallelism on the CPU, for which PyTorch has no ring attention: each rank gathers the keys and values of the
-others."""
+"""Context parallelism on the CPU, where PyTorch has no ring attention: each rank gathers all keys and values."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, experimental
 from torch.nn import functional
 
-from liger_core.errors import OptionError
 from liger_core.private_names import replacing
+from liger_train.errors import SetupError
 
 
 def install() -> None:
-    """Make accelerate use `context_parallel`."""
+    """Make accelerate use this module's `context_parallel`."""
     vars(experimental)["context_parallel"] = context_parallel
 
 
@@ -27,10 +26,9 @@ def install() -> None:
 def context_parallel(
     mesh: DeviceMesh, *, buffers: Sequence[Tensor], buffer_seq_dims: Sequence[int], **more: Any
 ) -> Iterator[None]:
-    """Takes the place of torch.distributed.tensor.experimental.context_parallel, which shards the buffers in place,
-    too.
+    """Shard the buffers in place, like torch.distributed.tensor.experimental.context_parallel, and replace attention.
 
-    Shards are in the order of the ranks. As the Trainer asks for, the buffers are not restored.
+    Shards are in the order of the ranks. The buffers are not restored, which the Trainer does not need.
     """
     for buffer, dimension in zip(buffers, buffer_seq_dims, strict=True):
         shard = buffer.chunk(mesh.size(), dimension)[mesh.get_local_rank()].clone()
@@ -41,21 +39,19 @@ def context_parallel(
         query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None, is_causal: bool, **options: Any
     ) -> Tensor:
         if attn_mask is not None:
-            raise OptionError(
-                "train: --cp needs attention without a mask, got one, which is of one rank's tokens; leave out --cp"
-            )
+            raise SetupError("--cp needs attention without a mask, got the mask of one rank; leave out --cp")
         first = mesh.get_local_rank() * query.shape[2]
-        seen = torch.arange(first, first + query.shape[2])[:, None] >= torch.arange(mesh.size() * key.shape[2])
+        causal = torch.arange(first, first + query.shape[2])[:, None] >= torch.arange(mesh.size() * key.shape[2])
         return original(
-            query, _gathered(key, mesh), _gathered(value, mesh), attn_mask=seen if is_causal else None, **options
+            query, _gather(key, mesh), _gather(value, mesh), attn_mask=causal if is_causal else None, **options
         )
 
     with replacing(functional, "scaled_dot_product_attention", attention):
         yield
 
 
-def _gathered(shard: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The keys or values of the whole sequence, (batch, heads, tokens, width); gradients are summed over the ranks."""
+def _gather(shard: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return the keys or values (batch, heads, tokens, width) of all ranks; gradients are summed over the ranks."""
     return (
         DTensor.from_local(shard, mesh, [Shard(2)])
         .redistribute(placements=[Replicate()])

@@ -1,32 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert a setup to the arguments of the Transformers Trainer."""
+"""The arguments of the Transformers Trainer for a setup."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from liger_core.errors import OptionError
 from liger_hf.private_transformers import use_one_gpu
 from liger_train import fields, techniques, zero
 from liger_train.combinations import ZERO
+from liger_train.errors import SetupError
 from liger_train.parallelism import parallelism
+from liger_train.runs import process_group
 from liger_train.setup import Setup
-from liger_train.train import processes
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
+# Value of --precision → dtype of the matmuls under FSDP2.
 LOW_IN_FSDP2 = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArguments:
-    """The arguments of the Trainer, with `more` on top. Joins the other ranks, if there are any.
+    """Join the other ranks, if any, and return the arguments of the Trainer, with `more` on top.
 
-    Create them before the model: ZeRO stage 3 then shards each weight as it is created. The object must stay alive
-    until the run ends. Activation checkpointing is already set up in the model (model.py).
+    Call this before building the model, since ZeRO stage 3 then shards each weight as it is created, and keep the
+    result until the run ends. Activation checkpointing is not among the arguments: model.py sets it up.
+
+    Raises OptionError for values of --set that TrainingArguments rejects.
     """
-    joined = processes.join(setup)
+    joined = process_group.join(setup)
     values: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": setup.steps,
@@ -45,8 +48,10 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
         "save_strategy": "no",
         "report_to": [],
         "parallelism_config": parallelism(setup),
+        # Otherwise the second step replaces the buckets of gradients, while NCCL still holds those of the first.
+        "ddp_find_unused_parameters": True,
     }
-    values |= techniques.arguments(setup) | _sharding(setup) | joined | more | _chosen(setup)
+    values |= techniques.arguments(setup) | _sharding(setup) | joined | more | _set_fields(setup)
     from transformers import TrainingArguments
 
     try:
@@ -54,38 +59,36 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
     except ValueError as error:
         if not setup.set:
             raise
-        raise OptionError(
-            f"train: --set must have values that TrainingArguments accepts, got {setup.set}: {error}"
-        ) from error
+        raise SetupError(f"--set must have values that TrainingArguments accepts, got {setup.set}: {error}") from error
     if setup.shard == "fsdp2" and setup.precision in LOW_IN_FSDP2:
-        arguments.fsdp_plugin_args["mixed_precision_policy"] = _mixed(LOW_IN_FSDP2[setup.precision])
+        arguments.fsdp_plugin_args["mixed_precision_policy"] = _mixed_precision_policy(LOW_IN_FSDP2[setup.precision])
     if arguments.n_gpu > 1:
         # Otherwise the Trainer splits the batch over all GPUs that the process sees.
         use_one_gpu(arguments)
     return arguments
 
 
-def _chosen(setup: Setup) -> dict[str, Any]:
-    """Return the fields that --set sets, and those that they require.
+def _set_fields(setup: Setup) -> dict[str, Any]:
+    """Return the fields of --set, and the fields that they require.
 
-    A constant learning rate would ignore warm-up, and without logging nothing is reported.
+    A constant schedule would ignore warm-up, and without logging, integrations would get nothing.
     """
-    chosen = fields.values(setup.set)
+    values = fields.values(setup.set)
     required: dict[str, Any] = {}
-    if "warmup_steps" in chosen:
+    if "warmup_steps" in values:
         required["lr_scheduler_type"] = "constant_with_warmup"
-    if "eval_steps" in chosen:
+    if "eval_steps" in values:
         required["eval_strategy"] = "steps"
-    if "report_to" in chosen:
+    if "report_to" in values:
         required |= {"logging_strategy": "steps", "logging_steps": 1}
-    # The number of steps of these epochs is known by now.
-    return required | {name: value for name, value in chosen.items() if name != fields.EPOCHS}
+    # setup.steps is already the number of steps of these epochs.
+    return required | {name: value for name, value in values.items() if name != fields.EPOCHS}
 
 
-def _mixed(dtype: str) -> Any:
-    """Return a policy that reduces gradients in float32; accelerate's default reduces them in the low precision.
+def _mixed_precision_policy(dtype: str) -> Any:
+    """Return a policy that reduces gradients in float32, where accelerate's default uses the low precision.
 
-    Outputs keep their dtype: the low precision for layers, whose outputs the next matmul reads; float32 for the loss.
+    Outputs keep their dtype: low precision for layers, whose outputs matmuls read; float32 for the loss.
     """
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -98,6 +101,6 @@ def _sharding(setup: Setup) -> dict[str, Any]:
         return {"deepspeed": zero.config(setup)}
     if setup.shard == "fsdp2":
         config = {"version": 2, "reshard_after_forward": True, "cpu_offload": setup.offload == "parameters"}
-        # accelerate would load weights that tensor parallelism has sharded as if they were whole.
-        return {"fsdp": True, "fsdp_config": config | ({"cpu_ram_efficient_loading": False} if setup.tp > 1 else {})}
+        # With it, accelerate would hold the whole model on every rank.
+        return {"fsdp": True, "fsdp_config": config | {"cpu_ram_efficient_loading": False}}
     return {}

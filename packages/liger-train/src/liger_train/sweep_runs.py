@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs of a sweep: every combination of the given values, with every strategy."""
+"""The runs of a sweep: every combination of values, with every strategy."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from liger_train.row import NOT_RUN, Row
 from liger_train.setup import Setup
 
 STRATEGIES = ("none", "all-but-loss", "all")
-# Sets --liger and --compile together.
+# The option that sets --liger and --compile together.
 IMPLEMENTATION = "implementation"
-# Option → type, of all options that can vary.
+# Option → type, for the options that a sweep can vary.
 SWEPT = {
     name: kind
     for name, kind in get_type_hints(Setup).items()
@@ -26,8 +26,8 @@ SWEPT = {
 }
 
 
-def swept(options: Sequence[str]) -> dict[str, list[Any]]:
-    """Return option → values, parsed from words like "batch=1,4,8".
+def swept_values(options: Sequence[str]) -> dict[str, list[Any]]:
+    """Parse words like "batch=1,4,8" to option → values.
 
     Raises OptionError for an unknown option or an invalid value.
     """
@@ -44,15 +44,14 @@ def swept(options: Sequence[str]) -> dict[str, list[Any]]:
             )
         if name in values_by_option:
             raise SetupError(f"--sweep must name each option once, got {name} twice; give all its values in one")
-        values_by_option[name] = list(dict.fromkeys(_value(name, word.strip()) for word in values.split(",")))
+        values_by_option[name] = list(dict.fromkeys(_parsed(name, word.strip()) for word in values.split(",")))
     return values_by_option
 
 
 def strategies_of(words: str | None, varied: Collection[str] = ()) -> list[str]:
-    """The values of `liger` in words like "none,all-but-loss,all"; ops of one strategy are joined by a plus, since
-    commas separate strategies.
+    """Parse words like "none,all-but-loss,rope+rms_norm" to values of --liger.
 
-    Raises OptionError if there are none, or if `varied` has implementations, which set `liger`, too.
+    Raises OptionError if there are none, or if `varied` has implementations, which also set --liger.
     """
     if words is None:
         return list(STRATEGIES)
@@ -64,37 +63,39 @@ def strategies_of(words: str | None, varied: Collection[str] = ()) -> list[str]:
     return strategies
 
 
-def cells(base: Setup, values: Mapping[str, Sequence[Any]], strategies: Sequence[str]) -> list[Setup]:
-    """Every combination, smallest first, each with all implementations or strategies in turn; unless ranks vary, there
-    are at least as many as tp × cp needs."""
+def setups_of(base: Setup, values: Mapping[str, Sequence[Any]], strategies: Sequence[str]) -> list[Setup]:
+    """Return a setup for every combination, smallest first, with each implementation or strategy.
+
+    Unless the sweep varies ranks, every setup has at least as many as tp × cp needs.
+    """
     compared: list[dict[str, Any]] = [{"liger": liger} for liger in strategies]
     if IMPLEMENTATION in values:
         compared = [IMPLEMENTATIONS[name] for name in values[IMPLEMENTATION]]
-    values = {name: of_it for name, of_it in values.items() if name != IMPLEMENTATION}
-    combined = [replace(base, **dict(zip(values, chosen, strict=True))) for chosen in product(*values.values())]
+    values = {name: choices for name, choices in values.items() if name != IMPLEMENTATION}
+    setups = [replace(base, **dict(zip(values, choice, strict=True))) for choice in product(*values.values())]
     if "ranks" not in values:
-        combined = [replace(setup, ranks=max(setup.ranks, setup.tp * setup.cp)) for setup in combined]
-    # A stable sort: combinations with equally many tokens stay in the given order.
-    combined.sort(key=lambda setup: setup.batch * setup.sequence)
-    return [replace(setup, **options) for setup in combined for options in compared]
+        setups = [replace(setup, ranks=max(setup.ranks, setup.tp * setup.cp)) for setup in setups]
+    # The sort is stable: combinations with equally many tokens keep their order.
+    setups.sort(key=lambda setup: setup.batch * setup.sequence)
+    return [replace(setup, **options) for setup in setups for options in compared]
 
 
-def hopeless(setup: Setup, known: Sequence[Row]) -> str:
-    """Return why a run can be skipped: the same run with fewer tokens ran out of memory. Otherwise empty."""
+def reason_to_skip(setup: Setup, rows: Sequence[Row]) -> str:
+    """Return the reason to skip a run if the same run with fewer tokens ran out of memory, or an empty string."""
     same = [
         name
         for name in (*SWEPT, "liger", "device")
         if name not in ("batch", "sequence", "steps", "seed", "learning_rate")
     ]
-    for row in known:
+    for row in rows:
         smaller = row.batch <= setup.batch and row.sequence <= setup.sequence
         if row.out_of_memory and smaller and all(getattr(row, name) == getattr(setup, name) for name in same):
             return f"{NOT_RUN}, since {row.batch} × {row.sequence} ran out of memory"
     return ""
 
 
-def _value(name: str, word: str) -> Any:
-    """Convert a word to the type of its field."""
+def _parsed(name: str, word: str) -> Any:
+    """Convert a word to the type of its option."""
     if name == "memory_limit":
         return bytes_of("--sweep memory_limit", word, SetupError)
     if name == IMPLEMENTATION:

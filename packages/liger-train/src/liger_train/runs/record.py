@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses, times and memory of a run, recorded at the end of each step without synchronizing the device."""
+"""Record losses, times and memory at the end of each step, without synchronizing the device."""
 
 from __future__ import annotations
 
@@ -21,52 +21,53 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from liger_bench.printing import size
 from liger_train import ranks
 from liger_train.row import WARM_UP
+from liger_train.runs.cpu_memory import CpuMemory
 from liger_train.setup import Setup
-from liger_train.train.cpu_memory import CpuMemory
 
 Show = Callable[[int, str], object]
-# A point in time: seconds on the CPU, an event in the stream on a GPU.
+# A time: seconds on the CPU, an event on a GPU.
 Moment = Any
 
 
 class Interruption:
-    """Within this context, the first SIGINT or SIGTERM is noted instead of raised; the second one acts as usual.
+    """Within this context, the first SIGINT or SIGTERM only sets `requested`; the second one acts as usual.
 
-    A signal that the process ignores stays ignored, such as Ctrl-C in a background job of a script.
+    Signals that the process ignores stay ignored, such as Ctrl-C in a background job of a script.
     """
 
-    # torchrun uses SIGTERM to stop the other ranks when one has failed; they would wait for it forever.
+    # With several ranks, SIGTERM must end the process: torchrun stops ranks that would wait for a failed one forever.
     SIGNALS = (signal.SIGINT, signal.SIGTERM) if ranks.count() == 1 else (signal.SIGINT,)
 
     def __init__(self) -> None:
         self.requested = False
-        self._before: dict[int, Any] = {}
+        self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
             heeded = [number for number in self.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._note) for number in heeded}
+            self._handlers = {number: signal.signal(number, self._request) for number in heeded}
         return self
 
     def __exit__(self, *error: object) -> None:
         self._restore()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         self._restore()
 
     def _restore(self) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        self._before = {}
+        self._handlers = {}
 
 
 class Recorder(TrainerCallback):
     """Records the loss and time of every step, and the peak memory.
 
-    losses  of every step: the mean over the tokens of all ranks
-    timed   seconds of every step except the first two after a start and those before `restart_timing`
-    memory  measures the memory on the CPU; None if nothing does
+    losses  the mean over the tokens of all ranks, for every step
+    timed   seconds of every step, except the first two after a start and steps before `restart_timing`
+    micro   losses of the micro-batches of the current step
+    memory  measures the memory on the CPU, if anything does
     """
 
     def __init__(self, setup: Setup, device: torch.device, interruption: Interruption, show: Show) -> None:
@@ -79,7 +80,7 @@ class Recorder(TrainerCallback):
         self.static_bytes: int | None = None
         self.earlier_peaks = (0, 0)
         self.interrupted = False
-        self._begun = 0
+        self._steps = 0
         self._ended = False
         self._last: Moment = None
         self._pending: deque[tuple[Tensor, Moment, Moment]] = deque()
@@ -98,20 +99,19 @@ class Recorder(TrainerCallback):
         self.micro.clear()
         step = torch.stack([loss.double(), torch.full_like(loss, self.interruption.requested, dtype=torch.float64)])
         if dist.is_initialized():
-            # All ranks stop after the same step, whichever of them was interrupted.
+            # All ranks stop after the same step if any of them was interrupted.
             dist.all_reduce(step)
             step /= dist.get_world_size()
-        # To pinned memory, and complete once the event after it is: reading from the device would wait for the next
-        # step.
+        # To pinned memory, complete when the event after it is: reading from the device would wait for the next step.
         step = step.to("cpu", non_blocking=True)
         now = self._now()
         self._pending.append((step, self._last, now))
         self._last = now
         if self.device.type == "cuda":
             self.static_bytes = torch.cuda.memory_allocated(self.device)
-        # On a GPU, settle only the previous step, which has ended by now: the next one is enqueued while this one runs.
+        # On a GPU, settle only the previous step, which has ended: the next one is enqueued while this one runs.
         ends_at_once = self.interruption.requested and not dist.is_initialized()
-        self._settle(1 if self.device.type == "cuda" and not ends_at_once else 0)
+        self.settle(1 if self.device.type == "cuda" and not ends_at_once else 0)
         self._show_figures()
         if self.setup.validation and state.global_step == state.max_steps:
             control.should_evaluate = True
@@ -120,12 +120,12 @@ class Recorder(TrainerCallback):
             control.should_save = True
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-        # The time to save does not count as part of the next step.
+        # The next step does not include the time to save.
         self._last = None
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         self.validation.append((state.global_step, float(more["metrics"]["eval_loss"])))
-        # Its time does not count as part of the next step.
+        # The next step does not include the time to evaluate.
         self._last = None
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
@@ -133,19 +133,28 @@ class Recorder(TrainerCallback):
         self._ended = True
         self._show_figures()
 
-    def settle(self) -> None:
-        """Wait for the steps that are still running."""
-        self._settle(0)
+    def settle(self, pending: int = 0) -> None:
+        """Wait for the steps that are still running, except the last `pending` ones, and record their results."""
+        while len(self._pending) > pending:
+            step, start, end = self._pending.popleft()
+            if self.device.type == "cuda":
+                end.synchronize()
+            loss, requested = step.tolist()
+            self.losses.append(loss)
+            self.interrupted |= requested > 0
+            self._steps += 1
+            if self._steps > WARM_UP:
+                self.timed.append(start.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - start)
 
     def restart_timing(self) -> None:
-        """Discard the times so far and that of the next step, unless the run has ended."""
+        """Discard the times of the steps so far and of the next one, unless the run has ended."""
         if not self._ended:
             self.settle()
             self.timed.clear()
-            self._begun = WARM_UP - 1
+            self._steps = WARM_UP - 1
 
-    def join(self) -> None:
-        """Take the time of the slowest rank for each step, and the highest memory of any rank."""
+    def gather(self) -> None:
+        """Take over the time of the slowest rank for each step, and the highest memory of any rank."""
         self.settle()
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, (self.timed, self._peaks(), self.static_bytes))
@@ -154,21 +163,21 @@ class Recorder(TrainerCallback):
         self.static_bytes = max((static for _, _, static in ranks if static is not None), default=None)
 
     def restore(self, progress: dict[str, Any]) -> None:
-        """Continue from the progress that an earlier run saved."""
+        """Restore the progress that an earlier run saved."""
         self.losses, self.timed = list(progress["losses"]), list(progress["timed"])
         self.validation = [(step, loss) for step, loss in progress.get("validation", [])]
         self.earlier_peaks = (progress["peak_bytes"] or 0, progress["peak_reserved_bytes"] or 0)
         self.static_bytes = progress["static_bytes"]
 
     def progress(self) -> dict[str, Any]:
-        """The state that a later run needs to continue."""
+        """Return the state that a later run needs to continue."""
         self.settle()
         names = ("losses", "validation", "timed", "static_bytes")
         peaks = zip(("peak_bytes", "peak_reserved_bytes"), self._peaks(), strict=True)
         return {name: getattr(self, name) for name in names} | dict(peaks)
 
     def results(self) -> dict[str, Any]:
-        """The columns of a Row that are known so far."""
+        """Return the columns of a Row, as far as they are known."""
         peak, reserved = self._peaks()
         columns: dict[str, Any] = {
             "losses": list(self.losses),
@@ -187,18 +196,6 @@ class Recorder(TrainerCallback):
             columns["step_seconds"] = statistics.median(self.timed)
         return columns
 
-    def _settle(self, left: int) -> None:
-        while len(self._pending) > left:
-            step, start, end = self._pending.popleft()
-            if self.device.type == "cuda":
-                end.synchronize()
-            loss, requested = step.tolist()
-            self.losses.append(loss)
-            self.interrupted |= requested > 0
-            self._begun += 1
-            if self._begun > WARM_UP:
-                self.timed.append(start.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - start)
-
     def _now(self) -> Moment:
         if self.device.type != "cuda":
             return time.perf_counter()
@@ -208,25 +205,22 @@ class Recorder(TrainerCallback):
 
     def _peaks(self) -> tuple[int | None, int | None]:
         if self.device.type != "cuda":
-            known = max(self.memory.peak or 0 if self.memory else 0, self.earlier_peaks[0])
-            return known or None, None
-        now = (torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
-        return max(now[0], self.earlier_peaks[0]), max(now[1], self.earlier_peaks[1])
+            return max(self.memory.peak or 0 if self.memory else 0, self.earlier_peaks[0]) or None, None
+        peaks = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+        return max(peaks[0], self.earlier_peaks[0]), max(peaks[1], self.earlier_peaks[1])
 
     def _tokens(self) -> int:
-        """Tokens per step, of all ranks."""
+        """Return the number of tokens in a step, over all ranks."""
         return self.setup.sequences_per_step * self.setup.sequence
 
     def _show_figures(self) -> None:
         """Show the last step that has ended; on a GPU, later ones are already enqueued."""
-        if self.losses:
-            self.show(len(self.losses), self._figures())
-
-    def _figures(self) -> str:
+        if not self.losses:
+            return
         words = [f"loss {self.losses[-1]:.4f}"]
         if self.timed:
             words.append(f"{self._tokens() / self.timed[-1]:,.0f} tokens/s")
         peak = self._peaks()[0]
         if peak:
             words.append(f"peak {size(peak)}")
-        return " · ".join(words)
+        self.show(len(self.losses), " · ".join(words))

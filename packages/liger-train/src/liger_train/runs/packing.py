@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents as sequences: one in each, or with --packing as many as fit, of which none may see another."""
+"""Documents as sequences: one in each, or with --packing as many as fit, which must not affect each other."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_core.errors import OptionError
+from liger_train.errors import SetupError
+from liger_train.runs.labels import MASKED, quiet_trl
 from liger_train.setup import Setup
-from liger_train.train.labels import MASKED, quiet_trl
 
-# The document before has the most effect on the first tokens.
+# The number of tokens whose loss is measured: a document has the most effect on the first tokens of the next.
 FIRST = 8
-# The share of that effect that may be rounding: experts compute tokens of all documents together, and float8 scales
-# them together.
+# The share of that effect that rounding may cause, because experts and float8 scales mix the tokens of all documents.
 ROUNDING = 0.05
 
 
 def in_sequences(documents: list[Tensor], tokenizer: Any, setup: Setup) -> Tensor:
-    """Tokens and labels, (number, 2, sequence), padded; with --packing also the position of each token in its document,
-    (number, 3, sequence).
+    """Return padded tokens and labels (number, 2, sequence); with --packing also positions (number, 3, sequence).
 
-    TRL packs documents, longest first, each into the sequence where it leaves the least space. Padding is a document of
-    its own.
+    A position is that of a token in its document. TRL packs the longest documents first, each into the sequence where
+    it leaves the least space. Padding counts as a document.
     """
     if not documents:
         return torch.empty(0, 2 + setup.packing, setup.sequence, dtype=torch.long)
@@ -43,7 +41,7 @@ def in_sequences(documents: list[Tensor], tokenizer: Any, setup: Setup) -> Tenso
             lengths = (*row["seq_lengths"], setup.sequence - len(row["input_ids"]))
             positions = torch.cat([torch.arange(length) for length in lengths])
             whole = torch.cat([torch.tensor([row["input_ids"], row["labels"]]), filling], 1)[:, : setup.sequence]
-            # The first token of a document is not predicted from the one before it.
+            # The previous document must not predict the first token of a document.
             whole[1, positions == 0] = MASKED
             sequences.append(torch.cat([whole, positions[None]]))
     return torch.stack(sequences)
@@ -52,15 +50,13 @@ def in_sequences(documents: list[Tensor], tokenizer: Any, setup: Setup) -> Tenso
 def check_documents_are_apart(
     model: nn.Module, loss: Callable[[dict[str, Tensor]], Any], inputs: dict[str, Tensor], name: str
 ) -> None:
-    """Raise OptionError if the tokens of a packed document change the loss of the document after it.
+    """Raise OptionError if a packed document changes the loss of the next one.
 
-    Transformers makes a mask from positions for most models. Some make masks of their own, and flash attention reads
-    positions of a single sequence only, so the effect is measured. That of recurrent layers and convolutions may be
-    small before they are trained. The tokens are the same on all ranks, so all come to the same verdict.
+    For most models, Transformers makes a mask from positions. Some models make their own masks, and flash attention
+    reads positions of a single sequence only, so this measures the effect. It rejects recurrent layers and convolutions
+    without measuring, because their effect may be small before training. All ranks use the same tokens, so they agree.
     """
-    recurrent = any(
-        isinstance(module, nn.Conv1d) or getattr(module, "_is_stateful", False) for module in model.modules()
-    )
+    recurrent = any(isinstance(layer, nn.Conv1d) or getattr(layer, "_is_stateful", False) for layer in model.modules())
     batch, length = inputs["input_ids"].shape
     index = torch.arange(length, device=inputs["input_ids"].device)
     half = length // 2
@@ -76,7 +72,7 @@ def check_documents_are_apart(
         return torch.as_tensor(loss_with - loss_without).abs()
 
     if recurrent or "position_ids" not in inputs or change(index % half) > ROUNDING * change(index):
-        raise OptionError(
-            "train: --packing needs a model whose layers keep the documents of a sequence apart by their positions, "
+        raise SetupError(
+            "--packing needs a model whose layers keep the documents of a sequence apart by their positions, "
             f"got {name}, in which one document changes the loss of the next; leave out --packing"
         )

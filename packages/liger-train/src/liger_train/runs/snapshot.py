@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`liger train --snapshot`: memory during the first steps, by category."""
+"""`liger train --snapshot`: memory over the first steps, by category."""
 
 from __future__ import annotations
 
@@ -32,19 +32,18 @@ from liger_train.timeline import (
     timeline,
 )
 
-# In the first step kernels are compiled and the optimizer state is allocated; the others are typical.
+# The first step compiles kernels and allocates the optimizer state; the others are typical.
 STEPS = 3
 FOLDER = "snapshots"
 MOST_EVENTS = 1_000_000
 
 
 class Snapshot(TrainerCallback):
-    """A callback and context manager that writes a picture, the timeline as JSON, and on a GPU PyTorch's snapshot to
-    FOLDER/snapshots.
+    """A callback and context manager that writes a timeline of memory as a picture and as JSON to FOLDER/snapshots.
 
-    The events come from the allocator, so the workspaces of kernels count, too. Their category follows from the
-    addresses of weights, gradients, optimizer state and the inputs of checkpointed layers, and from the size of logits;
-    the rest is "other". The snapshot (.pickle) opens in https://docs.pytorch.org/memory_viz.
+    The events come from the allocator, so workspaces of kernels count, too. Weights, gradients, optimizer state and
+    inputs of checkpointed layers are recognized by address, logits by size; everything else is "other". On a GPU it
+    also writes PyTorch's snapshot (.pickle), which opens in https://docs.pytorch.org/memory_viz.
     """
 
     def __init__(self, setup: Setup, folder: Path) -> None:
@@ -53,7 +52,7 @@ class Snapshot(TrainerCallback):
         self.starts: list[float] = []
         self._recorder: _Cpu | _Gpu | None = None
         self._recording = ExitStack()
-        self._recorded: _Recorded | None = None
+        self._trace: _Trace | None = None
         self._handles: list[Any] = []
         self._updates: list[list[float]] = []
         self._logits: Guess = lambda size, time: None
@@ -62,27 +61,27 @@ class Snapshot(TrainerCallback):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Write the recording, even if the run ran out of memory."""
+        """Write the files, even if the run ran out of memory."""
         self._stop()
-        if self._recorded is not None:
-            self._write(self._recorded)
+        if self._trace is not None:
+            self._write(self._trace)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         model, optimizer = more["model"], more["optimizer"]
-        # --batch auto trains several times; the last run counts.
+        # The Trainer may be started several times; the last time counts.
         self._stop()
         self.tags, self.starts, self._updates = [], [], []
         config = model.config.get_text_config()
         fused = self.setup.liger == "all" or "linear_cross_entropy" in self.setup.liger
         tokens = None if fused else self.setup.batch * self.setup.sequence
         self._logits = logits_sizes(config.vocab_size, config.hidden_size, tokens)
-        # Before the optimizer has state. These tags give the categories of memory allocated before the first event.
-        held = self._tag(WEIGHTS, model.parameters())
-        held |= self._tag(WEIGHTS, model.buffers())
-        held |= self._tag(GRADIENTS, (p.grad for p in model.parameters()))
-        held |= self._tag(OPTIMIZER, _state(optimizer))
+        # These tags give the categories of memory allocated before the first event.
+        initial = self._tag(WEIGHTS, model.parameters())
+        initial |= self._tag(WEIGHTS, model.buffers())
+        initial |= self._tag(GRADIENTS, (p.grad for p in model.parameters()))
+        initial |= self._tag(OPTIMIZER, _state(optimizer))
         self._hook(model)
-        self._recorder = _Gpu() if self.setup.device == "cuda" else _Cpu(held)
+        self._recorder = _Gpu() if self.setup.device == "cuda" else _Cpu(initial)
         self._recording.enter_context(self._recorder)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -109,21 +108,21 @@ class Snapshot(TrainerCallback):
     def _hook(self, model: Any) -> None:
         """Tag the inputs of layers and every gradient as soon as they exist."""
 
-        def layer(module: Any, inputs: tuple[Any, ...]) -> None:
+        def tag_layer(module: Any, inputs: tuple[Any, ...]) -> None:
             if getattr(module, "gradient_checkpointing", False) and module.training:
                 self._tag(CHECKPOINTS, inputs[:1])
             self._tag(WEIGHTS, module.parameters())
 
-        def gathered(module: Any, inputs: tuple[Any, ...]) -> None:
+        def tag_gathered(module: Any, inputs: tuple[Any, ...]) -> None:
             self._tag(WEIGHTS, module.parameters(recurse=False))
 
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
-                self._handles.append(module.register_forward_pre_hook(layer))
-            # Only on modules that have hooks already, such as those by which ZeRO-3 gathers weights: Liger does not
-            # fuse modules with hooks.
+                self._handles.append(module.register_forward_pre_hook(tag_layer))
+            # Only modules that already have hooks, such as those with which ZeRO-3 gathers weights: Liger does not
+            # replace modules with hooks.
             elif module._forward_pre_hooks and next(module.parameters(recurse=False), None) is not None:
-                self._handles.append(module.register_forward_pre_hook(gathered))
+                self._handles.append(module.register_forward_pre_hook(tag_gathered))
         for parameter in model.parameters():
             if parameter.requires_grad:
                 self._handles.append(
@@ -131,11 +130,11 @@ class Snapshot(TrainerCallback):
                 )
 
     def _guess(self, size: int, time: float) -> str | None:
-        """Logits by size, except during the update: the optimizer may allocate memory of the size of the LM head."""
+        """Recognize logits by size, except during the update, which may allocate memory of the LM head's size."""
         return None if any(start <= time < end for start, end in self._updates) else self._logits(size, time)
 
     def _tag(self, category: str, tensors: Iterable[Any]) -> dict[int, int]:
-        """Tag these tensors with a category; returns address → bytes."""
+        """Tag the storages of tensors with a category; return address → bytes."""
         now = _now()
         sizes = {
             s.data_ptr(): s.nbytes()
@@ -149,39 +148,44 @@ class Snapshot(TrainerCallback):
     def _stop(self) -> None:
         if self._recorder is not None:
             self._recording.close()
-            self._recorded = self._recorder.recorded()
+            self._trace = self._recorder.trace()
             self._recorder = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def _write(self, recorded: _Recorded) -> None:
+    def _write(self, trace: _Trace) -> None:
         from liger_train.report.timelines import timeline_picture
 
         start = self.starts[1] if len(self.starts) > 1 else float("-inf")
-        line = timeline(recorded.held, recorded.events, self.tags, self._guess, self.starts, start)
-        record = {"setup": asdict(self.setup), **line.columns(), "peak": line.peak, "asked": recorded.requested}
+        line = timeline(trace.initial, trace.events, self.tags, self._guess, self.starts, start)
+        record = {"setup": asdict(self.setup), **asdict(line), "peak": line.peak, "asked": trace.requested}
         record |= machine.describe(torch.device(self.setup.device))
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _beside(self.path, ".json").write_text(json.dumps(record, separators=(",", ":")) + "\n", encoding="utf-8")
-        if recorded.snapshot is not None:
-            with _beside(self.path, ".pickle").open("wb") as file:
-                pickle.dump(recorded.snapshot, file)
-        timeline_picture([record], _beside(self.path, ".png"))
+        Path(f"{self.path}.json").write_text(json.dumps(record, separators=(",", ":")) + "\n", encoding="utf-8")
+        if trace.snapshot is not None:
+            with open(f"{self.path}.pickle", "wb") as file:
+                pickle.dump(trace.snapshot, file)
+        timeline_picture([record], Path(f"{self.path}.png"))
 
 
 def name_of(setup: Setup) -> str:
-    """A file name for a run: model, size and Liger, then every option that affects memory and is not the default."""
+    """Return a file name for a run: model, size and Liger, then the other options that are not the defaults."""
     model, liger = setup.model.strip("/").replace("/", "--"), setup.liger.replace(",", "+")
     chosen = chosen_options(asdict(setup)).items()
     words = [value if name == "precision" else f"{name}-{value}" for name, value in chosen]
     return "-".join([model, f"{setup.batch}x{setup.sequence}", liger, *words])
 
 
-class _Recorded(NamedTuple):
-    """A recording: address → bytes from before, events, and the size of the allocation that failed."""
+class _Trace(NamedTuple):
+    """The allocations of a run.
 
-    held: dict[int, int]
+    initial    address → bytes of the blocks allocated before the first event
+    requested  bytes of the allocation that failed, if any
+    snapshot   PyTorch's snapshot
+    """
+
+    initial: dict[int, int]
     events: list[Event]
     requested: int | None = None
     snapshot: Any = None
@@ -189,7 +193,7 @@ class _Recorded(NamedTuple):
 
 class _Gpu:
     def __enter__(self) -> Self:
-        # Not the stacks of releases: recording them loses the exception by which a checkpoint stops early
+        # Without stacks of releases: recording them loses the exception with which a checkpoint stops early
         # (https://github.com/pytorch/pytorch/issues/179536).
         torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=MOST_EVENTS)
         return self
@@ -199,53 +203,48 @@ class _Gpu:
         self._snapshot = torch.cuda.memory._snapshot()
         torch.cuda.memory._record_memory_history(enabled=None)
 
-    def recorded(self) -> _Recorded:
+    def trace(self) -> _Trace:
         return from_snapshot(self._snapshot, torch.cuda.current_device())
 
 
-def from_snapshot(snapshot: dict[str, Any], device: int) -> _Recorded:
-    """The events of PyTorch's snapshot, and the memory before them, reconstructed backwards from the end."""
-    trace = snapshot["device_traces"][device]
+def from_snapshot(snapshot: dict[str, Any], device: int) -> _Trace:
+    """Return the events of PyTorch's snapshot, and the memory before them, reconstructed backward from the end."""
+    log = snapshot["device_traces"][device]
     actions = {"alloc": 1, "free_requested": -1}
-    events = [Event(e["time_us"], e["addr"], actions[e["action"]] * e["size"]) for e in trace if e["action"] in actions]
-    held: dict[int, int] = {}
+    events = [Event(e["time_us"], e["addr"], actions[e["action"]] * e["size"]) for e in log if e["action"] in actions]
+    initial: dict[int, int] = {}
     for segment in snapshot["segments"]:
-        # In older versions only the first block of a segment has an address; blocks are contiguous.
+        # Older versions have no addresses of blocks, which are contiguous in a segment.
         address = segment["address"]
         for block in segment["blocks"]:
             if block["state"] == "active_allocated" and segment["device"] == device:
-                held[block.get("address", address)] = block.get("requested_size", block["size"])
+                initial[block.get("address", address)] = block.get("requested_size", block["size"])
             address += block["size"]
     for event in reversed(events):
         if event.bytes > 0:
-            held.pop(event.address, None)
+            initial.pop(event.address, None)
         else:
-            held[event.address] = -event.bytes
-    failed = next((e for e in trace if e["action"] == "oom"), None)
+            initial[event.address] = -event.bytes
+    failed = next((e for e in log if e["action"] == "oom"), None)
     if failed is not None:
-        # Releases after that are not part of the run.
+        # Later releases are not part of the run.
         events = [event for event in events if event.time <= failed["time_us"]]
-    return _Recorded(held, events, None if failed is None else failed["size"], snapshot)
+    return _Trace(initial, events, None if failed is None else failed["size"], snapshot)
 
 
 class _Cpu(CpuAllocations):
-    def __init__(self, held: dict[int, int]) -> None:
-        self.held = held
+    def __init__(self, initial: dict[int, int]) -> None:
+        self.initial = initial
 
-    def recorded(self) -> _Recorded:
-        return _Recorded(self.held, [Event(*event) for event in self.events()])
+    def trace(self) -> _Trace:
+        return _Trace(self.initial, [Event(*event) for event in self.events()])
 
 
 def _state(optimizer: Any) -> list[Any]:
-    """The tensors of an optimizer, unless a wrapper hides them."""
+    """Return the states of an optimizer, or nothing if a wrapper hides them."""
     return list(getattr(optimizer, "state", {}).values())
 
 
 def _now() -> float:
-    """The current time in microseconds, on the clock of the events."""
+    """Return the current time in microseconds, on the clock of the events."""
     return time.time_ns() / 1e3
-
-
-def _beside(path: Path, suffix: str) -> Path:
-    """The path with a suffix; with_suffix would replace the end of llama-3.2-1b."""
-    return path.with_name(path.name + suffix)

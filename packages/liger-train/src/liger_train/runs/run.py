@@ -8,6 +8,7 @@ import gc
 import importlib
 import logging
 import os
+import platform
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -23,27 +24,31 @@ from transformers.utils import logging as transformers_logging
 
 from liger_bench import machine
 from liger_bench.process import failure
-from liger_core.errors import DeviceError, LigerError, OptionError
+from liger_core.errors import DeviceError, LigerError
 from liger_hf.presets import PRESETS
 from liger_hf.private_transformers import set_device
-from liger_train import ranks, techniques
+from liger_hf.without_gradient import GradientCheck
+from liger_train import auto_checkpoint, ranks, techniques
+from liger_train.adapters import weight_counts
 from liger_train.checkpointing import checkpointed_layers
 from liger_train.combinations import ZERO
 from liger_train.configs import config_of
+from liger_train.errors import SetupError
 from liger_train.model import build
 from liger_train.row import Row, row_of
+from liger_train.runs import export as exporting
+from liger_train.runs import saved_checkpoints
+from liger_train.runs.arguments import training_arguments
+from liger_train.runs.compiled import Compiled
+from liger_train.runs.cpu_memory import CpuMemory
+from liger_train.runs.data import Data, read, with_steps
+from liger_train.runs.profile import Profile
+from liger_train.runs.record import Interruption, Recorder
+from liger_train.runs.snapshot import Snapshot
+from liger_train.runs.trainer import RunTrainer, Sealer
 from liger_train.setup import Setup
-from liger_train.train import auto_checkpoint, saved
-from liger_train.train import export as exporting
-from liger_train.train.arguments import training_arguments
-from liger_train.train.compiled import Compiled
-from liger_train.train.cpu_memory import CpuMemory
-from liger_train.train.data import Data, read, with_steps
-from liger_train.train.profile import Profile
-from liger_train.train.record import Interruption, Recorder
-from liger_train.train.snapshot import Snapshot
-from liger_train.train.trainer import RunTrainer, Sealer
 
+# Start of --optimizer → module and class of objects in its state.
 PROJECTORS = {
     "galore": ("galore_torch.galore_projector", "GaLoreProjector"),
     "apollo": ("apollo_torch.random_projector", "GradientProjector"),
@@ -62,15 +67,15 @@ def run(
     notes: list[str] | None = None,
     export: Path | None = None,
 ) -> Row:
-    """Train, and return the results. Running out of memory, a failure and an interruption are results, too.
+    """Train, and return the results, also of a run that runs out of memory, fails, or is interrupted.
 
-    folder         where to save checkpoints: every `save_every` steps, at the end, and when interrupted; None saves
-                   none
-    resume         resume from the latest intact checkpoint there; the losses are then those of an uninterrupted run
-    deterministic  use deterministic algorithms, so that two runs have bit-identical losses
+    folder         folder for checkpoints, saved every `save_every` steps, at the end, and when interrupted
+    resume         resume from the latest intact checkpoint there; the losses equal those of an uninterrupted run
+    deterministic  use deterministic algorithms; two runs then have bit-identical losses
     observers      more callbacks for the Trainer
-    notes          decisions made so far, one sentence each; those about the data are printed above the bar, and added
-    export         where to write the trained model, with adapters merged into its weights
+    bar            shows the progress
+    notes          decisions made so far, one sentence each; notes on the data are printed above the bar, and added here
+    export         folder for the trained model, with adapters merged into its weights
 
     Raises OptionError or DeviceError for an unsupported setup, before anything large is loaded.
     """
@@ -78,13 +83,13 @@ def run(
     if export is not None and ranks.first():
         exporting.check(setup, export)
     if resume:
-        saved.check_resumable(setup)
+        saved_checkpoints.check_resumable(setup)
     device = _device(setup)
     current = _Run(setup, device, [] if notes is None else notes, bar, deterministic)
-    memory = current.recorder.memory = _memory(setup, current.notes, observers)
+    memory = current.recorder.memory = _cpu_memory(setup, current.notes, observers)
     results: dict[str, Any] = {}
     try:
-        with _order_of_sums(), memory or contextlib.nullcontext():
+        with _restored_determinism(), memory or contextlib.nullcontext():
             current.train(folder, resume, save_every, observers, export)
     except LigerError:
         raise
@@ -101,8 +106,8 @@ def run(
     return row
 
 
-def _memory(setup: Setup, notes: list[str], observers: Sequence[TrainerCallback]) -> CpuMemory | None:
-    """Measures the memory of a run on the CPU, where that is possible."""
+def _cpu_memory(setup: Setup, notes: list[str], observers: Sequence[TrainerCallback]) -> CpuMemory | None:
+    """Return the callback that measures memory on the CPU, or None with a note if that is impossible."""
     if setup.device != "cpu":
         return None
     if setup.shard in ZERO:
@@ -111,11 +116,11 @@ def _memory(setup: Setup, notes: list[str], observers: Sequence[TrainerCallback]
     if any(isinstance(observer, Profile | Snapshot) for observer in observers):
         notes.append("Peak memory was not measured: --snapshot and --profile need the same profiler.")
         return None
-    return CpuMemory()
+    return CpuMemory(buckets=setup.shard == "none" and setup.sharing_ranks > 1)
 
 
 def largest_batch(setup: Setup, attempt: Callable[[Setup], Row]) -> Row:
-    """The row of the first batch size that fits, from setup.batch down by a quarter each time."""
+    """Return the row of the first batch size that fits, from setup.batch down by a quarter each time."""
     failed: list[int] = []
     while (row := attempt(setup)).out_of_memory and setup.batch > 1:
         failed.append(setup.batch)
@@ -125,37 +130,38 @@ def largest_batch(setup: Setup, attempt: Callable[[Setup], Row]) -> Row:
 
 
 def release(device: torch.device) -> None:
-    """Free unused memory."""
+    """Free unreferenced and cached memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _device(setup: Setup) -> torch.device:
-    """The device of this rank, with its memory capped as the setup says."""
+    """Return the device of this rank, after setting the memory limit of the setup."""
     device = machine.measurable_device("train", setup.device)
     if device.type == "cpu":
         return device
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     if device.index >= torch.cuda.device_count():
         raise DeviceError(
-            f"train: every rank needs a GPU of its own, got {setup.ranks} ranks and {torch.cuda.device_count()} GPUs "
-            "here"
+            f"train: every rank needs a GPU of its own, got {setup.ranks} ranks and {torch.cuda.device_count()} GPUs"
         )
     torch.cuda.set_device(device)
-    has = torch.cuda.get_device_properties(device).total_memory
-    limit = has if setup.memory_limit is None else setup.memory_limit
-    if limit > has:
+    total = torch.cuda.get_device_properties(device).total_memory
+    limit = total if setup.memory_limit is None else setup.memory_limit
+    if limit > total:
         raise DeviceError(
-            f"train: --memory-limit must be at most the memory of the GPU, {has / 2**30:.1f} GiB, got "
-            f"{limit / 2**30:.1f} GiB"
+            f"train: --memory-limit must be at most the GPU's {total / 2**30:.1f} GiB, got {limit / 2**30:.1f} GiB"
         )
-    torch.cuda.set_per_process_memory_fraction(limit / has, device)
+    torch.cuda.set_per_process_memory_fraction(limit / total, device)
     return device
 
 
 class _Run:
-    """A run in progress, and its results so far."""
+    """A run in progress, with its results so far.
+
+    model_columns  the columns of the row that describe the model
+    """
 
     def __init__(
         self, setup: Setup, device: torch.device, notes: list[str], bar: Progress | None, deterministic: bool
@@ -167,7 +173,7 @@ class _Run:
         self.interruption = Interruption()
         self.recorder = Recorder(setup, device, self.interruption, self._show)
         self.compiled = Compiled(setup, self.recorder, self.notes)
-        self.known: dict[str, Any] = {}
+        self.model_columns: dict[str, Any] = {}
         self.task = bar.add_task("preparing", total=setup.steps, unit="step") if bar else None
 
     def train(
@@ -179,105 +185,115 @@ class _Run:
         export: Path | None = None,
     ) -> None:
         with contextlib.ExitStack() as stack, _quiet():
-            written_to, private = _folders(stack, self.setup, folder)
+            output_folder, nvme_folder = _folders(stack, self.setup, folder)
             self._show(None, "reading the text")
             vocabulary = config_of(self.setup).get_text_config().vocab_size
             data = read(self.setup, vocabulary, own_tokenizer=self.setup.model not in PRESETS)
             self._print([note for note in data.notes if note not in self.notes])
             self.setup = with_steps(self.setup, data)
             self._show(None, "preparing")
-            # Before the model: while these arguments exist, DeepSpeed shards weights as they are created.
-            arguments = self._arguments(replace(self.setup, nvme_folder=private), written_to, folder, save_every)
-            before = self._before(folder, resume, data)
-            if before is not None:
-                self.recorder.restore(before.progress)
-            if before is not None and before.step >= self.setup.steps:
+            # Before the model: DeepSpeed shards weights as they are created, while these arguments exist.
+            arguments = self._arguments(replace(self.setup, nvme_folder=nvme_folder), output_folder, folder, save_every)
+            saved = self._checkpoint_to_resume(folder, resume, data)
+            if saved is not None:
+                self.recorder.restore(saved.progress)
+            if saved is not None and saved.step >= self.setup.steps:
                 if export is not None:
-                    raise OptionError(
-                        f"train: --export needs a step to train, but all {before.step} were done before; give more "
-                        "--steps"
+                    raise SetupError(
+                        f"--export needs a step to train, but all {saved.step} were done before; give more --steps"
                     )
-                self.known = before.progress["known"]
-                self.notes.append(f"All {before.step} steps were done before; {before.folder} is the trained model.")
+                self.model_columns = saved.progress["known"]
+                self.notes.append(f"All {saved.step} steps were done before; {saved.folder} is the trained model.")
                 return
             self._show(None, "loading the model")
             built = build(self.setup, self.device)
             _name_tokens(built.model, data.tokenizer)
             self.notes.extend(built.notes)
-            self.known = _counts(built.model) | {"replaced": built.replaced}
+            self.model_columns = _counts(built.model) | {"replaced": built.replaced}
             sealer = Sealer(lambda: self._progress(built.model, data), data.tokenizer)
-            spenders = auto_checkpoint.observers(self.setup, self._decided)
-            self.compiled.settled = lambda: all(
-                each.spending is not None and each.spending.settled for each in spenders
-            )
+            auto = auto_checkpoint.observers(self.setup, self._note_decision)
+            self.compiled.settled = lambda: all(callback.settled for callback in auto)
             memory = [self.recorder.memory] if self.recorder.memory else []
-            callbacks = [*memory, self.recorder, sealer, *spenders, self.compiled, *observers]
+            check = GradientCheck(lambda sentence: self._print([sentence]))
+            callbacks = [*memory, self.recorder, sealer, *auto, self.compiled, check, *observers]
             trainer = RunTrainer(
-                built.model, arguments, data, self.compiled, callbacks, lambda: spenders[0].parts if spenders else 1
+                built.model, arguments, data, self.compiled, callbacks, lambda: auto[0].parts if auto else 1
             )
             with (
                 self.compiled.session(),
                 self.interruption,
                 torch.serialization.safe_globals(_projectors(self.setup.optimizer)),
             ):
-                trainer.train(resume_from_checkpoint=str(before.folder) if before else None)
-            self.known["checkpointed_layers"] = checkpointed_layers(built.model)
+                trainer.train(resume_from_checkpoint=str(saved.folder) if saved else None)
+            self.model_columns["checkpointed_layers"] = checkpointed_layers(built.model)
             self._end(folder)
             if export is not None:
                 self._export(built.model, data.tokenizer, export)
 
     def results(self) -> dict[str, Any]:
-        # A device that failed cannot be synchronized.
+        # After a failure, synchronizing the device may raise.
         with contextlib.suppress(Exception):
             self.recorder.settle()
-        peaks = {name: value for name, value in self.known.items() if name.startswith("peak_")}
+        peaks = {name: value for name, value in self.model_columns.items() if name.startswith("peak_")}
         columns = {"steps": self.setup.steps, "compile_seconds": self.compiled.seconds}
-        return columns | self.known | self.recorder.results() | peaks | {"notes": self.notes}
+        return columns | self.model_columns | self.recorder.results() | peaks | {"notes": self.notes}
 
-    def _arguments(self, setup: Setup, written_to: Path, folder: Path | None, save_every: int) -> TrainingArguments:
+    def _arguments(self, setup: Setup, output_folder: Path, folder: Path | None, save_every: int) -> TrainingArguments:
         more: dict[str, Any] = {"logging_nan_inf_filter": False, "full_determinism": self.deterministic}
         if folder is not None:
             every = save_every or self.setup.steps
-            more |= {"save_strategy": "steps", "save_steps": every, "save_total_limit": saved.KEPT}
-        arguments = training_arguments(setup, written_to, **more)
+            more |= {
+                "save_strategy": "steps",
+                "save_steps": every,
+                "save_total_limit": saved_checkpoints.MOST_CHECKPOINTS,
+            }
+        arguments = training_arguments(setup, output_folder, **more)
         if self.device.type == "cpu":
-            # accelerate 1.15 numbers the CPU by rank, but torch.load does not know "cpu:0" when the Trainer restores an
-            # optimizer.
+            # accelerate 1.15 numbers CPUs by rank, but torch.load rejects "cpu:0" when an optimizer is restored.
             set_device(arguments, self.device)
         return arguments
 
-    def _before(self, folder: Path | None, resume: bool, data: Data) -> saved.Saved | None:
-        """The checkpoint to resume from; all ranks use the one that the first rank finds."""
+    def _checkpoint_to_resume(
+        self, folder: Path | None, resume: bool, data: Data
+    ) -> saved_checkpoints.SavedCheckpoint | None:
+        """Return the checkpoint to resume from, if any; all ranks use the one that the first rank finds."""
         if folder is None:
             return None
         shared: list[Any] = [None, []]
         if ranks.first():
-            saved.check_new(folder, resume)
-            shared[0] = saved.newest(folder, shared[1]) if resume else None
+            saved_checkpoints.check_new(folder, resume)
+            shared[0] = saved_checkpoints.latest_intact(folder, shared[1]) if resume else None
             if resume and shared[0] is None:
                 shared[1].append(f"There is no checkpoint in {folder} to resume from; starting from scratch.")
         if dist.is_initialized() and self.setup.ranks > 1:
             dist.broadcast_object_list(shared)
-        before: saved.Saved | None = shared[0]
+        if not (folder / saved_checkpoints.LOCK).is_file():
+            raise SetupError(
+                f"--output must be a folder that all machines share, got {folder}, in which {platform.node()} does not "
+                "see the files of the first rank; give a folder of a shared file system"
+            )
+        saved: saved_checkpoints.SavedCheckpoint | None = shared[0]
         self.notes.extend(shared[1])
-        if before is not None:
-            saved.check_same(before, saved.same(self.setup), data.digest)
-            self.notes.append(f"Resumed from step {before.step}, {before.folder}.")
-        return before
+        if saved is not None:
+            saved_checkpoints.check_same(saved, saved_checkpoints.fixed_options(self.setup), data.digest)
+            self.notes.append(f"Resumed from step {saved.step}, {saved.folder}.")
+        return saved
 
     def _progress(self, model: nn.Module, data: Data) -> dict[str, Any]:
-        known = self.known | {"checkpointed_layers": checkpointed_layers(model)}
-        return self.recorder.progress() | {"known": known, "setup": saved.same(self.setup), "text": data.digest}
+        known = self.model_columns | {"checkpointed_layers": checkpointed_layers(model)}
+        return self.recorder.progress() | {
+            "known": known,
+            "setup": saved_checkpoints.fixed_options(self.setup),
+            "text": data.digest,
+        }
 
     def _end(self, folder: Path | None) -> None:
         """Gather the results of all ranks, and note an interruption."""
         if dist.is_initialized() and self.setup.ranks > 1:
-            self.recorder.join()
+            self.recorder.gather()
         if self.recorder.interrupted:
             step = len(self.recorder.losses)
-            ending = (
-                f"a checkpoint was saved in {folder}" if folder else "nothing was saved, since there is no --output"
-            )
+            ending = f"a checkpoint was saved in {folder}" if folder else "nothing was saved without --output"
             self.notes.append(f"Interrupted after step {step} of {self.setup.steps}; {ending}.")
 
     def _export(self, model: Any, tokenizer: Any, folder: Path) -> None:
@@ -285,21 +301,22 @@ class _Run:
             self.notes.append("Nothing was exported, since the run was interrupted.")
             return
         self._show(None, "exporting the model")
-        # The memory of merging, and of loading weights again, does not count.
-        self.known |= {name: value for name, value in self.recorder.results().items() if name.startswith("peak_")}
-        if ranks.first():
-            exporting.export(self.setup, model, tokenizer, folder)
+        # The peak excludes merging, and loading weights again.
+        self.model_columns |= {
+            name: value for name, value in self.recorder.results().items() if name.startswith("peak_")
+        }
+        exporting.export(self.setup, model, tokenizer, folder)
         self.notes.append(f"Exported the trained model to {folder}.")
 
     def _print(self, notes: list[str]) -> None:
-        """Note sentences, and print them above the progress bar: a run may be long."""
+        """Note sentences, and print them above the progress bar, since the run may take long."""
         self.notes.extend(notes)
         if self.bar is not None:
             self.printed.extend(notes)
             for note in notes:
                 self.bar.console.print(note, markup=False, highlight=False, soft_wrap=True)
 
-    def _decided(self, sentence: str) -> None:
+    def _note_decision(self, sentence: str) -> None:
         """Note a decision that changes the time of later steps."""
         self.notes.append(sentence)
         self.recorder.restart_timing()
@@ -310,7 +327,7 @@ class _Run:
 
 
 def _name_tokens(model: Any, tokenizer: Any) -> None:
-    """Give a model that lacks end-of-text and padding tokens its tokenizer's: the saved model can generate."""
+    """Set missing end-of-text and padding tokens of a model to the tokenizer's, which generation needs."""
     for config in (model.config, model.generation_config):
         for name in ("eos_token_id", "pad_token_id"):
             if config is not None and getattr(config, name, None) is None:
@@ -318,22 +335,22 @@ def _name_tokens(model: Any, tokenizer: Any) -> None:
 
 
 @contextlib.contextmanager
-def _order_of_sums() -> Iterator[None]:
+def _restored_determinism() -> Iterator[None]:
     """Restore the global settings that the Trainer changes for a deterministic run."""
     cudnn = torch.backends.cudnn
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     flags = cudnn.deterministic, cudnn.benchmark
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
         cudnn.deterministic, cudnn.benchmark = flags
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence nested progress bars and the Trainer's warnings, which only say that tied weights are saved once and that
-    allowed options changed."""
+    """Silence nested progress bars, and warnings about tied weights and about options that may change on resuming."""
     loggers = [logging.getLogger(f"transformers.{name}") for name in ("trainer", "trainer_utils")]
     levels, bars = [logger.level for logger in loggers], transformers_logging.is_progress_bar_enabled()
     for logger in loggers:
@@ -349,34 +366,33 @@ def _quiet() -> Iterator[None]:
 
 
 def _folders(stack: contextlib.ExitStack, setup: Setup, folder: Path | None) -> tuple[Path, str | None]:
-    """Return the folder that the Trainer writes to, and that of DeepSpeed, until the stack is closed.
+    """Return the folder that the Trainer writes to, and the one for DeepSpeed, until the stack is closed.
 
-    DeepSpeed's is private, within nvme_folder: it names its files only by rank, and does not remove them.
+    DeepSpeed gets a temporary folder in nvme_folder, because it names files by rank only, and does not remove them.
     """
-    private = setup.nvme_folder
+    nvme_folder = setup.nvme_folder
     if setup.offload == "nvme":
-        temporary = tempfile.TemporaryDirectory(prefix="liger-train-", dir=private, ignore_cleanup_errors=True)
-        private = stack.enter_context(temporary)
+        temporary = tempfile.TemporaryDirectory(prefix="liger-train-", dir=nvme_folder, ignore_cleanup_errors=True)
+        nvme_folder = stack.enter_context(temporary)
     if folder is None:
-        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="liger-train-"))), private
+        return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="liger-train-"))), nvme_folder
     if ranks.first():
-        stack.enter_context(saved.held(folder))
-    return folder, private
+        stack.enter_context(saved_checkpoints.locked(folder))
+    return folder, nvme_folder
 
 
 def _counts(model: Any) -> dict[str, int]:
-    """The number of weights and of trained weights; ZeRO stage 3 leaves only the number in place of each weight."""
-    if any(hasattr(weight, "ds_numel") for weight in model.parameters()):
-        sizes = {weight: weight.ds_numel for weight in model.parameters()}
-        trained = sum(size for weight, size in sizes.items() if weight.requires_grad)
-        return {"parameters": sum(sizes.values()), "trainable_parameters": trained}
-    return {"parameters": model.num_parameters(), "trainable_parameters": model.num_parameters(only_trainable=True)}
+    """Return the numbers of weights, of trained weights, and of weights in 4 and in 16 bits."""
+    widths = weight_counts(model)
+    return {
+        "parameters": widths.total(),
+        "trainable_parameters": sum(count for (is_trained, _), count in widths.items() if is_trained),
+        "parameters_in_4_bits": widths[False, "4 bits"],
+        "parameters_in_16_bits": sum(count for (_, width), count in widths.items() if width.endswith("float16")),
+    }
 
 
 def _projectors(optimizer: str) -> list[Any]:
-    """Classes in the state of these optimizers that torch.load must be allowed to load."""
-    name = next((name for name in PROJECTORS if optimizer.startswith(name)), None)
-    if name is None:
-        return []
-    module, kind = PROJECTORS[name]
-    return [getattr(importlib.import_module(module), kind)]
+    """Return the classes in the state of an optimizer that torch.load must be allowed to load."""
+    paths = [path for start, path in PROJECTORS.items() if optimizer.startswith(start)]
+    return [getattr(importlib.import_module(module), name) for module, name in paths]

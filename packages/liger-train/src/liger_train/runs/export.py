@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--export`: the trained model in a folder, with adapters merged into its weights, as Transformers loads it."""
+"""`--export`: write the trained model to a folder, with adapters merged into its weights, for Transformers to load."""
 
 from __future__ import annotations
 
@@ -14,33 +14,46 @@ import torch
 from transformers.utils import cached_file
 
 from liger_bench.writable import check_folder
-from liger_core.errors import OptionError
 from liger_hf.hub import is_local
 from liger_hf.presets import PRESETS
+from liger_train import ranks
+from liger_train.errors import SetupError
 from liger_train.model import loaded_again
 from liger_train.setup import Setup
 
-# The files of what prepares pictures and other inputs of a model, which training on text does not change.
+# Files of processors for images and other inputs, which training on text does not change.
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def check(setup: Setup, folder: Path) -> None:
-    """Raise OptionError if the model could not be written there."""
-    if setup.shard in ("zero3", "fsdp2") or setup.tp > 1:
-        option = f"--tp {setup.tp}" if setup.tp > 1 else f"--shard {setup.shard}"
-        raise OptionError(f"train: --export needs a rank that holds the whole model, got {option}; use --output")
+    """Raise OptionError if the model of this setup cannot be exported, or not to this folder."""
+    if setup.shard == "zero3" or (setup.saves_shards and setup.adapter != "none"):
+        adapter = "" if setup.adapter == "none" else f" and --adapter {setup.adapter}"
+        raise SetupError(
+            f"--export needs a rank that holds the whole model, got --shard {setup.shard}{adapter}; use --output"
+        )
     check_folder("train: --export", folder)
     if any(folder.iterdir()):
-        raise OptionError(f"train: --export must be an empty or a new folder, got {folder}, which has files")
+        raise SetupError(f"--export must be an empty or a new folder, got {folder}, which has files")
 
 
 def export(setup: Setup, model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write the model of a run that has ended. The model cannot be trained on after that."""
+    """Write the model of a run that has ended; after this, the model cannot be trained further.
+
+    All ranks must call this for a sharded model.
+    """
+    if setup.saves_shards:
+        from liger_train.runs import sharded_checkpoints
+
+        sharded_checkpoints.save_model(model, folder)
+    if not ranks.first():
+        return
     if setup.adapter == "qlora":
-        whole = _merged_unquantized(setup, model)
-    else:
-        whole = model.merge_and_unload() if setup.adapter != "none" else model
-    whole.save_pretrained(folder)
+        model = _merged_unquantized(setup, model)
+    elif setup.adapter != "none":
+        model = model.merge_and_unload()
+    if not setup.saves_shards:
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for name in PROCESSORS if setup.model not in PRESETS else ():
         file = cached_file(
@@ -51,8 +64,7 @@ def export(setup: Setup, model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def _merged_unquantized(setup: Setup, model: Any) -> Any:
-    """The adapters, merged into the weights from before they were quantized: merging into 4 bits would round the update
-    away."""
+    """Merge the adapters into the weights from before quantization; in 4 bits, rounding would lose the update."""
     peft = importlib.import_module("peft")
     with tempfile.TemporaryDirectory(prefix="liger-train-") as folder:
         model.save_pretrained(folder)

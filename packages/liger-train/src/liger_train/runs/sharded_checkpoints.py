@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of sharded models, by torch.distributed.checkpoint: each rank writes and reads its own shards.
+
+The weights are files of Hugging Face, which any number of ranks reads, sharded or not. A folder has the rest: the
+optimizer, and the weights of adapters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from liger_train import ranks
+from liger_train.runs.saved_checkpoints import SHARDS
+
+# Bytes of a file of weights.
+FILE_SIZE = 5 * 10**9
+
+
+@contextlib.contextmanager
+def _first_failure() -> Iterator[None]:
+    """Raise the error of the first rank that failed: a run does not catch a CheckpointException."""
+    try:
+        yield
+    except CheckpointException as error:
+        problem, _ = error.failures[min(error.failures)]
+        raise problem from error
+
+
+@_first_failure()
+def save_model(model: Any, folder: Path) -> None:
+    """Write the weights and the config of a model, or its adapters; all ranks must call this."""
+    if hasattr(model, "peft_config"):
+        adapters = {name: _whole(weight) for name, weight in _trained(model).items()}
+        if ranks.first():
+            model.save_pretrained(folder, state_dict=adapters)
+        return
+    weights = _weights(model)
+    files: dict[str, int] = {}
+    size = 0
+    for name, weight in weights.items():
+        size += weight.numel() * weight.itemsize
+        files[name] = 1 + size // FILE_SIZE
+    writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True, enable_consolidation=True)
+    checkpoint.save(weights, storage_writer=writer)
+    if ranks.first():
+        shutil.rmtree(folder / "sharded")
+        model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        for config in filter(None, (model.config, model.generation_config)):
+            config.save_pretrained(folder)
+
+
+@_first_failure()
+def load_model(model: Any, folder: Path) -> None:
+    """Read the weights of a model in place: each rank reads its shards."""
+    if hasattr(model, "peft_config"):
+        checkpoint.load({"model": _trained(model)}, checkpoint_id=folder / SHARDS)
+    else:
+        checkpoint.load(_weights(model), storage_reader=HuggingFaceStorageReader(str(folder)))
+
+
+@_first_failure()
+def save_state(model: Any, optimizer: Any, scheduler: Any, folder: Path) -> None:
+    """Write the optimizer, the scheduler, and the weights of adapters; all ranks must call this."""
+    checkpoint.save(_state(model, optimizer, scheduler), checkpoint_id=folder / SHARDS)
+
+
+@_first_failure()
+def load_state(model: Any, optimizer: Any, scheduler: Any, folder: Path) -> None:
+    """Restore the optimizer and the scheduler."""
+    state = _state(model, optimizer, scheduler)
+    checkpoint.load(state, checkpoint_id=folder / SHARDS)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
+
+
+def _state(model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    state = {"optimizer": get_optimizer_state_dict(model, optimizer), "scheduler": scheduler.state_dict()}
+    return state | ({"model": _trained(model)} if hasattr(model, "peft_config") else {})
+
+
+def _weights(model: nn.Module) -> dict[str, Any]:
+    """Return the state of a model, with one name for tied weights."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied = names - {name for name, _ in model.named_parameters()}
+    return {name: weight for name, weight in get_model_state_dict(model).items() if name not in tied}
+
+
+def _trained(model: nn.Module) -> dict[str, Any]:
+    return dict(get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True)))
+
+
+def _whole(weight: Any) -> Any:
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight

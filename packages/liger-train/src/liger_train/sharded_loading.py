@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load each rank's shards of a model, so that no rank ever holds the whole model.
+
+Transformers loads into a model without weights. For tensor parallelism, it makes them DTensors, so each rank reads its
+own shards from the files. For FSDP2, they become DTensors here. The model then waits on the meta device, where Liger
+replaces its modules and FSDP2 shards it. Each weight there has its shard as an attribute, which FSDP2's DTensor gets in
+the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from transformers import PreTrainedModel
+
+from liger_hf.private_transformers import INITIALIZE, INITIALIZED, before_loading
+from liger_train.setup import Setup
+
+# The attribute of a weight on the meta device with this rank's shard.
+SHARD = "liger_shard"
+
+
+def in_shards(setup: Setup, device: torch.device) -> AbstractContextManager[None]:
+    """Make Transformers load shards alone in this context: of a checkpoint, or of random weights.
+
+    Random weights are initialized on the device, one module after the other, each of them whole on every rank. So they
+    do not depend on the number of ranks.
+    """
+    if setup.tp > 1:
+        return before_loading(lambda model, files: _initialize_on(device, model))
+    # Only the number of this rank matters, and files are mapped to host memory.
+    names = ("replicas", "shards")
+    mesh = init_device_mesh("cpu", (setup.replicate, setup.ranks // setup.replicate), mesh_dim_names=names)["shards"]
+    return before_loading(lambda model, files: _shard(model, mesh, device))
+
+
+def _shard(model: Any, mesh: DeviceMesh, device: torch.device) -> None:
+    """Shard the weights of a model on the meta device as FSDP2 does: along their first dimension."""
+    _initialize_on(device, model)
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and weight.dim() and not isinstance(weight, DTensor):
+                module._parameters[name] = _sharded(weight, mesh, [Shard(0)])
+
+
+def _initialize_on(device: torch.device, model: Any) -> None:
+    """Make Transformers initialize each module of a model whole on the device, and keep this rank's shards."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and (initialize := getattr(module, INITIALIZE, None)) is not None:
+            # Transformers calls it for each module with weights that no file has.
+            vars(module)[INITIALIZE] = partial(_init_whole, initialize, device)
+
+
+def _sharded(weight: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
+    shard = distribute_tensor(weight.detach(), mesh, placements, src_data_rank=None)
+    return nn.Parameter(shard, weight.requires_grad)
+
+
+def _init_whole(initialize: Any, device: torch.device, module: nn.Module) -> None:
+    """Initialize the weights of one module that no file has, and keep this rank's shards of them."""
+    weights: dict[str, Any] = module._parameters
+    layouts = {
+        name: (weight.device_mesh, weight.placements)
+        for name, weight in weights.items()
+        if isinstance(weight, DTensor) and not getattr(weight, INITIALIZED, False)
+    }
+    for name in layouts:
+        weights[name] = nn.Parameter(torch.empty(weights[name].shape, dtype=weights[name].dtype, device=device))
+    initialize(module)
+    for name, layout in layouts.items():
+        weights[name] = _sharded(weights[name], *layout)
+
+
+def forget_initialization(model: nn.Module) -> None:
+    """Undo what in_shards did to the modules of a model."""
+    for module in model.modules():
+        vars(module).pop(INITIALIZE, None)
+
+
+@torch.no_grad()
+def wait_on_meta(model: nn.Module, device: torch.device) -> None:
+    """Replace the weights of a model by weights on the meta device, which have this rank's shards on the device."""
+    forget_initialization(model)
+    waiting: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if isinstance(weight, DTensor):
+                if id(weight) not in waiting:
+                    whole: Any = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+                    whole = nn.Parameter(whole, weight.requires_grad)
+                    shard = weight.to_local().to(device)
+                    # Otherwise a view would keep the whole weight.
+                    is_view = shard.untyped_storage().nbytes() > shard.nbytes
+                    setattr(whole, SHARD, shard.clone() if is_view else shard)
+                    # accelerate finds the weights of an optimizer by their addresses, and on meta they have none.
+                    whole.data_ptr = partial(id, whole)
+                    waiting[id(weight)] = whole
+                module._parameters[name] = waiting[id(weight)]
+
+
+def give_shards(accelerator: Any) -> None:
+    """Make this accelerator give a model its shards as soon as FSDP2 has sharded it."""
+    prepare = accelerator.prepare
+
+    def prepared(*objects: Any, **options: Any) -> Any:
+        places = [
+            (module, name, getattr(weight, SHARD))
+            for model in objects
+            if isinstance(model, nn.Module)
+            for module in model.modules()
+            for name, weight in module._parameters.items()
+            if hasattr(weight, SHARD)
+        ]
+        result = prepare(*objects, **options)
+        for module, name, shard in places:
+            weight: Any = getattr(module, name)
+            if weight.is_meta:
+                _give(weight, shard)
+        return result
+
+    accelerator.prepare = prepared
+
+
+def _give(weight: Any, shard: Tensor) -> None:
+    whole = DTensor.from_local(
+        shard.to(weight.dtype),
+        weight.device_mesh,
+        weight.placements,
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.stride(),
+    )
+    # In place, so that FSDP2, the optimizer and tied modules keep theirs.
+    torch.utils.swap_tensors(weight, nn.Parameter(whole, weight.requires_grad))

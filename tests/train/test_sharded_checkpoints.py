@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints whose shards each rank writes: they resume with other numbers of ranks, and load anywhere."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+import forks
+from liger_core.errors import OptionError
+from liger_train.row import Row
+from liger_train.runs.run import run
+from liger_train.setup import Setup
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.cpu,
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed"),
+]
+# Runs that continue one another, with four sequences per step.
+RUNS: dict[str, dict[str, Any]] = {
+    "two": {"shard": "fsdp2", "ranks": 2, "batch": 2, "steps": 2},
+    "four": {"shard": "fsdp2", "ranks": 4, "batch": 1, "steps": 4},
+    "tp": {"tp": 2, "ranks": 2, "batch": 4, "steps": 5},
+    "one": {"shard": "fsdp2", "ranks": 1, "batch": 4, "steps": 6},
+}
+
+
+class NoWeights(TorchDispatchMode):
+    """Fails if ranks exchange tensors of floating-point numbers."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            assert not any(isinstance(t, Tensor) and t.is_floating_point() for t in tree_leaves((args, kwargs))), func
+        return func(*args, **(kwargs or {}))
+
+
+def without_exchanged_weights(save: Callable[..., None]) -> Callable[..., None]:
+    @wraps(save)
+    def saving(*args: Any) -> None:
+        with NoWeights():
+            save(*args)
+
+    return saving
+
+
+def work(rank: int, setup: Setup, folder: str) -> None:
+    """One rank of a run that resumes, and exports its model."""
+    from liger_train.runs import sharded_checkpoints
+
+    torch.set_num_threads(1)
+    gc.freeze()
+    for name in ("save_model", "save_state"):
+        setattr(sharded_checkpoints, name, without_exchanged_weights(getattr(sharded_checkpoints, name)))
+    row = run(setup, folder=Path(folder) / "saved", resume=True, export=Path(folder) / f"exported-{setup.steps}")
+    assert not row.failed, row.reason
+    if rank == 0:
+        (Path(folder) / "row.json").write_text(json.dumps(row.columns()))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def work_on_a_full_disk(rank: int, setup: Setup, folder: str) -> None:
+    """One rank of a run whose second rank cannot write its shards of the second checkpoint."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    write = FileSystemWriter.write_data
+
+    def full(self: Any, *args: Any) -> Any:
+        if rank == 1 and "checkpoint-4" in str(self.path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, *args)
+
+    FileSystemWriter.write_data = full  # type: ignore[method-assign]
+    row = run(setup, folder=Path(folder), save_every=2)
+    assert (row.failed, row.reason) == (True, "OSError: [Errno 28] No space left on device")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def whole(small: Setup) -> Row:
+    """An uninterrupted run without sharding."""
+    return run(replace(small, batch=4))
+
+
+@pytest.fixture(scope="module")
+def sharded(small: Setup, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the runs, with a copy of their checkpoint after each."""
+    folder = tmp_path_factory.mktemp("sharded")
+    for name, options in RUNS.items():
+        forks.on_ranks(options["ranks"], work, replace(small, **options), str(folder))
+        saved = f"checkpoint-{options['steps']}"
+        shutil.copytree(folder / "saved" / saved, folder / name / saved)
+    return folder
+
+
+def test_a_run_resumes_with_other_numbers_of_ranks(whole: Row, sharded: Path) -> None:
+    row = json.loads((sharded / "row.json").read_text())
+    assert row["losses"] == pytest.approx(whole.losses, rel=1e-5)
+    assert row["notes"][-2] == f"Resumed from step 5, {sharded / 'saved' / 'checkpoint-5'}."
+
+
+def test_an_unsharded_run_resumes_from_a_sharded_checkpoint(small: Setup, whole: Row, sharded: Path) -> None:
+    row = run(replace(small, batch=4), folder=sharded / "four", resume=True)
+    assert row.losses == pytest.approx(whole.losses, rel=1e-5), row.reason
+
+
+def test_the_number_of_sequences_in_a_step_must_not_change(small: Setup, sharded: Path) -> None:
+    with pytest.raises(OptionError, match=r"needs the options of .*, which had --shard fsdp2, --ranks 2"):
+        run(small, folder=sharded / "two", resume=True)
+
+
+def test_transformers_loads_the_checkpoint_and_the_exported_model(small: Setup, sharded: Path) -> None:
+    before, saved, exported = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for folder in (small.model, sharded / "one" / "checkpoint-6", sharded / "exported-6")
+    )
+    assert before.keys() == saved.keys()
+    for name, weight in saved.items():
+        assert torch.equal(weight, exported[name])
+        assert not torch.equal(weight, before[name])
+
+
+def test_weights_are_written_once(small: Setup, sharded: Path) -> None:
+    for folder in (sharded / "four" / "checkpoint-4", sharded / "exported-5", sharded / "exported-6"):
+        files = [path.stat().st_size for path in folder.rglob("*.safetensors")]
+        assert sum(files) == pytest.approx((Path(small.model) / "model.safetensors").stat().st_size, rel=0.1)
+
+
+def test_a_full_disk_of_one_rank_leaves_the_checkpoint_before(small: Setup, whole: Row, tmp_path: Path) -> None:
+    forks.on_ranks(2, work_on_a_full_disk, replace(small, **RUNS["two"] | {"steps": 6}), str(tmp_path))
+    row = run(replace(small, batch=4), folder=tmp_path, resume=True)
+    assert row.losses == pytest.approx(whole.losses, rel=1e-5), row.reason
+    assert row.notes[-2].startswith("checkpoint-4 was not completely written and was removed")
