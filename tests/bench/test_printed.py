@@ -17,8 +17,8 @@ from liger_bench.bench.table import print_rows
 from liger_bench.measurements import rows_as
 from liger_train.demo import command as demo
 from liger_train.row import Row as TrainRow
-from liger_train.train import command as train
-from liger_train.train import sweep
+from liger_train.runs import command as train
+from liger_train.runs import sweep
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 WIDTH = 100
@@ -81,7 +81,7 @@ def test_liger_train(printed: Read) -> None:
 
 def test_liger_train_sweep(printed: Read) -> None:
     rows = rows_as(TrainRow, stored("2026-11-21-h200-training-runs/train.json"))
-    sweep.show([row for row in rows if row.model == "llama-3-8b"], ["batch", "checkpoint"])
+    sweep.print_rows([row for row in rows if row.model == "llama-3-8b"], ["batch", "checkpoint"])
     assert fits(printed(), {row.liger for row in rows if row.model == "llama-3-8b"})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's page on ops as Markdown: a comparison first, then every figure."""
+"""The report's page on ops as Markdown: one table of all ops, and heads whose vocabulary is sharded."""
 
 from __future__ import annotations
 
@@ -7,95 +7,111 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from liger_bench import markdown
-from liger_bench.records import Record, Records, distinct, find, sizes_of
+from liger_bench.records import Record, Records, distinct
 
 MIB = 1 << 20
-PASSES = ("forward", "full", "evaluation")
-OURS = ("triton",)
+PASSES = ("forward", "backward", "full", "evaluation")
+# The key of the picture of all ops.
+SHARE = "share"
+# Implementation → its name on the page.
+NAMES = {
+    "triton": "Liger (Triton)",
+    "reference": "Liger (reference)",
+    "eager": "plain PyTorch",
+    "compile": "torch.compile",
+}
+OURS, COLUMNS = ("triton", "reference"), ("eager", "compile", "liger-kernel")
 ABOUT = """
-| column | meaning |
-| --- | --- |
-| `triton`, `eager` | Liger's backend; plain PyTorch as in Transformers |
-| `full` | forward and backward |
-| `forward`, `evaluation` | a forward pass with inputs that require gradients; one without gradients |
-| `ms` | the median with the L2 cache flushed, and the 20th and 80th percentiles in brackets |
-| `roofline` | the least time of the work on this machine ÷ the median time |
-| `graph` | the fraction of the roofline when a CUDA graph replays the call |
-| `enqueue` | the host's time to enqueue the call |
-| `extra`, `beyond gradients` | the peak memory beyond the inputs; the same without the returned gradients |
-| `error` | the largest relative error (Frobenius norm) of outputs and of gradients against float64 |
-| `÷ eager` | the largest ratio of a gradient's error to that of eager PyTorch in the same dtype |
+Each op at its largest shape, or at the largest that plain PyTorch can run if it ran in this measurement.
 
-The same run measures the roofline: copy bandwidth and the rate of a large matmul. If an op needs matmuls, the roofline
-is the time of exactly these matmuls. The first line of a shape is a plain copy of as many bytes as the op must move. A
-short copy does not reach the bandwidth of a long one, and neither can a kernel that moves as few bytes. Implementations
-are interleaved. A `–` was not measured, or has no meaning there.
+* *full* is forward and backward, *evaluation* a forward pass without gradients.
+* *Limit* is the least time of the work on this machine ÷ the median time: of the bytes at copy bandwidth, of the
+  operations at the rate of a large matmul, or of exactly the matmuls that the op needs. The same run measures these.
+* The times of the others are multiples of Liger's: above 1, Liger is faster. *Plain PyTorch* is the computation of
+  Transformers.
+* *MiB* is the peak memory beyond inputs and gradients, Liger's and plain PyTorch's.
+* *Error* is the largest relative error (Frobenius norm) against float64, of an output or, after a backward pass, of a
+  gradient: Liger's and plain PyTorch's.
+
+Implementations are interleaved. A `–` was not measured, or has no meaning there.
 """.strip()
-# Implementation → its name in pictures.
-NAMES = {"triton": "Liger (Triton)", "reference": "Liger (reference)"}
+HEAD = (
+    "op", "pass", "ms", "limit", *(NAMES.get(name, name) for name in COLUMNS), "fastest other", "MiB", "error",
+)  # fmt: skip
 
 
 def page(records: Records, pictures: dict[str, Path], command: str) -> list[str]:
-    """Return the sections of the page; `pictures` maps an op, or `<op> scaling`, to the path in the page's link."""
+    """Return the sections of the page; `pictures` maps `<op> scaling` and "share" to the path in the page's link."""
     parts = [
         markdown.where(records.all)[0] + " [Versions and commits](#how-it-was-measured) are below.",
-        _ops_compared(records.ops),
+        _ops(records.ops, pictures),
         _sharded(records.sharded),
-        "## Ops in detail\n\n" + ABOUT if records.ops or records.scaling else "",
-        *(_op(name, records, pictures) for name in distinct([*records.ops, *records.scaling], "op")),
+        "\n\n".join(_picture(key, f"{key}: time against each size", pictures) for key in sorted({*pictures} - {SHARE})),
         _where(records),
         _repeat(records, command),
     ]
     return [text for text in parts if text]
 
 
-def _ops_compared(rows: Sequence[Record]) -> str:
-    """Return a table of each op at its largest shape: eager PyTorch, the fastest other library, and Liger."""
-    table = []
+def _ops(rows: Sequence[Record], pictures: dict[str, Path]) -> str:
+    """Return the table of all ops, and why figures are missing from it."""
+    table, shown = [], []
     for op in distinct(rows, "op"):
-        full = [
-            row for row in rows if row["op"] == op and row["pass"] == "full" and row["median_ms"] and row["limit_ms"]
-        ]
-        timed = [row for row in full if sizes_of(row["workload"]) == row["workload"]]
-        eager_rows = {row["workload"]: row for row in timed if row["implementation"] == "eager"}
-        shared = [row for row in timed if row["implementation"] in OURS and row["workload"] in eager_rows]
-        if not shared:
-            continue
-        ours = max(shared, key=lambda row: row["limit_ms"])
-        eager = eager_rows[ours["workload"]]
-        others = [row for row in timed if row["workload"] == ours["workload"] and row["kind"] == "peer"]
-        best = min((row for row in others if row is not eager), key=lambda row: row["median_ms"], default=None)
-        our_ms = ours["median_ms"]
-        extra = [_form(row, "peak_beyond_gradients_bytes", ",.0f", 1 / MIB) for row in (eager, ours)]
-        table.append(
-            [
-                f"[{op}](#{op})",
-                ours["workload"],
-                _ms(eager["median_ms"]),
-                "–" if best is None else f"{_ms(best['median_ms'])} ({best['implementation']})",
-                f"**{_ms(our_ms)}**",
-                f"**{eager['median_ms'] / our_ms:.2f} ×**",
-                "–" if best is None else f"{best['median_ms'] / our_ms:.2f} ×",
-                f"{extra[0]} → **{extra[1]}**",
-            ]
-        )
-    if not table:
+        at_shape = largest([row for row in rows if row["op"] == op])
+        passes = [name for name in PASSES if any(row["pass"] == name for row in at_shape)]
+        lines = [line for name in passes if (line := _line([row for row in at_shape if row["pass"] == name]))]
+        if lines:
+            title = f"{op}<br>{at_shape[0]['workload']}"
+            table += [[title if line is lines[0] else "", *line] for line in lines]
+        shown += [row for row in at_shape if row["reason"]]
+    if not table and not shown:
         return ""
-    head = (
-        "op",
-        "shape",
-        "eager ms",
-        "fastest other ms",
-        "Liger ms",
-        "speedup over eager",
-        "over the other",
-        "extra MiB, eager → Liger",
+    missing = markdown.reasons(
+        (f"{row['op']}, {NAMES.get(row['implementation'], row['implementation'])} {row['pass']}".strip(), row["reason"])
+        for row in shown
     )
-    about = (
-        "Each op at the largest shape that eager PyTorch can run, forward and backward. *Eager* is plain PyTorch as in "
-        "Transformers. *Extra* is the peak memory beyond inputs and gradients."
+    parts = ("## Ops", ABOUT, _picture(SHARE, "all ops: fraction of the limit", pictures))
+    return "\n\n".join(
+        text
+        for text in (*parts, markdown.table(HEAD, table, right=range(2, len(HEAD))) if table else "", missing)
+        if text
     )
-    return f"## Ops\n\n{about}\n\n{markdown.table(head, table, right=range(2, len(head)))}"
+
+
+def largest(rows: Sequence[Record]) -> list[Record]:
+    """Return the rows of an op at its largest shape, or at the largest that plain PyTorch ran if it ran any."""
+    timed = [row for row in rows if row["limit_ms"] and row["median_ms"]]
+    ours = [row for row in timed if row["implementation"] in OURS]
+    plain = {row["workload"] for row in timed if row["implementation"] == "eager"}
+    shapes = [row for row in ours if row["workload"] in plain] or ours or timed or list(rows)
+    chosen = max(shapes, key=lambda row: row["limit_ms"] or 0)["workload"]
+    return [row for row in rows if row["workload"] == chosen]
+
+
+def _line(rows: Sequence[Record]) -> list[str]:
+    """Return the cells of one pass; none without a time of Liger's."""
+    timed = {row["implementation"]: row for row in rows if row["median_ms"] is not None}
+    ours = next((timed[name] for name in OURS if name in timed), None)
+    if ours is None:
+        return []
+
+    def against(row: Record | None, name: str = "") -> str:
+        return "–" if row is None else f"{row['median_ms'] / ours['median_ms']:.2f} ×{name}"
+
+    others = [row for name, row in timed.items() if row is not ours and name not in (*COLUMNS, *OURS)]
+    fastest = min(others, key=lambda row: row["median_ms"], default=None)
+    eager = timed.get("eager")
+    error = "error_gradients" if ours["pass"] in ("backward", "full") else "error_outputs"
+    return [
+        ours["pass"], f"**{_ms(ours['median_ms'])}**", _form(ours, "share", ".2f"),
+        *(against(timed.get(name)) for name in COLUMNS),
+        against(fastest, "" if fastest is None else f" ({fastest['implementation']})"),
+        _pair(ours, eager, "peak_beyond_gradients_bytes", ",.0f", 1 / MIB), _pair(ours, eager, error, ".1e"),
+    ]  # fmt: skip
+
+
+def _pair(ours: Record, eager: Record | None, column: str, form: str, factor: float = 1.0) -> str:
+    return f"**{_form(ours, column, form, factor)}**, {_form(eager, column, form, factor)}"
 
 
 def _where(records: Records) -> str:
@@ -143,85 +159,6 @@ def _sharded(rows: Sequence[Record]) -> str:
     return "\n\n".join(("## Sharded vocabulary", SHARDED_ABOUT, markdown.table(head, table, right=(2, 4, 5, 6))))
 
 
-def _op(name: str, records: Records, pictures: dict[str, Path]) -> str:
-    rows = [row for row in records.ops if row["op"] == name]
-    parts = [f"### {name}", _picture(name, f"{name}: fraction of the roofline", pictures)]
-    pass_rows = [row for row in rows if row["pass"] != "dispatch"]
-    if pass_rows:
-        parts += [
-            _speeds(pass_rows),
-            _costs(pass_rows),
-            markdown.reasons(
-                (f"{r['workload']}, {r['implementation']} {r['pass']}".strip(), r["reason"]) for r in pass_rows
-            ),
-        ]
-    dispatch = find(rows, {"pass": "dispatch"})
-    if dispatch is not None and dispatch["enqueue_ms"] is not None:
-        parts.append(f"Choosing the implementation costs a call {dispatch['enqueue_ms'] * 1e3:.2f} µs.")
-    parts.append(_picture(f"{name} scaling", f"{name}: time against each size", pictures))
-    return "\n\n".join(text for text in parts if text)
-
-
-def _speeds(rows: Sequence[Record]) -> str:
-    """Return the table of times and errors."""
-    passes = [name for name in PASSES if any(row["pass"] == name and row["median_ms"] is not None for row in rows)]
-    if not passes:
-        return ""
-    head = ["shape", "implementation"]
-    for name in passes:
-        head += [f"{name} ms", "roofline", *(["graph"] if name != "evaluation" else [])]
-    head += ["error of outputs", "of gradients", "÷ eager"]
-    table = []
-    copied = None
-    for workload, implementation in _pairs(rows):
-        if workload != copied:
-            copied = workload
-            table += _copies([row for row in rows if row["workload"] == workload], passes, len(head))
-        line = [workload, _ours(implementation)]
-        by_pass = {
-            name: find(rows, {"workload": workload, "implementation": implementation, "pass": name}) for name in passes
-        }
-        if all(row is None or row["median_ms"] is None for row in by_pass.values()):
-            continue
-        for name, row in by_pass.items():
-            line += [_time(row), _form(row, "share", ".2f"), *([_graph(row)] if name != "evaluation" else [])]
-        any_row = next(row for row in by_pass.values() if row is not None)
-        line += [
-            _form(any_row, "error_outputs", ".1e"),
-            _form(any_row, "error_gradients", ".1e"),
-            _form(any_row, "error_eager_ratio", ".2f"),
-        ]
-        table.append(line)
-    return markdown.table(head, markdown.sparse(table), right=range(2, len(head)))
-
-
-def _copies(rows: Sequence[Record], passes: Sequence[str], width: int) -> list[list[str]]:
-    """Return the line of the plain copy that moves as many bytes as a workload must; empty if it was not measured."""
-    line = [rows[0]["workload"], "*copy of as many bytes*"]
-    for name in passes:
-        row = find([r for r in rows if r.get("copy_ms")], {"pass": name})
-        share = ["–", "–"] if row is None else [f"{row['copy_ms']:.3f}", f"{row['limit_ms'] / row['copy_ms']:.2f}"]
-        line += [*share, *(["–"] if name != "evaluation" else [])]
-    return [] if set(line[2:]) == {"–"} else [line + ["–"] * (width - len(line))]
-
-
-def _costs(rows: Sequence[Record]) -> str:
-    """Return the table of the memory and host time of forward and backward."""
-    full = [row for row in rows if row["pass"] == "full" and row["peak_extra_bytes"] is not None]
-    if not full:
-        return ""
-    head = ("shape", "implementation", "extra MiB", "beyond gradients MiB", "enqueue forward µs", "enqueue full µs")
-    table = []
-    for row in full:
-        forward = find(rows, {"workload": row["workload"], "implementation": row["implementation"], "pass": "forward"})
-        line = [row["workload"], _ours(row["implementation"]), _form(row, "peak_extra_bytes", ",.1f", 1 / MIB)]
-        line += [_form(row, "peak_beyond_gradients_bytes", ",.1f", 1 / MIB), _form(forward, "enqueue_ms", ",.0f", 1e3)]
-        table.append([*line, _form(row, "enqueue_ms", ",.0f", 1e3)])
-    return "Memory and host time of forward and backward:\n\n" + markdown.table(
-        head, markdown.sparse(table), right=range(2, len(head))
-    )
-
-
 def _repeat(records: Records, command: str) -> str:
     lines = ["liger bench --peers --out RESULTS"] if records.ops else []
     lines += ["liger bench scaling --peers --out RESULTS"] if records.scaling else []
@@ -234,36 +171,12 @@ def _repeat(records: Records, command: str) -> str:
     )
 
 
-def _pairs(rows: Sequence[Record]) -> list[tuple[str, str]]:
-    """Return the pairs of workload and implementation, with all implementations of a workload together."""
-    order = distinct(rows, "workload")
-    return sorted(
-        dict.fromkeys((row["workload"], row["implementation"]) for row in rows), key=lambda pair: order.index(pair[0])
-    )
-
-
-def _time(row: Record | None) -> str:
-    if row is None or row["median_ms"] is None:
-        return "–"
-    return f"{_ms(row['median_ms'])} ({_ms(row['low_ms'])}–{_ms(row['high_ms'])})"
-
-
 def _ms(value: float) -> str:
     return f"{value:.4f}" if value < 0.1 else f"{value:.3f}" if value < 10 else f"{value:.2f}"
 
 
-def _graph(row: Record | None) -> str:
-    if row is None or not row["graph_ms"] or not row["limit_ms"]:
-        return "–"
-    return f"{row['limit_ms'] / row['graph_ms']:.2f}"
-
-
 def _form(row: Record | None, column: str, form: str, factor: float = 1.0) -> str:
     return "–" if row is None or row[column] is None else format(row[column] * factor, form)
-
-
-def _ours(implementation: str) -> str:
-    return f"**{implementation}**" if implementation in OURS else implementation
 
 
 def _picture(key: str, words: str, pictures: dict[str, Path]) -> str:

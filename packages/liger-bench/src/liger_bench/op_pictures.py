@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of ops: fraction of the roofline, and time against size."""
+"""The pictures of ops: fraction of the limit of all, and time against size."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.ticker import LogLocator
 
-from liger_bench.op_page import NAMES, PASSES
-from liger_bench.records import Record, Records, distinct, find, sizes_of
+from liger_bench.op_page import NAMES, OURS, SHARE, largest
+from liger_bench.records import Record, Records, distinct, sizes_of
 
 # Distinguishable with any color vision (Okabe and Ito 2008). Variants of one library differ in dashes and markers.
 COLORS = {
@@ -71,44 +71,44 @@ LineStyles = dict[str, LineStyle]
 
 def draw(records: Records, folder: Path) -> dict[str, Path]:
     """Draw every picture that there are figures for, and return the paths by the keys that `op_page.page` uses."""
-    look = styles(distinct([*records.ops, *records.scaling], "implementation"))
     drawn: dict[str, Path] = {}
-    for op in distinct([*records.ops, *records.scaling], "op"):
-        for key, file, picture, rows in (
-            (op, f"{op}.png", share_picture, records.ops),
-            (f"{op} scaling", f"{op}-scaling.png", scaling_picture, records.scaling),
-        ):
-            if picture(op, [row for row in rows if row["op"] == op], folder / file, look):
-                drawn[key] = folder / file
+    if share_picture(records.ops, folder / "ops.png"):
+        drawn[SHARE] = folder / "ops.png"
+    look = styles(distinct(records.scaling, "implementation"))
+    for op in distinct(records.scaling, "op"):
+        path = folder / f"{op}-scaling.png"
+        if scaling_picture(op, [row for row in records.scaling if row["op"] == op], path, look):
+            drawn[f"{op} scaling"] = path
     return drawn
 
 
-def share_picture(op: str, rows: Sequence[Record], path: Path, look: LineStyles) -> bool:
-    """Draw the fraction of the roofline at each shape, a panel per pass; return False without anything to draw.
-
-    Only tables show the variants of a shape.
-    """
-    rows = [row for row in rows if row["share"] is not None and sizes_of(row["workload"]) == row["workload"]]
-    shapes = distinct(rows, "workload")
-    passes = [name for name in PASSES if any(row["pass"] == name for row in rows)]
-    if not passes:
+def share_picture(rows: Sequence[Record], path: Path) -> bool:
+    """Draw the fraction of the limit that every implementation of every op reaches in forward and backward, at the
+    shapes of the table; return False without anything to draw."""
+    shares: dict[str, dict[str, float]] = {}
+    for op in distinct(rows, "op"):
+        for row in largest([row for row in rows if row["op"] == op]):
+            name = _family(row["implementation"])
+            if row["pass"] == "full" and row["share"] is not None:
+                by_name = shares.setdefault(op, {})
+                by_name[name] = max(row["share"], by_name.get(name, 0.0))
+    if not shares:
         return False
-    figure, panels = _figure(
-        len(passes), max(2.6, 0.7 * len(shapes)), f"{op}: fraction of the roofline (higher is better)\n{_source(rows)}"
+    figure, axes = plt.subplots(figsize=(8, 1.7 + 0.24 * len(shares)), layout="constrained")
+    for name in sorted({name for each in shares.values() for name in each}, key=lambda name: name in OURS):
+        lines = [index for index, each in enumerate(shares.values()) if name in each]
+        reached = [each[name] for each in shares.values() if name in each]
+        size, label = (55 if name in OURS else 28), NAMES.get(name, name)
+        axes.scatter(reached, lines, s=size, color=COLORS.get(name, INK), label=label, zorder=3)
+    axes.set_yticks(range(len(shares)), [*shares])
+    axes.invert_yaxis()
+    axes.axvline(1.0, color=INK, linewidth=0.8, linestyle="--")
+    axes.set_xlim(left=0)
+    axes.set_title(
+        f"Fraction of the limit, forward and backward (higher is better)\n{_source(rows)}", fontsize=11, loc="left"
     )
-    highest = max(row["limit_ms"] / row["low_ms"] for row in rows if row["pass"] in passes)
-    for name, axes in zip(passes, panels, strict=True):
-        here = [row for row in rows if row["pass"] == name]
-        later = {row["implementation"] for row in rows if row["pass"] in passes[passes.index(name) + 1 :]}
-        axes.set_title(name, fontsize=10)
-        axes.axhline(1.0, color=INK, linewidth=0.8, linestyle="--")
-        axes.set_xticks(range(len(shapes)), [shape.replace("x", " ×\n") for shape in shapes])
-        axes.set_xlim(-0.25, len(shapes) - 0.75)
-        lines = [_shares(here, implementation, shapes) for implementation in distinct(here, "implementation")]
-        axes.set_ylim(0, 1.06 * max(1.0, highest))
-        _draw(axes, lines, later, look)
-    panels[0].set_ylabel("fraction of the roofline")
-    _finish(figure, panels, path)
+    figure.legend(loc="outside lower left", ncols=5, fontsize=8, frameon=False)
+    _finish(figure, [axes], path)
     return True
 
 
@@ -153,15 +153,6 @@ def _source(rows: Sequence[Record]) -> str:
     """Return the device and dtype of the rows, for a heading."""
     machine, _, _ = rows[0]["machine"].partition("; ")
     return f"{machine}, {rows[0]['dtype']}"
-
-
-def _shares(rows: Sequence[Record], implementation: str, shapes: list[str]) -> Series:
-    pairs = [
-        (index, find(rows, {"workload": shape, "implementation": implementation})) for index, shape in enumerate(shapes)
-    ]
-    known = [(index, row) for index, row in pairs if row is not None]
-    low, high = ([row["limit_ms"] / row[column] for _, row in known] for column in ("high_ms", "low_ms"))
-    return Series(implementation, [index for index, _ in known], [row["share"] for _, row in known], low, high)
 
 
 def _times(rows: Sequence[Record], implementation: str) -> Series:

@@ -61,11 +61,6 @@ def sizes_of(workload: str) -> str:
     return match[0] if match else ""
 
 
-def find(rows: Iterable[Record], wanted: Record) -> Record | None:
-    """Return the first row that has all these values, or None."""
-    return next((row for row in rows if all(row.get(name) == value for name, value in wanted.items())), None)
-
-
 def _latest(rows: list[Record], identity: tuple[str, ...]) -> list[Record]:
     """Return the rows, where a later measurement replaces the earlier one in its position."""
     latest: dict[tuple[Any, ...], Record] = {}
