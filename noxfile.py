@@ -32,7 +32,7 @@ CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 # What builds the packages; once, instead of in an environment for each.
 BUILDS = ["setuptools>=77"]
 RUNNERS = ["pytest", "pytest-xdist", "hypothesis"]
-TOOLS = [*RUNNERS, "peft", "trl", "mypy", "sybil"]
+TOOLS = [*RUNNERS, "peft", "trl", "mypy", "sybil", "jupytext", "nbclient", "ipykernel"]
 SITE_TOOLS = ["mkdocs-material", "mkdocstrings-python", "ruff"]
 # Optional libraries of training runs, without which their tests are skipped. They build and install in seconds, on Linux.
 EXTRAS = ["apollo-torch", "bitsandbytes", "deepspeed", "galore-torch", "torchao"] if sys.platform == "linux" else []
@@ -95,14 +95,22 @@ EIGHT_BILLION = [
     "--sweep",
     "batch=8,16,32,64,96,128",
 ]
-IMPLEMENTATIONS = ["--sweep", "implementation=hf,hf-compiled,liger-kernel,liger,liger-compiled"]
 TRAINING_RUNS = [
     [*IN_24_GIB, "--sweep", "batch=1,4,8,16,32,64,96,112"],
     [*IN_24_GIB, "--batch", "4", "--sweep", "sequence=512,1024,2048,4096,8192,12288,16384,24576"],
     [*EIGHT_BILLION, "--strategies", "none,all"],
     [*EIGHT_BILLION, "--strategies", "all", "--checkpoint", "auto"],
-    ["--model", "llama-3.2-1b", "--precision", "bf16-pure", "--sweep", "batch=1,4,8", *IMPLEMENTATIONS],
-    ["--model", "llama-3-8b", "--adapter", "lora", "--sequence", "2048", "--sweep", "batch=16", *IMPLEMENTATIONS],
+]
+# Whole steps of each implementation, in the memory of an 80-GB card; the one that loads longest is the last.
+IMPLEMENTATIONS = ["--sweep", "implementation=hf,hf-compiled,liger-kernel,liger,liger-compiled"]
+STEPS = [
+    ["--model", "llama-3.2-1b", "--batch", "8", "--sequence", "1024"],
+    ["--model", "llama-3-8b", "--batch", "8", "--sequence", "2048", "--precision", "bf16-pure"],
+    ["--model", "llama-3-8b", "--batch", "8", "--sequence", "2048", "--adapter", "lora"],
+    ["--model", "qwen3-4b", "--batch", "8", "--sequence", "2048", "--adapter", "lora"],
+    ["--model", "llama-3-8b", "--batch", "8", "--sequence", "2048", "--adapter", "qlora"],
+    ["--model", "gemma-3-1b", "--batch", "4", "--sequence", "2048"],
+    ["--model", "qwen3-30b-a3b", "--batch", "8", "--sequence", "2048", "--adapter", "qlora"],
 ]
 # The numbers of ranks, up to the number of GPUs.
 SCALED = ["--model", "llama-3.2-1b", "--batch", "8", "--strategies", "none,all"]
@@ -123,10 +131,12 @@ nox.options.sessions = ["lint", "types", "tests", "docs", "mutants", "demo", "bu
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style: ruff check and ruff format --check."""
-    session.install("-c", str(CONSTRAINTS), "ruff")
+    """Style: ruff check, ruff format --check, and the words of docstrings, names and pages."""
+    session.install("-c", str(CONSTRAINTS), "ruff", "pytest")
     session.run("ruff", "check", *session.posargs)
     session.run("ruff", "format", "--check", *session.posargs)
+    # Without what tests of ops need: torch takes minutes to install.
+    session.run("pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore", "tests/test_glossary.py")
 
 
 @nox.session(venv_backend="none")
@@ -210,9 +220,9 @@ def sweep(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-def vram(session: nox.Session) -> None:
-    """The memory that common models need, as `liger plan` predicts it; writes docs/vram.md. A second start resumes."""
-    python(session, "docs/generate/vram.py")
+def fits(session: nox.Session) -> None:
+    """The data of the page `Will it fit?` and of the VRAM table, planned for common models, or those given. A second start resumes."""
+    python(session, "docs/generate/fits.py", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -305,6 +315,21 @@ def benchmarks(session: nox.Session) -> None:
     for measured in RELEASE:
         session.run(here(session), "-m", "liger_core", "bench", *measured, "--out", folder, "--resume", external=True)
     session.run(here(session), "-m", "liger_core", "report", folder, external=True)
+
+
+@nox.session(venv_backend="none")
+def steps(session: nox.Session) -> None:
+    """Every figure of docs/benchmarks/steps.md, on one otherwise idle CUDA GPU of 80 GB. A second start resumes the session.
+
+    The folder of the results is an optional argument, and words select models: -- benchmarks/results/2026-12-01-steps gemma.
+    """
+    folder, *words = session.posargs or ["results/steps"]
+    for measured in STEPS:
+        if not words or any(word in " ".join(measured) for word in words):
+            command = ["train", *measured, *IMPLEMENTATIONS, "--out", folder, "--resume"]
+            # 1: an implementation failed; its row says why.
+            session.run(here(session), "-m", "liger_core", *command, external=True, success_codes=[0, 1])
+    session.run(here(session), "benchmarks/longest.py", "--out", folder, external=True, success_codes=[0, 1])
 
 
 @nox.session(name="training-results", venv_backend="none")

@@ -8,9 +8,13 @@ import sys
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from tiny_llama import arguments, batches, load
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import liger_hf
 
@@ -21,14 +25,26 @@ rank, device = dist.get_rank(), torch.device("cuda", dist.get_node_local_rank())
 if on_gpus:
     torch.cuda.set_device(device)
 
-model = load(options.model).to(device).train()
+# Without weights, so that no rank ever holds the whole model.
+with torch.device("meta"):
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model)) if options.model else load(None)
 # Before the model is sharded. The loss reads the head inside the forward of the root, where its weight is whole.
-report = liger_hf.apply(model)
+report = liger_hf.apply(model.train())
 
 mesh = init_device_mesh(device.type, (dist.get_world_size(),))
 for layer in model.model.layers:
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
+
+model.to_empty(device=device)
+# Random weights, and buffers that no file has, such as the frequencies of rotary embeddings.
+model.initialize_weights()
+if options.model:
+    # A folder here. Each rank reads its own shards.
+    weights = get_model_state_dict(model)
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    dcp.load(weights, storage_reader=HuggingFaceStorageReader(options.model))
 
 if rank == 0:
     print(report)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import graphlib
 import importlib
-import inspect
 import re
 import subprocess
 import sys
@@ -20,65 +19,6 @@ from liger_core.builtin import CATALOGUE
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("liger_core", "liger_triton", "liger_inductor", "liger_hf", "liger_bench", "liger_train", "liger_verify")
-
-# A name that is added, removed or renamed shows as a line of this list.
-PUBLIC = {
-    "liger_core": [
-        *(op.name for op in CATALOGUE),
-        "Backend",
-        "BackendError",
-        "DeviceError",
-        "DtypeError",
-        "GradientError",
-        "Implementation",
-        "LigerError",
-        "LossMetrics",
-        "Misuse",
-        "Op",
-        "OptionError",
-        "PluginError",
-        "Product",
-        "Sample",
-        "ShapeError",
-        "TargetError",
-        "TokenStatistics",
-        "Unsupported",
-        "VocabShard",
-        "Work",
-        "Workload",
-        "explain",
-        "hookimpl",
-        "losses",
-        "nn",
-        "op",
-        "use",
-    ],
-    "liger_triton": [],
-    "liger_inductor": [],
-    "liger_hf": [
-        "AutoLigerModelForCausalLM",
-        "Candidate",
-        "Found",
-        "LazyLogits",
-        "LigerCallback",
-        "LogitsError",
-        "ModelError",
-        "Report",
-        "Row",
-        "Rule",
-        "TRLHead",
-        "apply",
-        "compat",
-        "head_log_prob",
-        "inspect",
-        "quantize_experts",
-        "trainers",
-        "use_in_trl",
-    ],
-    "liger_bench": [],
-    "liger_train": [],
-    "liger_verify": ["Difference", "Report", "Step", "World", "compare"],
-}
 
 # Package → top-level modules that its import must not load, and that its sources must not name.
 FORBIDDEN = {
@@ -201,10 +141,10 @@ def test_loading_the_plugins_loads_no_compiler_and_no_transformers() -> None:
     code = (
         "import os, sys; os.environ['CUDA_VISIBLE_DEVICES'] = ''; from liger_core.plugins import registry; registry(); "
         "print('triton.language' in sys.modules, 'matplotlib' in sys.modules, 'transformers' in sys.modules, "
-        "registry().manager.has_plugin('hf'))"
+        "'torch._inductor' in sys.modules, 'torch._dynamo' in sys.modules, registry().manager.has_plugin('hf'))"
     )
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False", "False", "True"]
+    assert done.stdout.split() == ["False"] * 5 + ["True"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -243,10 +183,9 @@ def test_only_a_backend_imports_triton() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_the_public_names_are_those_of_the_list(package: str) -> None:
+def test_every_public_name_exists(package: str) -> None:
     module = importlib.import_module(package)
-    assert list(getattr(module, "__all__", [])) == PUBLIC[package]
-    assert [name for name in PUBLIC[package] if not hasattr(module, name)] == []
+    assert [name for name in getattr(module, "__all__", []) if not hasattr(module, name)] == []
 
 
 def test_all_packages_have_one_version_and_require_it_of_each_other() -> None:
@@ -259,11 +198,6 @@ def test_all_packages_have_one_version_and_require_it_of_each_other() -> None:
         extras = metadata(package).get("optional-dependencies", {}).values()  # type: ignore[attr-defined]
         required = [str(d) for group in (metadata(package)["dependencies"], *extras) for d in group]  # type: ignore[attr-defined]
         assert [d for d in required if d.split("=")[0] in names and not d.endswith(f"=={version}")] == []
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_package_is_typed(package: str) -> None:
-    assert (folder(package) / "py.typed").exists()
 
 
 def test_every_op_has_a_file_of_its_name_in_core_and_in_every_backend() -> None:
@@ -292,17 +226,6 @@ def test_every_file_has_a_license_line_a_docstring_and_a_descriptive_name(packag
     assert wrong == []
 
 
-def test_no_test_of_conformance_names_an_op_or_a_backend() -> None:
-    from liger_core.plugins import registry
-
-    names = {op.name for op in CATALOGUE} | (set(registry().backends) - {"reference"})
-    found = {
-        str(path.relative_to(ROOT)): sorted(names & set(re.findall(r"[A-Za-z_]+", path.read_text())))
-        for path in (ROOT / "tests" / "conformance").glob("*.py")
-    }
-    assert {path: named for path, named in found.items() if named} == {}
-
-
 def test_the_tested_set_of_versions_is_within_what_the_packages_require() -> None:
     from packaging.requirements import Requirement
 
@@ -315,7 +238,6 @@ def test_the_tested_set_of_versions_is_within_what_the_packages_require() -> Non
 
 
 PAGES = ("ARCHITECTURE.md", "CONTRIBUTING.md")
-NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight")
 
 
 def page(name: str) -> str:
@@ -335,17 +257,6 @@ def test_every_file_that_a_page_names_exists(name: str) -> None:
     ]
     assert named
     assert missing == []
-
-
-def test_no_other_file_than_the_page_says_writes_an_autograd_function() -> None:
-    names = [
-        p
-        for package in ("liger_core", "liger_triton", "liger_hf")
-        for p in sources(package)
-        if "(torch.autograd.Function)" in p.read_text()
-    ]
-    assert [path.name for path in names] == ["autograd.py", "rope.py", "tiling.py"]
-    assert "No op writes one of its own, except `liger_triton/rope.py`" in page("ARCHITECTURE.md")
 
 
 # Autograd functions of measurements and plans, whose gradients nothing differentiates, and one that gives none.
@@ -373,22 +284,6 @@ def test_every_autograd_function_checks_its_backward_pass() -> None:
     assert {name for name, code in found.items() if "check_backward(" not in code} == UNCHECKED
 
 
-def test_the_page_names_every_hook() -> None:
-    from liger_core import hookspecs
-
-    hooks = sorted(name for name, value in vars(hookspecs).items() if inspect.isfunction(value))
-    named = page("ARCHITECTURE.md").partition("Entry-point group `liger`; hooks ")[2].partition(". ")[0]
-    assert sorted(re.findall(r"`(\w+)\(", named)) == hooks
-
-
-def test_the_page_names_every_option_that_may_overwrite() -> None:
-    from liger_core.op import OVERWRITING
-
-    assert f"({', '.join(f'`{name}`' for name in OVERWRITING)})" in page("CONTRIBUTING.md")
-    used = {name for op in CATALOGUE for name in op.signature.parameters}
-    assert used >= {*OVERWRITING}
-
-
 def test_the_page_names_what_each_package_is_built_on() -> None:
     layers = page("ARCHITECTURE.md").partition("## Layers")[2].partition("```")[2].partition("```")[0]
     for line in filter(None, layers.splitlines()):
@@ -396,11 +291,6 @@ def test_the_page_names_what_each_package_is_built_on() -> None:
         required = {re.split(r"[^\w-]", str(d))[0] for d in metadata(name.replace("-", "_"))["dependencies"]}  # type: ignore[attr-defined]
         assert {r for r in required if r.startswith("liger-")} - {"liger-core"} <= {*named}
         assert {*named} <= required
-
-
-def test_the_page_counts_its_nouns() -> None:
-    nouns = re.findall(r"^\| \*\*(\w+)\*\* \|", page("ARCHITECTURE.md"), re.MULTILINE)
-    assert f"Liger is {NUMBERS[len(nouns)]} nouns" in page("ARCHITECTURE.md")
 
 
 # A function of so many parameters is hard to call: so many by position, and so many by name alone.
@@ -444,9 +334,3 @@ def test_no_function_has_many_parameters() -> None:
             if max(map(len, parameters_of(node))) > MOST_PARAMETERS and not is_command(node, module):
                 found.append(f"{place}: {node.name}")
     assert found == [OF_TRL], "\n".join(found)
-
-
-def test_a_function_with_many_parameters_is_found() -> None:
-    (function,) = ast.parse("def f(self, a, b, c, *, d, e): ...").body
-    assert isinstance(function, ast.FunctionDef)
-    assert parameters_of(function) == (["a", "b", "c"], ["d", "e"])

@@ -124,25 +124,9 @@ def test_no_file_uses_a_retired_term() -> None:
     assert not found, "\n".join(["retired terms; GLOSSARY has the terms to use:", *found])
 
 
-@pytest.mark.parametrize("term", RETIRED)
-def test_a_retired_term_is_found(term: str) -> None:
-    sentence = f"It is (so): {term.replace('…', 'd').replace(' ', chr(10) + '    # ')}."
-    assert [line for line, _ in retired(sentence)] == [1]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a training run",
-        "A\n# training step",
-        "the LM head and loss",
-        "there is no way",
-        "it is no longer",
-        "storytelling",
-    ],
-)
-def test_a_term_of_the_glossary_is_fine(text: str) -> None:
-    assert list(retired(text)) == []
+def test_every_retired_term_is_found() -> None:
+    sentences = [f"It is (so): {term.replace('…', 'd').replace(' ', chr(10) + '    # ')}." for term in RETIRED]
+    assert [sentence for sentence in sentences if not list(retired(sentence))] == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -161,16 +145,6 @@ def test_no_docstring_is_a_clause_without_a_subject_or_a_verb(package: str) -> N
     assert not headless, "\n".join(
         ['a docstring begins with a verb ("Return …") or a noun phrase ("The …"):', *headless]
     )
-
-
-@pytest.mark.parametrize("docstring", ["Of this thread.", "What a kernel takes.", "As in the op."])
-def test_a_docstring_without_a_subject_is_found(docstring: str) -> None:
-    assert HEADLESS.match(docstring)
-
-
-@pytest.mark.parametrize("docstring", ["Return what a kernel takes.", "The options.", "Whether it fits."])
-def test_a_docstring_with_a_verb_or_a_subject_is_fine(docstring: str) -> None:
-    assert not HEADLESS.match(docstring)
 
 
 def generic_names(source: str) -> Iterator[str]:
@@ -192,13 +166,3 @@ def test_no_name_is_generic(package: str) -> None:
     assert paths
     generic = [f"{path.relative_to(ROOT)}:{name}" for path in paths for name in generic_names(path.read_text())]
     assert not generic, "\n".join(["a name says the thing, such as registry, match, index or rows:", *generic])
-
-
-@pytest.mark.parametrize("source", ["found = 1", "self.kept = 1", "own: int", "lambda part: 1", "def made(): pass"])
-def test_a_generic_name_is_found(source: str) -> None:
-    assert len(list(generic_names(source))) == 1
-
-
-@pytest.mark.parametrize("source", ["registry.found", "f(given=1)", "parts = found()", "placement = 1"])
-def test_a_name_that_says_the_thing_is_fine(source: str) -> None:
-    assert not list(generic_names(source))

@@ -360,11 +360,6 @@ def test_use_is_stronger_than_the_environment(third: None, monkeypatch: pytest.M
     assert runs() == "third"
 
 
-def test_use_takes_exceptions_by_op(third: None) -> None:
-    with use("third,swiglu=reference"):
-        assert (runs(rms_norm), runs(swiglu)) == ("third", "reference")
-
-
 @pytest.mark.parametrize(
     ("specification", "message"),
     [
@@ -427,8 +422,6 @@ def test_a_backend_that_cannot_run_here_says_why() -> None:
 @pytest.mark.parametrize(
     ("variable", "expected"),
     [
-        pytest.param("reference", "reference reference", id="reference"),
-        pytest.param("triton", "triton triton", id="triton"),
         pytest.param("triton,rope=reference", "triton reference", id="triton_but_rope"),
         pytest.param("auto", "reference reference", id="auto"),
     ],
@@ -676,13 +669,6 @@ def test_the_first_call_may_be_a_compiled_one(preferred_third: None) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: rms_norm(x), backend="eager", fullgraph=True)
     assert torch.equal(compiled(X), rms_norm.reference(X) + 1)
-
-
-def test_every_op_of_the_catalogue_is_settled_by_the_first_call() -> None:
-    rms_norm(X)
-    assert {op.name: selection.selected(op) for op in CATALOGUE} == {
-        op.name: ("auto", "the default") for op in CATALOGUE
-    }
 
 
 def test_rope_may_be_named_with_its_keywords(third: None) -> None:

@@ -51,10 +51,6 @@ def test_a_wheel_holds_every_source_its_types_and_its_license(package: str) -> N
     assert any(name.endswith("LICENSE") for name in names)
 
 
-def test_all_wheels_have_one_version() -> None:
-    assert len({wheel(package)[0]["Version"] for package in PACKAGES}) == 1
-
-
 @every_package
 def test_the_metadata_has_what_an_index_shows(package: str) -> None:
     described, _ = wheel(package)

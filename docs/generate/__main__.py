@@ -15,10 +15,12 @@ from pathlib import Path, PurePosixPath
 
 import benchmarks
 import commands
+import fits
 import peer_operators
 import python
 
 import ops
+from liger_train.plan.fit import FILES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -51,6 +53,9 @@ def main(target: Path) -> None:
     for page, text in pages().items():
         (target / page).parent.mkdir(parents=True, exist_ok=True)
         (target / page).write_text(text)
+    for name, text in assets().items():
+        (target / "fit").mkdir(exist_ok=True)
+        (target / "fit" / name).write_text(text)
     sources = {page: source for source, page in FROM_ROOT.items()}
     for path in target.rglob("*.md"):
         page = path.relative_to(target).as_posix()
@@ -69,6 +74,11 @@ def pages() -> dict[str, str]:
     found |= {page.PAGE.relative_to(DOCS).as_posix(): page.page() for page in (benchmarks, peer_operators)}
     found |= {f"reference/python/{name}.md": text for name, text in python.pages().items()}
     return found
+
+
+def assets() -> dict[str, str]:
+    """Name → text of the files beside the page that answers whether a setup fits."""
+    return {"data.js": fits.script_of_page(), **{name: (FILES / name).read_text() for name in ("fit.css", "fit.js")}}
 
 
 def repository() -> str:

@@ -16,7 +16,7 @@ from liger_bench.records import Record
 from liger_bench.results import read_json
 from liger_hf.presets import preset_name
 from liger_train.implementations import IMPLEMENTATIONS
-from liger_train.report.command import Place, runs_part
+from liger_train.report.command import PageOutput, runs_sections
 from liger_train.report.sweeps import DEFAULTS
 
 ROOT = Path(__file__).parents[2]
@@ -89,14 +89,14 @@ def page(images: Path = IMAGES) -> str:
     """Return the page, and draw its pictures."""
     found = rows()
     # Links are those of the committed page, also where a test draws elsewhere.
-    place = Place(images.parents[2] / "benchmarks", images, lambda name: None)
+    output = PageOutput(images.parents[2] / "benchmarks", images, lambda name: None)
     parts = [
         "# Whole models",
         markdown.generated(COMMAND),
         "\n".join(f"* {words}" for words in headlines(found)),
         ABOUT,
     ]
-    return "\n\n".join([*parts, *runs_part(found, [], place, COMMAND)]) + "\n"
+    return "\n\n".join([*parts, *runs_sections(found, [], output, COMMAND)]) + "\n"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from liger_core.plugins import REFERENCE, registry
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")
 YES, NO = ":material-check:", "–"
-DOCS = Path(__file__).parents[1]
 
 
 def ops() -> list[Op[..., Any]]:
@@ -67,7 +65,6 @@ def page(op: Op[..., Any]) -> str:
         f"## Support\n\n{_support(op)}",
         f"## Errors\n\n{_errors(op)}",
         f"## Tested cases\n\n{_samples(op)}",
-        *_pictures(op),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -235,11 +232,3 @@ def _samples(op: Op[..., Any]) -> str:
     | sample | why |
     | --- | --- |
 {rows}"""
-
-
-def _pictures(op: Op[..., Any]) -> Iterator[str]:
-    if (DOCS / "images" / "bench" / f"{op.name}.png").exists():
-        yield (
-            f"## Benchmark\n\n![Time and memory of {op.name}](../../images/bench/{op.name}.png)\n\n"
-            f"All figures are in [The ops of a Llama](../../benchmarks/ops.md#{op.name})."
-        )

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
-from vram import CARDS, GIB, ROOT, _folder
+from fits import GIB, ROOT, folder
 
 from liger_bench import markdown
 from liger_train.plan.chart import picture
-from liger_train.plan.estimate import Rates, estimate
+from liger_train.plan.estimate import Rates, estimate, seconds_of
+from liger_train.plan.fit import CARDS
 from liger_train.plan.step import Prediction, predict
+from liger_train.plan.traffic import exchanges
 from liger_train.setup import Setup
 
 PAGE = ROOT / "docs" / "parallel-70b.md"
@@ -37,7 +39,7 @@ DRAWN = 64, 4
 
 def setup_of(gpus: int, tp: int, liger: str, batch: int) -> Setup:
     shard = "none" if gpus == tp else "fsdp2"
-    return Setup(str(_folder(MODEL)), batch, SEQUENCE, liger=liger, shard=shard, ranks=gpus, tp=tp)
+    return Setup(str(folder(MODEL)), batch, SEQUENCE, liger=liger, shard=shard, ranks=gpus, tp=tp)
 
 
 def predictions() -> Iterator[dict[str, Any]]:
@@ -145,6 +147,7 @@ def page(
     speeds = [
         [str(gpus), *(_both(best, gpus, tp, lambda row: f"{row['speed']:,.0f}") for tp in TENSOR)] for gpus in GPUS
     ]
+    exchanged = [[str(gpus), *(traffic(gpus, tp, rows[0]["parameters"]) for tp in TENSOR)] for gpus in GPUS]
     limits = [[str(gpus), *(_both(first, gpus, tp, _limit) for tp in TENSOR)] for gpus in GPUS]
     head = ["GPUs", *(f"tp {tp}" for tp in TENSOR)]
     fastest = {(gpus, liger): max((r["speed"] for (g, _, name), r in best.items() if (g, name) == (gpus, liger)), default=None)
@@ -162,6 +165,7 @@ def page(
         memory=markdown.table(head, memory, right=range(1, 5)),
         batches=markdown.table(head, batches, right=range(1, 5)),
         speeds=markdown.table(head, speeds, right=range(1, 5)),
+        exchanged=markdown.table(head, exchanged, right=range(1, 5)),
         limits=markdown.table(head, limits),
         ratios=markdown.table(["GPUs", *STRATEGIES.values(), "÷"], ratios, right=range(1, 4)),
         errors=markdown.table(["rows", "number", "median error", "from", "to"], _errors(checked), right=range(1, 5)),
@@ -170,6 +174,13 @@ def page(
         links=f"{RATES.links / 1e9:.0f}", hosts=f"{RATES.hosts / 1e9:.0f}", per_host=RATES.per_host,
         low=f"{min(same):.2f}" if same else "–", high=f"{max(same):.2f}" if same else "–",
     )  # fmt: skip
+
+
+def traffic(gpus: int, tp: int, parameters: int) -> str:
+    """GB that a GPU receives within its host and over the network, and seconds of all exchanges, with one sequence."""
+    found = exchanges(setup_of(gpus, tp, "all", 1), parameters, parameters)
+    within, network = (sum(each.received(RATES.per_host)[index] for each in found) / 1e9 for index in (0, 1))
+    return f"{within:,.0f} + {network:,.1f}; {sum(seconds_of(each, RATES) for each in found):.1f} s"
 
 
 def _both(
@@ -255,6 +266,13 @@ The best `tp` for each number of GPUs:
 
 {ratios}
 
+## Bytes that a GPU receives per step
+
+By a formula, in GB: within its host + over the network; the seconds of all collectives at the rates below. One sequence, Liger. Tests count the same bytes in
+the collectives of small runs.
+
+{exchanged}
+
 ## Where a factor of three would come from
 
 LinkedIn reported that Liger Kernel cut the end-to-end training time of a 70B model to a third, without naming the setup. In these estimates, Liger has
@@ -278,11 +296,11 @@ Estimates are too fast by 10 to 20 % for both, so ratios are more accurate than 
 | matmul in bfloat16 | {matmul} TFLOP/s | measured by `liger bench` on one H200 ([benchmarks](benchmarks/ops.md)) |
 | memory, read and written | {bandwidth} TB/s | measured by `liger bench` on one H200; an H100 has less |
 | attention | {attention} TFLOP/s | assumption: half of the rate of a matmul |
-| collectives within a host of {per_host} GPUs | {links} GB/s | measured on two H200s by NCCL (256 MiB: all-gather 242, reduce-scatter 229, all-reduce 301) |
-| collectives between hosts, per GPU | {hosts} GB/s | assumption: one 400 Gbit/s adapter for each GPU |
+| received by a GPU within a host of {per_host} GPUs | {links} GB/s | measured on two H200s by NCCL (256 MiB: all-gather 242, reduce-scatter 229, all-reduce 301) |
+| received by a GPU from other hosts | {hosts} GB/s | assumption: one 400 Gbit/s adapter for each GPU |
 
-FSDP2 gathers weights in 16 bits for both passes, and sums gradients in 32 bits. It does so while layers compute, and the longer time counts. The all-reduces
-of tensor parallelism and the logits that Transformers gathers do not overlap with anything, and are added.
+FSDP2 gathers weights in 16 bits for both passes, and sums gradients in 32 bits. Each host receives the shards of the others once, over all its adapters. FSDP2
+does so while layers compute, and the longer time counts. The all-reduces of tensor parallelism and the logits that Transformers gathers do not overlap with anything, and are added.
 
 Plan your own setup:
 

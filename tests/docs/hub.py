@@ -30,7 +30,8 @@ ROPE = {"rope_type": "default", "rope_theta": 1e6}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen/Qwen3-0.6B": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True, "rope_parameters": ROPE}),
     "Qwen/Qwen3-30B-A3B": ("qwen3_moe", {"head_dim": 8, "tie_word_embeddings": False, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
-    "Qwen/Qwen3-8B": ("qwen3", {"head_dim": 8, "tie_word_embeddings": False, "rope_parameters": ROPE}),
+    # bitsandbytes packs whole blocks of 64 columns before it generates on a CPU.
+    "Qwen/Qwen3-8B": ("qwen3", {"hidden_size": 64, "head_dim": 16, "tie_word_embeddings": False, "rope_parameters": ROPE}),
     "meta-llama/Llama-3.2-1B": ("llama", {"tie_word_embeddings": True}),
     "meta-llama/Llama-3.1-8B": ("llama", {"tie_word_embeddings": False}),
 }  # fmt: skip
@@ -51,7 +52,7 @@ def make(folder: Path) -> None:
         (home / "refs").mkdir()
         (home / "refs" / "main").write_text(COMMIT)
         ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 2}
-        config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **SIZES, **ids, **options)
+        config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), **SIZES | ids | options)
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(snapshot)
         tokenizer.save_pretrained(snapshot)

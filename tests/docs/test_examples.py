@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every block of code on the site runs, or says why not."""
+"""Every block of code on the site runs, or says why not; the notebooks are their pages', and run."""
 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -107,3 +109,50 @@ def test_a_page_shows_how_to_install_what_it_needs_besides_liger(path: Path) -> 
 )
 def test_a_page_with_a_trainer_of_trl_says_what_to_pass_without_a_gpu(path: Path) -> None:
     assert "`use_cpu=True, bf16=False`" in shown(path)
+
+
+NOTEBOOKS = sorted((pages.ROOT / "examples" / "notebooks").glob("*.ipynb"))
+# Replaces the cell that installs.
+FIRST_CELL = """
+from pathlib import Path
+import pytest
+from docs import pages, setups
+setups.float32_on_the_cpu(pages.Run(Path(), {device!r}, pytest.MonkeyPatch(), {{}}), {{}})
+"""
+
+
+def test_every_notebook_is_what_its_page_makes() -> None:
+    pytest.importorskip("jupytext", reason="needs jupytext")
+    code = "import json, notebooks; print(json.dumps({name: notebooks.notebook(name) for name in notebooks.SECTIONS}))"
+    folder = pages.ROOT / "docs" / "generate"
+    made = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    assert {path.stem: path.read_text() for path in NOTEBOOKS} == json.loads(made.stdout), (
+        "run python docs/generate/notebooks.py"
+    )
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
+def test_a_notebook_installs_liger_from_the_clone_first_and_shows_no_hidden_code(path: Path) -> None:
+    _title, install, *rest = json.loads(path.read_text())["cells"]
+    folders = re.findall(r" (\.\./\S+)", "".join(install["source"]))
+    assert [(path.parent / folder).resolve() for folder in folders] == [
+        pages.ROOT / "packages" / name for name in LIGER
+    ]
+    assert not [cell for cell in rest if "assert " in "".join(cell["source"]) or cell.get("outputs")]
+
+
+@pytest.mark.matrix
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
+def test_a_notebook_runs_in_a_kernel(path: Path, run: pages.Run) -> None:
+    for library in ("ipykernel", "bitsandbytes", "peft", "trl"):
+        pytest.importorskip(library, reason=f"needs {library}")
+    nbclient = pytest.importorskip("nbclient", reason="needs nbclient")
+    notebook = pytest.importorskip("jupytext", reason="needs jupytext").read(path)
+    notebook.cells[1].source = FIRST_CELL.format(device=run.device)
+    run.monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    run.monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    if run.device == "cpu":
+        run.monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    where = {"metadata": {"path": str(run.folder)}}
+    nbclient.NotebookClient(notebook, timeout=pages.SECONDS, resources=where).execute()

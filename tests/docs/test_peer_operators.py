@@ -7,9 +7,11 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,6 +22,8 @@ from liger_bench.bench.rows import HEADER
 from liger_bench.peers import liger_kernel
 from liger_bench.results import append_csv
 from liger_core.builtin import CATALOGUE
+from liger_train.row import row_of
+from liger_train.setup import Setup
 
 ROOT = Path(__file__).parents[2]
 OPS = [op.name for op in CATALOGUE]
@@ -45,6 +49,8 @@ def generators() -> Iterator[SimpleNamespace]:
             benchmarks=importlib.import_module("benchmarks"),
             older_runs=importlib.import_module("older_runs"),
             results=importlib.import_module("peer_results"),
+            steps=importlib.import_module("steps"),
+            trainers=importlib.import_module("trainers"),
         )
 
 
@@ -307,3 +313,31 @@ def test_errors_in_the_last_digit_of_float32_are_equal(generators: SimpleNamespa
     )
     assert pair.error("error_outputs", pair.peer) == 1.0
     assert pair.error("error_gradients", pair.peer) is None
+
+
+def test_a_page_of_steps_has_shares_of_the_card_and_the_longest_sequences(
+    generators: SimpleNamespace, tmp_path: Path
+) -> None:
+    where = {"machine": "NVIDIA H100; CPU", "versions": "torch 2.11.0", "commit": "c", "date": FIRST}
+    setup, ran = Setup("small", 2, 512), {"tokens_per_second": 1e6, "peak_bytes": 1 << 30, "trainable_parameters": 11e6}
+    full, failed = {"out_of_memory": True, "reason": "out of memory"}, {"failed": True, "reason": "no kernel"}
+    peer = replace(setup, liger="liger-kernel")
+    steps = [row_of(replace(setup, liger="none"), where, full), row_of(setup, where, ran), row_of(peer, where, failed)]
+    short, long = (replace(setup, batch=1, memory_limit=1 << 30, sequence=length) for length in (1024, 2048))
+    (tmp_path / "train.json").write_text(
+        json.dumps([row.columns() for row in [*steps, row_of(short, where, ran), row_of(long, where, full)]])
+    )
+    text = generators.steps.page(tmp_path)
+    # 6 operations for each weight but the embedding, whose matrix is the head's, and 4 scores of a token in 3.5 passes.
+    useful = 1e6 * (6 * 11_094_272 + 3.5 * 4 * 256 * 256 * 4) / 989e12
+    assert "| small 2 × 512 | Transformers | out of memory | – | – | – | – |" in text
+    assert f"|  | Liger | 1,000,000 | – | {useful:.2f} |" in text
+    assert "* small 2 × 512, liger-kernel: no kernel" in text
+    assert "| small, all weights | – | – | 1,024 |" in text
+
+
+def test_the_table_of_trainers_has_both_heads_side_by_side(generators: SimpleNamespace) -> None:
+    where = {"machine": "NVIDIA H100; CPU", "versions": "trl 1.16.0", "commit": "c", "date": FIRST, "device": "cuda"}
+    row = where | {"trainer": "sft", "model": "gemma-3-1b", "length": 8192, "memory_limit": 79.0, "peak_bytes": 9 << 30}
+    rows = [row | {"head": "liger", "tokens_per_second": 40100.0}, row | {"head": "trl", "tokens_per_second": 23400.0}]
+    assert "| `SFTTrainer` | 23,400 | 40,100 | 9.0 | 9.0 | – | – |" in generators.trainers.table(rows, "run")

@@ -64,7 +64,7 @@ def test_a_link_between_pages_of_the_repository_leads_to_their_pages_on_the_site
     home = (site / "index.md").read_text()
     assert "![Peak memory of a training run, with and without Liger](images/memory.png)" in home
     assert "[architecture](project/architecture.md)" in home
-    assert "[add an op](../extend/op.md)" in (site / "project" / "contributing.md").read_text()
+    assert "[add an op or an option](../extend/op.md)" in (site / "project" / "contributing.md").read_text()
     assert "[op](reference/ops/linear_divergence.md)" in (site / "losses.md").read_text()
     assert "[Ops](../reference/ops/index.md)" in (site / "start" / "loop.md").read_text()
 
@@ -78,7 +78,7 @@ def test_every_link_of_a_page_leads_somewhere_in_the_repository(page: Path) -> N
     ] == []
 
 
-@pytest.mark.parametrize("generator", ["compatibility", "techniques"])
+@pytest.mark.parametrize("generator", ["compatibility", "loss_options", "techniques", "trainers"])
 def test_the_tables_of_a_page_are_those_that_are_generated(generator: str) -> None:
     made = subprocess.run(
         [sys.executable, "-c", f"import {generator} as g; print(g.filled(g.PAGE.read_text()) == g.PAGE.read_text())"],

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole steps of each implementation, and the longest sequence in 24 GB: `python docs/generate/steps.py` writes docs/benchmarks/steps.md.
+
+The rows are those of the newest folder *-steps of benchmarks/results, or of an argument; `nox -s steps` measures them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from liger_bench import markdown
+from liger_bench.records import Record, distinct
+from liger_train.model import weights_dtype
+from liger_train.plan.cost import RATES
+from liger_train.plan.estimate import UPDATE_PASSES, work
+from liger_train.plan.fit import EXAMPLES
+from liger_train.report.sweeps import ROWS, read
+from liger_train.row import SETUP, chosen_options
+from liger_train.setup import Setup
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "benchmarks" / "steps.md"
+NAMES = {
+    "hf": "Transformers",
+    "hf-compiled": "Transformers, compiled",
+    "liger-kernel": "liger-kernel",
+    "liger": "Liger",
+    "liger-compiled": "Liger, compiled",
+}
+PLAIN = "hf"
+GIB = 1 << 30
+# The dense matmuls of a card in bfloat16 per second, by its data sheet.
+SHEET = dict(EXAMPLES.values())
+work = cache(work)
+ABOUT = """
+Whole training steps with AdamW, random weights, every layer recomputed. Throughput is the median step after the first two. *MFU* is the operations of
+the matmuls and of attention, without those that checkpointing repeats, as a share of the card's data sheet. Frozen weights have no gradient, so LoRA
+counts two passes. *Of the bound* is the speed as a share of a step that only multiplies and updates: matmuls, repeated ones too, and attention at the
+rates that `liger bench` measured, and AdamW at the card's bandwidth. Attention counts in full, also in layers with a window.
+""".strip()
+LONGEST = """
+The longest sequence that one step of one sequence fits, in multiples of 1024 tokens, with every layer recomputed. The allocator is limited; the card
+is larger.
+""".strip()
+
+
+def page(folder: Path) -> str:
+    rows = read([folder])
+    steps = [row for row in rows if row["memory_limit"] is None]
+    name = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
+    where = markdown.where(rows) + [f"* {versions}" for versions in distinct(rows, "versions")]
+    parts = [
+        "# Training steps",
+        markdown.generated("python docs/generate/steps.py"),
+        where[0],
+        "\n".join(where[1:]),
+        ABOUT,
+        markdown.table(
+            ("run", "implementation", "tokens/s", "÷ Transformers", "MFU", "of the bound", "peak GiB"),
+            markdown.sparse([line(row, steps) for row in steps]),
+            right=range(2, 7),
+        ),
+        markdown.reasons((f"{run(row)}, {NAMES[setup(row).implementation]}", row["reason"]) for row in steps),
+        *longest([row for row in rows if row["memory_limit"] is not None]),
+        f"## How to repeat\n\n    nox -s steps -- {name}\n    python docs/generate/steps.py {name}",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def setup(row: Record) -> Setup:
+    return Setup(**{name: row[name] for name in SETUP})
+
+
+def run(row: Record) -> str:
+    """Return the model, the shape, and the options that the implementations share."""
+    options = chosen_options(row | {"compile": Setup.compile})
+    words = [str(value) for name, value in options.items() if name != "checkpoint"]
+    return ", ".join([f"{row['model']} {row['batch']} × {row['sequence']}", *words])
+
+
+def line(row: Record, rows: Sequence[Record]) -> list[str]:
+    """Return the cells of a run."""
+    speed = row["tokens_per_second"]
+    cells = [run(row), NAMES[setup(row).implementation]]
+    if speed is None:
+        return [*cells, "out of memory" if row["out_of_memory"] else "failed", *"–––", "–"]
+    plain = next((each for each in rows if run(each) == run(row) and setup(each).implementation == PLAIN), row)
+    base = plain["tokens_per_second"]
+    useful, bound = shares(row)
+    figures = [f"{speed:,.0f}", f"{speed / base:.2f}" if base else "–", useful, bound]
+    return [*cells, *figures, f"{row['peak_bytes'] / GIB:.1f}" if row["peak_bytes"] else "–"]
+
+
+def shares(row: Record) -> tuple[str, str]:
+    """Return the MFU of a run, and its speed as a share of the bound, where the rates of its card are known."""
+    # What the implementations do with the operations makes no difference to their number.
+    same = replace(setup(row), liger="none", compile="none", steps=Setup.steps)
+    per_token, per_square = work(replace(same, checkpoint="none"))
+    cards = [name for name in SHEET if name in row["machine"]]
+    operations = per_token + per_square * row["sequence"]
+    useful = f"{row['tokens_per_second'] * operations / SHEET[cards[0]]:.2f}" if cards else "–"
+    rates = next((rates for name, rates in RATES.items() if name in row["machine"]), None)
+    if rates is None:
+        return useful, "–"
+    per_token, per_square = work(same)
+    seconds = per_token / rates.matmul + per_square * row["sequence"] / rates.attention
+    update = UPDATE_PASSES * weights_dtype(same).itemsize * row["trainable_parameters"] / rates.memory
+    seconds += update / (row["batch"] * row["sequence"] * row["accumulation"])
+    return useful, f"{row['tokens_per_second'] * seconds:.2f}"
+
+
+def longest(rows: Sequence[Record]) -> list[str]:
+    """Return the section on the longest sequence within a limit, from the rows of a search."""
+    if not rows:
+        return []
+    lines = []
+    for name in dict.fromkeys(map(method, rows)):
+        cells = [name]
+        for implementation in (PLAIN, "liger-kernel", "liger"):
+            tried = [row for row in rows if (method(row), setup(row).implementation) == (name, implementation)]
+            fits = [row["sequence"] for row in tried if row["tokens_per_second"]]
+            cells.append(f"{max(fits):,}" if fits else "0" if any(row["out_of_memory"] for row in tried) else "–")
+        lines.append(cells)
+    limits = " and ".join(f"{limit / GIB:g} GiB" for limit in distinct(rows, "memory_limit"))
+    failed = markdown.reasons((method(row), row["reason"]) for row in rows if row["failed"])
+    head = ("run", "Transformers and PEFT", "liger-kernel", "Liger")
+    return [f"## The longest sequence in {limits}", LONGEST, markdown.table(head, lines, right=(1, 2, 3)), failed]
+
+
+def method(row: Record) -> str:
+    return f"{row['model']}, {'all weights' if row['adapter'] == 'none' else row['adapter']}"
+
+
+if __name__ == "__main__":
+    chosen = [Path(word).resolve() for word in sys.argv[1:]] or sorted(
+        p.parent for p in RESULTS.glob(f"*-steps/{ROWS}")
+    )
+    PAGE.write_text(page(chosen[-1]), encoding="utf-8")
