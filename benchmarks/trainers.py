@@ -94,7 +94,7 @@ class Job:
         config = preset(model)
         if getattr(config, "layer_types", None):
             config.layer_types = ["full_attention"] * config.num_hidden_layers
-            # Gemma 3 makes the mask of a window even if no layer has one, unless the window is longer than the sequence.
+            # Gemma 3 makes the mask of a window even if no layer has one, unless no sequence is as long.
             config.sliding_window = 2 * LONGEST
         with device:
             self.model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -16,15 +16,17 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "start" / "trl.md"
 BEGIN, END = "<!-- trainers: begin -->", "<!-- trainers: end -->"
-COMMAND = "`python benchmarks/trainers.py`"
+COMMAND = "python benchmarks/trainers.py"
 GIB = 1 << 30
+# The versions that the page names; the results have all.
+NAMED = ("torch", "triton", "transformers", "trl")
 
 
 def filled(text: str, results: Path = RESULTS) -> str:
     """Return a page with the table between the markers."""
     before, _, rest = text.partition(BEGIN)
     files = sorted(results.glob("*/trl.json"))
-    made = table(read_json(files[-1]), files[-1].parent.name) if files else f"{COMMAND} compares the trainers on a GPU."
+    made = table(read_json(files[-1]), files[-1].parent.name) if files else f"`{COMMAND}` compares the trainers on a GPU."
     return f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.partition(END)[2]}"
 
 
@@ -34,18 +36,18 @@ def table(rows: list[Record], folder: str) -> str:
     lengths = " and ".join(f"{length:,}" for length in distinct(rows, "length"))
     lines = []
     for trainer in distinct(rows, "trainer"):
-        pair = [found.get((trainer, head)) for head in ("trl", "liger")]
-        lines.append([f"`{trainer.upper()}Trainer`", *(cell for name in FIGURES for cell in _cells(pair, name))])
-    head = [
-        "",
-        *(f"{words.format(lengths=lengths)}{end}" for words, _ in FIGURES.values() for end in ("", ", with Liger")),
-    ]
-    (about, *_), (model, *_) = markdown.where(rows), distinct(rows, "model")
+        pair = [found.get((trainer, head), {}) for head in ("trl", "liger")]
+        lines.append([f"`{trainer.upper()}Trainer`", *(_cell(pair, name) for name in FIGURES)])
     limit = distinct(rows, "memory_limit")[0]
+    head = ["", *(words.format(lengths=lengths, limit=f"{limit:g}") for words, _ in FIGURES.values())]
+    (about, *_), (model, *_) = markdown.where(rows), distinct(rows, "model")
+    versions = [each for each in rows[-1]["versions"].split(", ") if each.split()[0] in NAMED]
     where = (
-        f"{about} The model is a {model} with full attention and random weights in bfloat16; its layers are checkpointed, "
-        f"and the allocator may take {limit:g} GiB. {COMMAND} measures it "
-        f"([results](../../benchmarks/results/{folder}): {', '.join(distinct(rows, 'commit'))}; {rows[-1]['versions']})."
+        f"From TRL's own fused head to `LigerCallback` with `use_in_trl`. {about} The model is a {model} "
+        "with full attention and random weights in bfloat16. Its layers are checkpointed. Each batch has one sequence, or "
+        f"the two of a preference. `{COMMAND} --memory-limit {limit:g}` repeats it "
+        f"([results](../../benchmarks/results/{folder}); commit {', '.join(distinct(rows, 'commit'))}; "
+        f"{', '.join(versions)}; {rows[-1]['date'][:10]})."
     )
     return markdown.table(head, lines, right=range(1, len(head))) + f"\n\n{where}"
 
@@ -54,12 +56,13 @@ def table(rows: list[Record], folder: str) -> str:
 FIGURES = {
     "tokens_per_second": ("tokens/s at {lengths} tokens", lambda value: f"{value:,.0f}"),
     "peak_bytes": ("GiB there", lambda value: f"{value / GIB:.1f}"),
-    "longest": ("longest sequence", lambda value: f"{value:,}"),
+    "longest": ("longest sequence in {limit} GiB", lambda value: f"{value:,}"),
 }
 
 
-def _cells(pair: list[Record | None], name: str) -> list[str]:
-    return [FIGURES[name][1](row[name]) if row and row.get(name) is not None else "–" for row in pair]
+def _cell(pair: list[Record], name: str) -> str:
+    before, after = (FIGURES[name][1](row[name]) if row.get(name) is not None else "–" for row in pair)
+    return f"{before} → **{after}**"
 
 
 if __name__ == "__main__":
