@@ -26,7 +26,9 @@ def filled(text: str, results: Path = RESULTS) -> str:
     """Return a page with the table between the markers."""
     before, _, rest = text.partition(BEGIN)
     files = sorted(results.glob("*/trl.json"))
-    made = table(read_json(files[-1]), files[-1].parent.name) if files else f"`{COMMAND}` compares the trainers on a GPU."
+    made = (
+        table(read_json(files[-1]), files[-1].parent.name) if files else f"`{COMMAND}` compares the trainers on a GPU."
+    )
     return f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.partition(END)[2]}"
 
 

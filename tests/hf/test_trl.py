@@ -189,12 +189,13 @@ def test_a_float32_head_gets_logits_that_are_not_rounded() -> None:
 def test_our_head_keeps_at_most_a_gibibyte_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     # It does not know the device meta.
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
-    hidden, weight = (torch.empty(n, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for n in (8192, 262144))
-    sizes = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
-        with liger_hf.use_in_trl():
-            targets = torch.empty(8192, dtype=torch.int64, device="meta")
-            trl.trainer.utils._ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 32)
+    hidden, weight = (
+        torch.empty(n, 64, dtype=torch.bfloat16, device="meta", requires_grad=True) for n in (8192, 1 << 18)
+    )
+    targets, sizes = torch.empty(8192, dtype=torch.int64, device="meta"), []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t)
+    with hooks, liger_hf.use_in_trl():
+        trl.trainer.utils._ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, 32)
     assert 1 << 29 < max(sizes) <= 1 << 30
 
 

@@ -68,10 +68,10 @@ def use_in_trl() -> TRLHead:
         with liger_hf.use_in_trl():
             DPOTrainer(model, args=DPOConfig(...), train_dataset=dataset).train()
 
-    SFT, DPO, KTO and GRPO use `linear_log_prob` in place of TRL's fused head. DistillationTrainer and GKDTrainer use
-    `linear_divergence` on the hidden states of student and teacher: neither model's logits are computed. On a GPU,
-    `linear_log_prob` gets a budget of 1 GiB. The losses stay TRL's own: masking, FSDP's gathering of the head, temperatures, softcaps and scales of models, and the metrics
-    are unchanged.
+    SFT, DPO, KTO and GRPO use `linear_log_prob` in place of TRL's fused head, with a budget of 1 GiB on a GPU.
+    DistillationTrainer and GKDTrainer use `linear_divergence` on the hidden states of student and teacher: neither
+    model's logits are computed. The losses stay TRL's own: masking, FSDP's gathering of the head, temperatures,
+    softcaps and scales of models, and the metrics are unchanged.
 
     TRL's own functions run for a head that DeepSpeed ZeRO-3 has partitioned. In GKDTrainer, they also run if a head is
     not an nn.Linear in a floating dtype, and for an evaluation that returns logits. GOLD and the trainers with a
