@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from liger_bench.printing import size
 from liger_core.commands import main
 from liger_train.plan import planning
 from liger_train.plan.comparison import rows_in
@@ -67,7 +68,10 @@ def test_a_plan_of_several_machines_has_the_bytes_and_the_seconds_of_a_step(plan
     assert "all-gather of weights, 16 ranks" in words
     assert "(8 GPUs per machine, 450 GB/s within it, 25 GB/s between machines)" in words
     assert "Host memory per machine: 0 bytes for offloaded state" in words
-    traffic = json.loads(plan(*setup, "--json")[1])["traffic"]
+    found = json.loads(plan(*setup, "--json")[1])
+    traffic = found["traffic"]
+    assert traffic["checkpoint_bytes"] == 8 * found["prediction"]["static_bytes"]
+    assert f"and up to {size(traffic['checkpoint_bytes'])} for a checkpoint of --output while it is written" in words
     assert [row["kind"] for row in traffic["exchanges"]] == ["all-gather", "reduce-scatter"]
     assert sum(row["seconds"] for row in traffic["exchanges"]) == traffic["estimate"]["sharding"]
     code, _, said = plan(*TINY, "--ranks", "16", "--nodes", "3")

@@ -19,7 +19,16 @@ from torch.utils._pytree import tree_leaves
 from transformers import TrainerCallback
 
 import forks
-from liger_train.plan.traffic import GATHER, GRADIENTS, REDUCE, SCATTER, Exchange, exchanges, host_bytes
+from liger_train.plan.traffic import (
+    GATHER,
+    GRADIENTS,
+    REDUCE,
+    SCATTER,
+    Exchange,
+    checkpoint_bytes,
+    exchanges,
+    host_bytes,
+)
 from liger_train.setup import Setup
 from train import training
 
@@ -127,6 +136,14 @@ def test_hybrid_sharding_sends_only_gradients_over_the_network() -> None:
     setup = Setup("llama-3.2-1b", ranks=16, shard="fsdp2", replicate=2)
     over_the_network = [each.what for each in exchanges(setup, 10**9, 10**9) if each.received(8)[1]]
     assert over_the_network == [GRADIENTS]
+
+
+def test_host_memory_holds_a_copy_of_the_shards_while_they_are_written() -> None:
+    setup = Setup("llama-3.2-1b", ranks=16, shard="fsdp2")
+    assert checkpoint_bytes(setup, 700, 10**9, per_machine=8) == 8 * 700
+    offloaded = replace(setup, offload="parameters")
+    assert checkpoint_bytes(offloaded, 0, 10**9, per_machine=8) == 8 * 12 * 10**9 // 16
+    assert checkpoint_bytes(replace(setup, shard="zero3"), 700, 10**9, per_machine=8) == 0
 
 
 def test_host_memory_holds_what_is_offloaded() -> None:

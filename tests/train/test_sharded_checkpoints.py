@@ -7,6 +7,7 @@ import errno
 import gc
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
@@ -18,11 +19,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 import forks
 from liger_core.errors import OptionError
 from liger_train.row import Row
+from liger_train.runs import checkpoint_writer
 from liger_train.runs.run import run
 from liger_train.setup import Setup
 
@@ -51,21 +53,46 @@ class NoWeights(TorchDispatchMode):
 
 def without_exchanged_weights(save: Callable[..., None]) -> Callable[..., None]:
     @wraps(save)
-    def saving(*args: Any) -> None:
+    def saving(*args: Any, **named: Any) -> None:
         with NoWeights():
-            save(*args)
+            save(*args, **named)
 
     return saving
 
 
+class At(TrainerCallback):
+    """Does something when a step begins."""
+
+    def __init__(self, step: int, do: Callable[[], object]) -> None:
+        self.step, self.do = step, do
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.do()
+
+
+def written() -> None:
+    """Wait until the checkpoint is written, or has failed."""
+    for thread in threading.enumerate():
+        if thread.name == checkpoint_writer.THREAD:
+            thread.join()
+
+
 def work(rank: int, setup: Setup, folder: str) -> None:
     """One rank of a run that resumes, and exports its model."""
+    from torch.distributed import checkpoint
+
     from liger_train.runs import sharded_checkpoints
 
     torch.set_num_threads(1)
     gc.freeze()
-    for name in ("save_model", "save_state"):
-        setattr(sharded_checkpoints, name, without_exchanged_weights(getattr(sharded_checkpoints, name)))
+    # The thread that writes has modes of its own.
+    for module, name in (
+        (sharded_checkpoints, "save_model"),
+        (sharded_checkpoints, "save_state"),
+        (checkpoint, "save"),
+    ):
+        setattr(module, name, without_exchanged_weights(getattr(module, name)))
     row = run(setup, folder=Path(folder) / "saved", resume=True, export=Path(folder) / f"exported-{setup.steps}")
     assert not row.failed, row.reason
     if rank == 0:
@@ -86,8 +113,10 @@ def work_on_a_full_disk(rank: int, setup: Setup, folder: str) -> None:
         return write(self, *args)
 
     FileSystemWriter.write_data = full  # type: ignore[method-assign]
-    row = run(setup, folder=Path(folder), save_every=2)
+    row = run(setup, folder=Path(folder), save_every=2, observers=[At(4, written)])
     assert (row.failed, row.reason) == (True, "OSError: [Errno 28] No space left on device")
+    # The step that was running ended; the next one did not begin.
+    assert (len(row.losses), row.interrupted) == (5, False)
     torch.distributed.destroy_process_group()
 
 

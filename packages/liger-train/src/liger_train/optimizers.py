@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from liger_train import combinations
@@ -10,6 +11,17 @@ from liger_train.technique import Technique
 
 LOW_RANK = "rank=128,update_proj_gap=200"
 GALORE = LOW_RANK + ",scale=0.25"
+# Start of --optimizer → module and class of objects in its state.
+PROJECTORS = {
+    "galore": ("galore_torch.galore_projector", "GaLoreProjector"),
+    "apollo": ("apollo_torch.random_projector", "GradientProjector"),
+}
+
+
+def projectors(optimizer: str) -> list[Any]:
+    """Return the classes in the state of an optimizer that torch.load must be allowed to load."""
+    paths = [path for start, path in PROJECTORS.items() if optimizer.startswith(start)]
+    return [getattr(importlib.import_module(module), name) for module, name in paths]
 
 
 def _optim(name: str, low_rank: str = "", **more: Any) -> Any:

@@ -15,6 +15,10 @@ def count() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def on_this_machine() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", count()))
+
+
 def started() -> bool:
     """Return whether torchrun, or another launcher, started this process."""
     return "WORLD_SIZE" in os.environ

@@ -12,7 +12,7 @@ from liger_train.plan.auto_checkpoint import predict_end
 from liger_train.plan.estimate import Estimate, Rates, estimate, seconds_of
 from liger_train.plan.search import Answer, answered, fast_peak, what_fits
 from liger_train.plan.step import Prediction, predict
-from liger_train.plan.traffic import exchanges, host_bytes
+from liger_train.plan.traffic import checkpoint_bytes, exchanges, host_bytes
 from liger_train.setup import Setup
 
 # Field of Setup → the name of its answer.
@@ -23,15 +23,17 @@ NAMES = {"batch": "largest_batch", "sequence": "longest_sequence", "ranks": "few
 class Traffic:
     """The exchanges of a step, by a formula, and the times that these and the operations take at some rates.
 
-    exchanges   for each exchange: what, kind, ranks, bytes that a rank receives within its machine and from others, and
-                seconds
-    host_bytes  host memory of a machine for offloaded state
+    exchanges         for each exchange: what, kind, ranks, bytes that a rank receives within its machine and from
+                      others, and seconds
+    host_bytes        host memory of a machine for offloaded state
+    checkpoint_bytes  host memory of a machine for a sharded checkpoint while it is written
     """
 
     rates: Rates
     estimate: Estimate
     exchanges: list[dict[str, Any]]
     host_bytes: int
+    checkpoint_bytes: int
 
 
 @dataclass(frozen=True)
@@ -142,4 +144,5 @@ def _traffic(prediction: Prediction, rates: Rates) -> Traffic:
         row = {"what": each.what, "kind": each.kind, "ranks": each.ranks}
         rows.append(row | {"machine_bytes": near, "network_bytes": network, "seconds": seconds_of(each, rates)})
     seconds = estimate(setup, rates, prediction.trainable_parameters, prediction.parameters)
-    return Traffic(rates, seconds, rows, host_bytes(setup, *counts, rates.per_host))
+    copy = checkpoint_bytes(setup, prediction.static_bytes, prediction.trainable_parameters, rates.per_host)
+    return Traffic(rates, seconds, rows, host_bytes(setup, *counts, rates.per_host), copy)

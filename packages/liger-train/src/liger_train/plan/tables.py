@@ -126,6 +126,8 @@ def _print_traffic(console: Console, traffic: Traffic) -> None:
         ]
         for each in traffic.exchanges
     ]
+    copy = traffic.checkpoint_bytes
+    written = f", and up to {size(copy)} for a checkpoint of --output while it is written" if copy else ""
     head = ("received by a rank per step, by a formula", "within a machine, GB", "over the network, GB", "seconds")
     print_table(console, [Column(head[0]), *(Column(name, number=True) for name in head[1:])], lines)
     console.print(
@@ -133,7 +135,7 @@ def _print_traffic(console: Console, traffic: Traffic) -> None:
         f"activations {estimate.tensor:.3f} s, and those of weights and gradients {estimate.sharding:.3f} s, which "
         f"overlap with the others ({rates.per_host} GPUs per machine, {rates.links / 1e9:.0f} GB/s within it, "
         f"{rates.hosts / 1e9:.0f} GB/s between machines). Host memory per machine: {size(traffic.host_bytes)} for "
-        "offloaded state, besides Python and the text.",
+        f"offloaded state{written}, besides Python and the text.",
         markup=False,
     )
 

@@ -65,6 +65,17 @@ def host_bytes(setup: Setup, parameters: int, trainable: int, per_machine: int) 
     return rank * min(per_machine, setup.ranks)
 
 
+def checkpoint_bytes(setup: Setup, static_bytes: int, trainable: int, per_machine: int) -> int:
+    """Return the host memory of a machine for the copy from which ranks write their shards while training continues.
+
+    The copy has the weights and the optimizer state: on the device, all that is allocated between steps.
+    """
+    if not setup.saves_shards:
+        return 0
+    rank = static_bytes if setup.offload == "none" else 12 * trainable // (setup.tp * setup.sharing_ranks)
+    return rank * min(per_machine, setup.ranks)
+
+
 def _of_activations(setup: Setup) -> list[Exchange]:
     """Return the exchanges of tensor and context parallelism.
 

@@ -51,8 +51,12 @@ class Interruption:
     def __exit__(self, *error: object) -> None:
         self._restore()
 
-    def _request(self, number: int, frame: FrameType | None) -> None:
+    def request(self) -> None:
+        """End the run after the current step of all ranks."""
         self.requested = True
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self.request()
         self._restore()
 
     def _restore(self) -> None:

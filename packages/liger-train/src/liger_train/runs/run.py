@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import logging
 import os
 import platform
@@ -35,10 +34,12 @@ from liger_train.combinations import ZERO
 from liger_train.configs import config_of
 from liger_train.errors import SetupError
 from liger_train.model import build
+from liger_train.optimizers import projectors
 from liger_train.row import Row, row_of
 from liger_train.runs import export as exporting
 from liger_train.runs import saved_checkpoints
 from liger_train.runs.arguments import training_arguments
+from liger_train.runs.checkpoint_writer import CheckpointWriter
 from liger_train.runs.compiled import Compiled
 from liger_train.runs.cpu_memory import CpuMemory
 from liger_train.runs.data import Data, read, with_steps
@@ -47,12 +48,6 @@ from liger_train.runs.record import Interruption, Recorder
 from liger_train.runs.snapshot import Snapshot
 from liger_train.runs.trainer import RunTrainer, Sealer
 from liger_train.setup import Setup
-
-# Start of --optimizer → module and class of objects in its state.
-PROJECTORS = {
-    "galore": ("galore_torch.galore_projector", "GaLoreProjector"),
-    "apollo": ("apollo_torch.random_projector", "GradientProjector"),
-}
 
 
 def run(
@@ -100,6 +95,8 @@ def run(
         results = {"interrupted": True, "reason": "interrupted"}
     except Exception as error:
         _, results = failure(error)
+        # A checkpoint that could not be written ended the run.
+        results["interrupted"] = False
     row = row_of(setup, machine.describe(device), current.results() | results)
     del current
     release(device)
@@ -205,26 +202,31 @@ class _Run:
                 self.model_columns = saved.progress["known"]
                 self.notes.append(f"All {saved.step} steps were done before; {saved.folder} is the trained model.")
                 return
+            writer = stack.enter_context(CheckpointWriter(self.device, self.interruption.request))
+            if folder is not None and self.setup.saves_shards:
+                writer.connect()
             self._show(None, "loading the model")
             built = build(self.setup, self.device)
             _name_tokens(built.model, data.tokenizer)
             self.notes.extend(built.notes)
             self.model_columns = _counts(built.model) | {"replaced": built.replaced}
-            sealer = Sealer(lambda: self._progress(built.model, data), data.tokenizer)
+            sealer = Sealer(lambda: self._progress(built.model, data), data.tokenizer, writer)
             auto = auto_checkpoint.observers(self.setup, self._note_decision)
             self.compiled.settled = lambda: all(callback.settled for callback in auto)
             memory = [self.recorder.memory] if self.recorder.memory else []
             check = GradientCheck(lambda sentence: self._print([sentence]))
             callbacks = [*memory, self.recorder, sealer, *auto, self.compiled, check, *observers]
             trainer = RunTrainer(
-                built.model, arguments, data, self.compiled, callbacks, lambda: auto[0].parts if auto else 1
+                built.model, arguments, data, self.compiled, callbacks, lambda: auto[0].parts if auto else 1, writer
             )
             with (
                 self.compiled.session(),
                 self.interruption,
-                torch.serialization.safe_globals(_projectors(self.setup.optimizer)),
+                torch.serialization.safe_globals(projectors(self.setup.optimizer)),
             ):
                 trainer.train(resume_from_checkpoint=str(saved.folder) if saved else None)
+            self._show(None, "writing the checkpoint")
+            writer.wait()
             self.model_columns["checkpointed_layers"] = checkpointed_layers(built.model)
             self._end(folder)
             if export is not None:
@@ -390,9 +392,3 @@ def _counts(model: Any) -> dict[str, int]:
         "parameters_in_4_bits": widths[False, "4 bits"],
         "parameters_in_16_bits": sum(count for (_, width), count in widths.items() if width.endswith("float16")),
     }
-
-
-def _projectors(optimizer: str) -> list[Any]:
-    """Return the classes in the state of an optimizer that torch.load must be allowed to load."""
-    paths = [path for start, path in PROJECTORS.items() if optimizer.startswith(start)]
-    return [getattr(importlib.import_module(module), name) for module, name in paths]

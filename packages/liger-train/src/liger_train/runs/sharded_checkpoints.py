@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,14 @@ from liger_train.runs.saved_checkpoints import SHARDS
 
 # Bytes of a file of weights.
 FILE_SIZE = 5 * 10**9
+State = dict[str, Any]
+# Writes a state with a function of the state and of a process group, which all ranks call.
+Write = Callable[[State, Callable[[State, Any], None]], None]
+
+
+def at_once(state: State, function: Callable[[State, Any], None]) -> None:
+    """Write a state before returning, in the default process group."""
+    function(state, None)
 
 
 @contextlib.contextmanager
@@ -42,27 +51,18 @@ def _first_failure() -> Iterator[None]:
         raise problem from error
 
 
-@_first_failure()
-def save_model(model: Any, folder: Path) -> None:
+def save_model(model: Any, folder: Path, write: Write = at_once) -> None:
     """Write the weights and the config of a model, or its adapters; all ranks must call this."""
     if hasattr(model, "peft_config"):
         adapters = {name: _whole(weight) for name, weight in _trained(model).items()}
         if ranks.first():
             model.save_pretrained(folder, state_dict=adapters)
         return
-    weights = _weights(model)
-    files: dict[str, int] = {}
-    size = 0
-    for name, weight in weights.items():
-        size += weight.numel() * weight.itemsize
-        files[name] = 1 + size // FILE_SIZE
-    writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True, enable_consolidation=True)
-    checkpoint.save(weights, storage_writer=writer)
     if ranks.first():
-        shutil.rmtree(folder / "sharded")
         model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
         for config in filter(None, (model.config, model.generation_config)):
             config.save_pretrained(folder)
+    write(_weights(model), partial(_write_weights, folder))
 
 
 @_first_failure()
@@ -74,10 +74,9 @@ def load_model(model: Any, folder: Path) -> None:
         checkpoint.load(_weights(model), storage_reader=HuggingFaceStorageReader(str(folder)))
 
 
-@_first_failure()
-def save_state(model: Any, optimizer: Any, scheduler: Any, folder: Path) -> None:
+def save_state(model: Any, optimizer: Any, scheduler: Any, folder: Path, write: Write = at_once) -> None:
     """Write the optimizer, the scheduler, and the weights of adapters; all ranks must call this."""
-    checkpoint.save(_state(model, optimizer, scheduler), checkpoint_id=folder / SHARDS)
+    write(_state(model, optimizer, scheduler), partial(_write_state, folder))
 
 
 @_first_failure()
@@ -89,19 +88,37 @@ def load_state(model: Any, optimizer: Any, scheduler: Any, folder: Path) -> None
     scheduler.load_state_dict(state["scheduler"])
 
 
-def _state(model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+@_first_failure()
+def _write_weights(folder: Path, weights: State, group: Any) -> None:
+    files: dict[str, int] = {}
+    size = 0
+    for name, weight in weights.items():
+        size += weight.numel() * weight.itemsize
+        files[name] = 1 + size // FILE_SIZE
+    writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True, enable_consolidation=True)
+    checkpoint.save(weights, storage_writer=writer, process_group=group)
+    if ranks.first():
+        shutil.rmtree(folder / "sharded")
+
+
+@_first_failure()
+def _write_state(folder: Path, state: State, group: Any) -> None:
+    checkpoint.save(state, checkpoint_id=folder / SHARDS, process_group=group)
+
+
+def _state(model: Any, optimizer: Any, scheduler: Any) -> State:
     state = {"optimizer": get_optimizer_state_dict(model, optimizer), "scheduler": scheduler.state_dict()}
     return state | ({"model": _trained(model)} if hasattr(model, "peft_config") else {})
 
 
-def _weights(model: nn.Module) -> dict[str, Any]:
+def _weights(model: nn.Module) -> State:
     """Return the state of a model, with one name for tied weights."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied = names - {name for name, _ in model.named_parameters()}
     return {name: weight for name, weight in get_model_state_dict(model).items() if name not in tied}
 
 
-def _trained(model: nn.Module) -> dict[str, Any]:
+def _trained(model: nn.Module) -> State:
     return dict(get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True)))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from liger_train import ranks
 from liger_train.runs import saved_checkpoints
+from liger_train.runs.checkpoint_writer import CheckpointWriter
 from liger_train.runs.compiled import Compiled
 from liger_train.runs.data import Data
 from liger_train.runs.labels import MASKED
@@ -38,6 +40,7 @@ class RunTrainer(Trainer):
         compiled: Compiled,
         callbacks: list[TrainerCallback],
         parts: Callable[[], int],
+        writer: CheckpointWriter,
     ) -> None:
         validation = None
         if data.held_out is not None:
@@ -53,7 +56,7 @@ class RunTrainer(Trainer):
             self.accelerator.ddp_handler.gradient_as_bucket_view = True
         # It prints a summary to standard output, which is reserved for the results.
         self.remove_callback(PrinterCallback)
-        self.compiled, self.micro, self.parts = compiled, compiled.recorder.micro, parts
+        self.compiled, self.micro, self.parts, self.writer = compiled, compiled.recorder.micro, parts, writer
         # The name of the model until it is checked that it keeps packed documents apart.
         self.unchecked_model = compiled.setup.model if compiled.setup.packing else None
 
@@ -91,13 +94,15 @@ class RunTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.compiled.setup.saves_shards:
-            sharded_checkpoints().save_model(self.model, Path(output_dir or str(self.args.output_dir)))
+            folder = Path(output_dir or str(self.args.output_dir))
+            sharded_checkpoints().save_model(self.model, folder, self.writer.add)
         else:
             super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.compiled.setup.saves_shards:
-            sharded_checkpoints().save_state(self.model, self.optimizer, self.lr_scheduler, Path(output_dir))
+            states = self.model, self.optimizer, self.lr_scheduler
+            sharded_checkpoints().save_state(*states, Path(output_dir), self.writer.add)
         else:
             super()._save_optimizer_and_scheduler(output_dir)
 
@@ -144,24 +149,34 @@ def _whole_batches(sequences: Tensor, size: int) -> Tensor:
 
 
 class Sealer(TrainerCallback):
-    """Marks a checkpoint as unfinished, and seals it, with the tokenizer, once all ranks have written their files."""
+    """Marks a checkpoint as unfinished, and seals it, with the tokenizer, once all ranks have written their files.
 
-    def __init__(self, progress: Callable[[], dict[str, Any]], tokenizer: Any) -> None:
-        self.progress, self.tokenizer = progress, tokenizer
+    Sharded checkpoints are written, and sealed, while training continues; the next one waits for the one before it.
+    """
+
+    def __init__(self, progress: Callable[[], dict[str, Any]], tokenizer: Any, writer: CheckpointWriter) -> None:
+        self.progress, self.tokenizer, self.writer = progress, tokenizer, writer
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: Any, **more: Any) -> None:
         # Callbacks that run before this one decide whether to save: the Trainer's own, and the recorder.
-        if control.should_save and ranks.first():
-            saved_checkpoints.mark_unfinished(_checkpoint(args, state))
+        if control.should_save:
+            self.writer.wait()
+            if ranks.first():
+                saved_checkpoints.mark_unfinished(_checkpoint(args, state))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **more: Any) -> None:
-        progress = self.progress()
+        folder = _checkpoint(args, state)
+        if ranks.first():
+            self.tokenizer.save_pretrained(folder)
+        # A copy, since training continues.
+        seal = partial(saved_checkpoints.seal, folder, deepcopy(self.progress()))
+        if self.writer.has_states:
+            self.writer.start(seal)
+            return
         if dist.is_initialized():
             dist.barrier()
         if ranks.first():
-            folder = _checkpoint(args, state)
-            self.tokenizer.save_pretrained(folder)
-            saved_checkpoints.seal(folder, progress)
+            seal()
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
