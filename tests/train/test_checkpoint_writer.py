@@ -141,6 +141,7 @@ def raise_once(writer: CheckpointWriter, failures: list[BaseException]) -> None:
     assert len(failures) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [write_a_copy, write_in_place, raise_once])
 def test_a_writer_writes_a_copy_or_in_place_and_raises_once(check: Callable[..., None]) -> None:
     forks.on_ranks(1, alone, check)

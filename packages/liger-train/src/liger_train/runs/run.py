@@ -225,7 +225,8 @@ class _Run:
                 torch.serialization.safe_globals(projectors(self.setup.optimizer)),
             ):
                 trainer.train(resume_from_checkpoint=str(saved.folder) if saved else None)
-            self._show(None, "writing the checkpoint")
+            if folder is not None:
+                self._show(None, "writing the checkpoint")
             writer.wait()
             self.model_columns["checkpointed_layers"] = checkpointed_layers(built.model)
             self._end(folder)
