@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of TRL's trainers at the top of docs/start/trl.md: `python docs/generate/trainers.py` writes it from the newest trl.json.
 
+README.md has one sentence of it.
+
 benchmarks/trainers.py measures the rows. tests/docs/test_site.py says when the table is stale.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from liger_bench import markdown
@@ -32,14 +35,29 @@ def filled(text: str, results: Path = RESULTS) -> str:
     return f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.partition(END)[2]}"
 
 
+def headline(results: Path = RESULTS) -> str:
+    """Return the sentence of README.md."""
+    pairs = [pair for pair in _pairs(read_json(sorted(results.glob("*/trl.json"))[-1])).values() if all(pair)]
+    faster, longer = (
+        min(after[name] / before[name] for before, after in pairs) for name in ("tokens_per_second", "longest")
+    )
+    return (
+        f"With Liger, TRL's trainers are at least {_floored(faster)} times as fast as with TRL's own fused head, and "
+        f"sequences can be at least {_floored(longer)} times as long"
+    )
+
+
+def _floored(ratio: float) -> str:
+    return f"{math.floor(100 * ratio) / 100:.2f}"
+
+
 def table(rows: list[Record], folder: str) -> str:
     """Return the table, each trainer with TRL's head and with Liger, and where it was measured."""
-    found = {(row["trainer"], row["head"]): row for row in rows}
     lengths = " and ".join(f"{length:,}" for length in distinct(rows, "length"))
-    lines = []
-    for trainer in distinct(rows, "trainer"):
-        pair = [found.get((trainer, head), {}) for head in ("trl", "liger")]
-        lines.append([f"`{trainer.upper()}Trainer`", *(_cell(pair, name) for name in FIGURES)])
+    lines = [
+        [f"`{trainer.upper()}Trainer`", *(_cell(pair, name) for name in FIGURES)]
+        for trainer, pair in _pairs(rows).items()
+    ]
     limit = distinct(rows, "memory_limit")[0]
     head = ["", *(words.format(lengths=lengths, limit=f"{limit:g}") for words, _ in FIGURES.values())]
     (about, *_), (model, *_) = markdown.where(rows), distinct(rows, "model")
@@ -60,6 +78,12 @@ FIGURES = {
     "peak_bytes": ("GiB there", lambda value: f"{value / GIB:.1f}"),
     "longest": ("longest sequence in {limit} GiB", lambda value: f"{value:,}"),
 }
+
+
+def _pairs(rows: list[Record]) -> dict[str, list[Record]]:
+    """Return the rows of each trainer, with TRL's head and with Liger; a row that is missing is empty."""
+    found = {(row["trainer"], row["head"]): row for row in rows}
+    return {name: [found.get((name, head), {}) for head in ("trl", "liger")] for name in distinct(rows, "trainer")}
 
 
 def _cell(pair: list[Record], name: str) -> str:

@@ -89,6 +89,16 @@ def test_the_tables_of_a_page_are_those_that_are_generated(generator: str) -> No
     assert made.stdout.strip() == "True", f"run python docs/generate/{generator}.py\n{made.stderr}"
 
 
+def test_the_readme_has_the_figures_of_trl_that_were_measured_last() -> None:
+    made = subprocess.run(
+        [sys.executable, "-c", "import trainers; print(trainers.headline())"],
+        cwd=ROOT / "docs" / "generate",
+        capture_output=True,
+        text=True,
+    )
+    assert made.stdout.strip() in " ".join((ROOT / "README.md").read_text().split()), made.stderr
+
+
 def parse(command: Any, name: str, arguments: list[str], parent: Any = None) -> None:
     context = command.make_context(name, list(arguments), parent=parent)
     rest = [*getattr(context, "_protected_args", []), *context.args]
