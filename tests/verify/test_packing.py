@@ -138,6 +138,11 @@ def test_documents_and_labels_of_a_user_are_compared() -> None:
     assert len(report.alone) == 2
 
 
+def test_a_model_has_the_same_weights_in_every_comparison() -> None:
+    plain, patched = (Packing("llama", liger).build().state_dict() for liger in (False, True))
+    torch.testing.assert_close(patched, plain, rtol=0, atol=0)
+
+
 def test_the_model_is_left_as_it_is() -> None:
     model = llama()
     model.config.use_cache = True

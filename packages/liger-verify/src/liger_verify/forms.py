@@ -79,6 +79,7 @@ class Packing:
         """Return the model, which the forms share."""
         import liger_hf
 
+        torch.manual_seed(self.seed)
         with TemporaryDirectory(prefix="liger-verify-") as folder:
             training = Training(self.model, seed=self.seed, options=self.options)
             model = training.build(World(0, 1, torch.float32, Path(folder)))
