@@ -272,6 +272,33 @@ def loaded(rank: int, folder: str) -> None:
         compare("loaded", got, exact(plain, (tokens(),)))
 
 
+def experts_of_ranks(rank: int, folder: str) -> None:
+    """Each rank holds half of the experts. Tied embeddings are whole on each rank; from Transformers 5.19, which has
+    tensor parallelism beside sharded experts, each holds half of the classes."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    beside = "ep_size" in inspect.signature(DistributedConfig).parameters
+    config = DistributedConfig(tp_size=2, **({"ep_size": 2} if beside else {"enable_expert_parallel": True}))
+    with ranks(2), pytest.MonkeyPatch.context() as patch:
+        # The grouped matmul of torch does not support float64; the loop that Transformers has for other cases does.
+        patch.setattr("transformers.integrations.moe._can_use_grouped_mm", lambda *_: False)
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
+        model = liger_hf.AutoLigerModelForCausalLM.from_pretrained(
+            folder, distributed_config=config, dtype=torch.float64
+        ).train()
+        assert model.liger_report.replaced["linear_cross_entropy"] == 1
+        with no_logits():
+            got = exact(model, (tokens(),))
+        compare("experts", got, exact(plain, (tokens(),)))
+        compare("experts", _logits(model), _logits(plain))
+
+
+def _logits(model: Any) -> dict[str, Tensor]:
+    with torch.no_grad(), DoublePrecision():
+        return {"logits": model.eval()(tokens()["input_ids"]).logits + 0}
+
+
 def sharded_twice(rank: int) -> None:
     """Four ranks: two shards of the vocabulary, and over them FSDP2, one of whose ranks has no token that counts."""
     with ranks(4):

@@ -81,6 +81,20 @@ def test_a_model_loaded_by_tensor_parallel_ranks_is_patched_as_any_other(tied: b
     on_ranks(2, tensor_ranks.loaded, str(tmp_path))
 
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16},
+    # Experts with biases.
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_embeddings_that_are_tied_beside_sharded_experts_are_counted_once(architecture: str, tmp_path: Path) -> None:
+    """Transformers #48824: each rank counted the classes of all ranks."""
+    make(architecture, tie_word_embeddings=True, **MIXTURES[architecture]).save_pretrained(tmp_path)
+    on_ranks(2, tensor_ranks.experts_of_ranks, str(tmp_path))
+
+
 def test_the_vocabulary_may_be_sharded_by_fsdp_as_well() -> None:
     on_ranks(4, tensor_ranks.sharded_twice)
 
