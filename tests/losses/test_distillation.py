@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from liger_core import OptionError, ShapeError
+from liger_core import OptionError, ShapeError, linear_log_prob
 from liger_core.losses import cosine_distillation, topk_distillation
 from ops.agreement import leaf
 
@@ -135,6 +135,32 @@ def test_topk_distillation_agrees_with_the_server_distillation_of_trl(beta: floa
     kind: Any = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
     ours = topk_distillation(student, teacher, kind=kind, tail=tail)
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mixed_kl_weight", [1.0, 0.0, 0.3], ids=["forward", "reverse", "mixed"])
+def test_log_probabilities_and_entropy_give_the_zero_outside_topk_of_nemo_rl(mixed_kl_weight: float) -> None:
+    """The recipe of docs/how-to/distillation.md. The formula has all classes: the teacher's others at e⁻¹⁰⁰."""
+    hidden, weight = (torch.randn(shape, dtype=torch.float64) for shape in ((2, 5, 12), (40, 12)))
+    teacher_logits, classes = torch.randn(2, 5, 40, dtype=torch.float64).topk(6)
+    (x, w), (exact_x, exact_w) = ([t.clone().requires_grad_() for t in (hidden, weight)] for _ in range(2))
+
+    log_prob, entropy = linear_log_prob(x, w, classes, return_entropy=True)
+    top = teacher_logits.log_softmax(-1)
+    forward_kl = (top.exp() * (top - log_prob)).sum(-1)
+    reverse_kl = 100 * (1 - log_prob.exp().sum(-1)) - entropy - (log_prob.exp() * top).sum(-1)
+    loss = mixed_kl_weight * forward_kl + (1 - mixed_kl_weight) * reverse_kl
+
+    student = (exact_x @ exact_w.mT).log_softmax(-1)
+    teacher = torch.full_like(student, -100.0).scatter(-1, classes, top)
+    among_top = student.gather(-1, classes)
+    exact_reverse = (student.exp() * (student - teacher)).sum(-1)
+    exact = mixed_kl_weight * (top.exp() * (top - among_top)).sum(-1) + (1 - mixed_kl_weight) * exact_reverse
+
+    upstream = torch.randn(2, 5, dtype=torch.float64)
+    torch.testing.assert_close(loss, exact)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, (x, w), upstream), torch.autograd.grad(exact, (exact_x, exact_w), upstream)
+    )
 
 
 def test_topk_distillation_names_what_is_wrong(device: torch.device) -> None:
