@@ -160,10 +160,10 @@ def adapted(setup: Setup) -> str:
 
 
 def float8(setup: Setup) -> str:
-    if setup.shard != "none":
-        return f"supports data parallelism alone, got --shard {setup.shard}; use --shard none, or --precision bf16"
+    if setup.shard in ZERO:
+        return f"needs weights that torch gathers, got --shard {setup.shard}; use --shard fsdp2, or --precision bf16"
     if setup.tp * setup.cp > 1:
-        return f"supports data parallelism alone, got --tp {setup.tp} --cp {setup.cp}; use --precision bf16"
+        return f"supports no other parallelism than data's, got --tp {setup.tp} --cp {setup.cp}; use --precision bf16"
     if setup.adapter != "none":
         return f"trains every weight, got --adapter {setup.adapter}, which freezes weights; use --precision bf16"
     if setup.sequence % FLOAT8_MULTIPLE:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from liger_train.compiling import GRAPHS
 from liger_train.errors import SetupError
@@ -69,6 +69,26 @@ def chosen_layers(model: Any, setup: Setup, notes: list[str]) -> set[str]:
         f"{others}."
     )
     return names
+
+
+def gathers_in_float8(setup: Setup, rows: int) -> bool:
+    """Return whether FSDP2 gathers weights with so many rows in float8.
+
+    All ranks need the same scale before the cast, so not with a scale per row. torchao does not pad shards, and loses
+    the scale of offloaded ones.
+    """
+    is_sharded = setup.shard == "fsdp2" and setup.offload == "none" and rows % setup.sharing_ranks == 0
+    return is_sharded and RECIPES.get(setup.precision) == "tensorwise"
+
+
+def cast_when_gathered(setup: Setup, layer: nn.Module, whole: Tensor, shard: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight and its shard, as tensors that FSDP2 casts to float8 before it gathers them if it can do so."""
+    if type(layer).__name__ != "Float8Linear" or whole.dim() != 2 or not gathers_in_float8(setup, len(whole)):
+        return whole, shard
+    float8: Any = layer
+    cast = importlib.import_module("torchao.float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
+    dtype = float8.config.cast_config_weight.target_dtype
+    return cast(whole, float8.linear_mm_config, dtype), cast(shard, float8.linear_mm_config, dtype)
 
 
 def holds_experts(layer: nn.Module) -> bool:

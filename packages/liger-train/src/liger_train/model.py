@@ -7,6 +7,7 @@ import contextlib
 import importlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from liger_train import checkpoint, checkpointing, merging, tied
 from liger_train.adapters import add_adapters, note_of_adapters
 from liger_train.compiling import compile_layers
 from liger_train.configs import auto_class, config_of
-from liger_train.float8 import RECIPES, convert
+from liger_train.float8 import RECIPES, cast_when_gathered, convert
 from liger_train.implementations import PEER, patch_by_peer
 from liger_train.parallelism import parallelism
 from liger_train.setup import MLP_ROWS, ZERO, Setup
@@ -68,7 +69,8 @@ def build(
     if setup.precision in RECIPES:
         to_float8(model, setup, notes)
     if _loads_shards(setup):
-        wait_on_meta(model, torch.device("cpu") if setup.offload == "parameters" else device)
+        home = torch.device("cpu") if setup.offload == "parameters" else device
+        wait_on_meta(model, home, partial(cast_when_gathered, setup))
     model.train()
     checkpointing.enable(model, setup.checkpoint)
     # After adapters, which wrap the modules that Liger replaces.

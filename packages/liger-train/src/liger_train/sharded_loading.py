@@ -9,7 +9,7 @@ the end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -85,8 +85,13 @@ def forget_initialization(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def wait_on_meta(model: nn.Module, device: torch.device) -> None:
-    """Replace the weights of a model by weights on the meta device, which have this rank's shards on the device."""
+def wait_on_meta(
+    model: nn.Module, device: torch.device, converted: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> None:
+    """Replace the weights of a model by weights on the meta device, which have this rank's shards on the device.
+
+    converted  (module, weight, shard) → both, as the classes of tensors that FSDP2 shards
+    """
     forget_initialization(model)
     waiting: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -94,11 +99,12 @@ def wait_on_meta(model: nn.Module, device: torch.device) -> None:
             if isinstance(weight, DTensor):
                 if id(weight) not in waiting:
                     whole: Any = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-                    whole = nn.Parameter(whole, weight.requires_grad)
                     shard = weight.to_local().to(device)
                     # Otherwise a view would keep the whole weight.
                     is_view = shard.untyped_storage().nbytes() > shard.nbytes
-                    setattr(whole, SHARD, shard.clone() if is_view else shard)
+                    whole, shard = converted(module, whole, shard.clone() if is_view else shard)
+                    whole = nn.Parameter(whole, weight.requires_grad)
+                    setattr(whole, SHARD, shard)
                     # accelerate finds the weights of an optimizer by their addresses, and on meta they have none.
                     whole.data_ptr = partial(id, whole)
                     waiting[id(weight)] = whole

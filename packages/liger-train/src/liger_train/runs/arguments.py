@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 # Value of --precision → dtype of the matmuls under FSDP2.
-LOW_IN_FSDP2 = {"bf16": "bfloat16", "fp16": "float16"}
+LOW_IN_FSDP2 = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "fp8-rowwise": "bfloat16"}
 
 
 def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArguments:
