@@ -91,6 +91,13 @@ def cast_when_gathered(setup: Setup, layer: nn.Module, whole: Tensor, shard: Ten
     return cast(whole, float8.linear_mm_config, dtype), cast(shard, float8.linear_mm_config, dtype)
 
 
+def scale_after_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Compute the scales of a model's weights by one collective after each step, not by one for each gathered weight."""
+    if any(hasattr(getattr(weight, "_local_tensor", None), "_precomputed_scale") for weight in model.parameters()):
+        scale = importlib.import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp
+        optimizer.register_step_post_hook(lambda *_: scale(model))
+
+
 def holds_experts(layer: nn.Module) -> bool:
     return not isinstance(layer, nn.Conv1d | nn.ConvTranspose1d) and any(w.dim() == 3 for w in layer.parameters(False))
 

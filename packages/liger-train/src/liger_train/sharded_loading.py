@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 from transformers import PreTrainedModel
 
 from liger_hf.private_transformers import INITIALIZE, INITIALIZED, before_loading
+from liger_train.float8 import scale_after_steps
 from liger_train.setup import Setup
 
 # The attribute of a weight on the meta device with this rank's shard.
@@ -112,14 +114,15 @@ def wait_on_meta(
 
 
 def give_shards(accelerator: Any) -> None:
-    """Make this accelerator give a model its shards as soon as FSDP2 has sharded it."""
+    """Make this accelerator give a model its shards as soon as FSDP2 has sharded it, with its optimizer."""
     prepare = accelerator.prepare
 
     def prepared(*objects: Any, **options: Any) -> Any:
+        models = [each for each in objects if isinstance(each, nn.Module)]
+        optimizers = [each for each in objects if isinstance(each, torch.optim.Optimizer)]
         places = [
             (module, name, getattr(weight, SHARD))
-            for model in objects
-            if isinstance(model, nn.Module)
+            for model in models
             for module in model.modules()
             for name, weight in module._parameters.items()
             if hasattr(weight, SHARD)
@@ -129,6 +132,8 @@ def give_shards(accelerator: Any) -> None:
             weight: Any = getattr(module, name)
             if weight.is_meta:
                 _give(weight, shard)
+        for model, optimizer in product(models, optimizers):
+            scale_after_steps(model, optimizer)
         return result
 
     accelerator.prepare = prepared
