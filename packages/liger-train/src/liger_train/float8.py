@@ -51,12 +51,14 @@ def chosen_layers(model: Any, setup: Setup, notes: list[str]) -> set[str]:
     """Return the names of the layers to convert, with a note on them and on the layers that are left out."""
     left_out: Counter[str] = Counter()
     names: set[str] = set()
+    gathered = 0
     head = model.get_output_embeddings()
     for name, reason in _matmul_layers(model, head):
         if reason:
             left_out[reason] += 1
         else:
             names.add(name)
+            gathered += gathers_in_float8(setup, model.get_submodule(name).out_features)
     others = ", ".join(f"{count} × {reason}" for reason, count in left_out.items())
     if not names:
         raise SetupError(
@@ -64,8 +66,9 @@ def chosen_layers(model: Any, setup: Setup, notes: list[str]) -> set[str]:
             f"got {setup.model} with {others or 'none'}; use --precision bf16"
         )
     scales = SCALES[RECIPES[setup.precision]]
+    also = f", and FSDP2 gathers the weights of {gathered} in float8" if gathered else ""
     notes.append(
-        f"--precision {setup.precision}: {len(names)} linear layers multiply in float8 with {scales}; left out: "
+        f"--precision {setup.precision}: {len(names)} linear layers multiply in float8 with {scales}{also}; left out: "
         f"{others}."
     )
     return names

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from liger_train.checkpointing import layers
+from liger_train.plan.float8 import Float8
 from liger_train.plan.ledger import OTHER, WEIGHTS, Ledger, rounded
 
 
@@ -106,11 +107,14 @@ class LayerGathering:
     def register(self, model: nn.Module) -> None:
         model_layers = layers(model)
         inside = {id(w) for layer in model_layers for w in layer.parameters()}
-        self.ledger.allocate(
-            sum(rounded(w.numel() * w.itemsize) for w in model.parameters() if id(w) not in inside), WEIGHTS
-        )
+        in_float8 = {id(m.weight) for m in model.modules() if isinstance(m, Float8) and m.is_gathered}
+
+        def gathered_bytes(weight: Tensor) -> int:
+            return rounded(weight.numel() * (1 if id(weight) in in_float8 else weight.itemsize))
+
+        self.ledger.allocate(sum(gathered_bytes(w) for w in model.parameters() if id(w) not in inside), WEIGHTS)
         for layer in model_layers:
-            size = sum(rounded(w.numel() * w.itemsize) for w in layer.parameters())
+            size = sum(map(gathered_bytes, layer.parameters()))
             blocks: list[int] = []
 
             def before(size: int = size, blocks: list[int] = blocks) -> None:

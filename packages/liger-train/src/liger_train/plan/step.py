@@ -227,8 +227,9 @@ def fake_model(setup: Setup, mode: Any) -> tuple[Any, list[str]]:
     # Fake tensors cannot be quantized to 4 bits or offloaded, so both are modeled separately.
     simple = replace(setup, device="cpu", adapter="lora" if setup.adapter == "qlora" else setup.adapter)
     if setup.shard == "fsdp2" and setup.precision in LOW:
-        # Weights are gathered in the dtype of matmuls.
-        simple = replace(simple, precision="bf16-pure")
+        # Weights are gathered in the dtype of activations, which is the one of weights in pure precision.
+        pure = f"{setup.precision.removesuffix('-pure')}-pure"
+        simple = replace(simple, precision=pure if pure in LOW else "bf16-pure")
     whole = on_meta(simple)
     with mode:
         built = build(
@@ -236,7 +237,7 @@ def fake_model(setup: Setup, mode: Any) -> tuple[Any, list[str]]:
             CPU,
             load=lambda setup, device, _: _shard_of(whole, setup, device),
             adapters=_adapted_in_four_bits if setup.adapter == "qlora" else adapted,
-            to_float8=in_float8,
+            to_float8=lambda model, _, notes: in_float8(model, setup, notes),
         )
         if setup.tp > 1:
             classes = config_of(setup).get_text_config().vocab_size

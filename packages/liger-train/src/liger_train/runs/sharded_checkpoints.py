@@ -115,7 +115,16 @@ def _weights(model: nn.Module) -> State:
     """Return the state of a model, with one name for tied weights."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied = names - {name for name, _ in model.named_parameters()}
-    return {name: weight for name, weight in get_model_state_dict(model).items() if name not in tied}
+    return {name: _plain(weight) for name, weight in get_model_state_dict(model).items() if name not in tied}
+
+
+def _plain(weight: Any) -> Any:
+    """Return a weight that FSDP2 gathers in float8 as an ordinary one with the same memory."""
+    if not isinstance(weight, DTensor) or not hasattr(shard := weight.to_local(), "fsdp_pre_all_gather"):
+        return weight
+    layout = {"shape": weight.shape, "stride": weight.stride()}
+    # The tensor that torchao's subclass wraps.
+    return DTensor.from_local(shard._tensor, weight.device_mesh, weight.placements, run_check=False, **layout)
 
 
 def _trained(model: nn.Module) -> State:
