@@ -14,11 +14,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_core.errors import LigerError, OptionError
+from liger_core.private_torch import FakeTensorMode
 from liger_train import float8, techniques
 from liger_train.float8 import RECIPES
 from liger_train.model import build
 from liger_train.plan.float8 import Float8
-from liger_train.plan.step import _step, predict
+from liger_train.plan.ledger import rounded
+from liger_train.plan.sharding import sharding_of
+from liger_train.plan.step import _step, fake_model, ledger_of_a_step, predict
 from liger_train.setup import Setup
 from train.training import Trained, saved_model, setup_of, trained
 
@@ -131,13 +134,13 @@ def test_a_saved_model_has_plain_linear_layers(folder: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"shard": "fsdp2"}, "supports data parallelism alone, got --shard fsdp2; use --shard none"),
-        ({"tp": 2, "ranks": 2}, "supports data parallelism alone, got --tp 2 --cp 1"),
+        ({"shard": "zero2"}, "supports data parallelism and --shard fsdp2, got --shard zero2; use --shard fsdp2"),
+        ({"tp": 2, "ranks": 2}, "supports data parallelism and --shard fsdp2, got --tp 2 --cp 1"),
         ({"adapter": "lora"}, "trains every weight, got --adapter lora"),
         ({"sequence": 1000}, "needs a --sequence that is a multiple of 16, as float8 matmuls need, got 1000"),
         ({}, "needs a GPU with compute capability 8.9 or higher, such as Ada, Hopper or Blackwell, got A100 with 8.0; use --precision bf16"),
     ],
-    ids=["sharded", "tensor parallel", "adapters", "odd sequences", "old GPU"],
+    ids=["sharded by DeepSpeed", "tensor parallel", "adapters", "odd sequences", "old GPU"],
 )  # fmt: skip
 def test_what_float8_cannot_do_is_refused_before_anything_is_loaded(
     options: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
@@ -151,11 +154,12 @@ def test_what_float8_cannot_do_is_refused_before_anything_is_loaded(
     assert sentence in str(raised.value)
 
 
-def test_a_gpu_that_has_float8_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"ranks": 2}, {"ranks": 2, "shard": "fsdp2"}], ids=["one", "two", "sharded"])
+def test_a_gpu_that_has_float8_is_taken(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    techniques.check(Setup("tiny", precision="fp8"))
+    techniques.check(Setup("tiny", precision="fp8", **options))
 
 
 def test_a_model_without_a_layer_to_convert_is_refused() -> None:
@@ -206,3 +210,20 @@ def test_float8_is_planned_without_torchao(monkeypatch: pytest.MonkeyPatch) -> N
     assert (
         "multiply in float8 with one scale per row" in predict(Setup("tiny", precision="fp8-rowwise", **small)).notes[0]
     )
+
+
+def test_a_plan_of_fsdp2_holds_gathered_weights_in_float8() -> None:
+    small = {"batch": 1, "sequence": 16, "ranks": 2, "shard": "fsdp2"}
+    for precision, bytes_of_a_matrix, note in (
+        ("fp8", 1, "with one scale per tensor, and FSDP2 gathers the weights of 14 in float8; left out"),
+        ("fp8-rowwise-pure", 2, "with one scale per row; left out"),
+    ):
+        setup = Setup("tiny", precision=precision, **small)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        model, notes = fake_model(setup, mode)
+        sizes = [(w.numel(), bytes_of_a_matrix if w.dim() == 2 else 2) for w in model.model.layers[0].parameters()]
+        ledger = ledger_of_a_step(setup, model, sharding_of(setup, model), mode)
+        gathered = sum(rounded(elements * itemsize) for elements, itemsize in sizes)
+        # Two layers and the next ones of both, in both passes.
+        assert [size for _, size, _ in ledger.events].count(gathered) == 8
+        assert note in notes[0]

@@ -161,9 +161,11 @@ def adapted(setup: Setup) -> str:
 
 def float8(setup: Setup) -> str:
     if setup.shard in ZERO:
-        return f"needs weights that torch gathers, got --shard {setup.shard}; use --shard fsdp2, or --precision bf16"
+        return f"supports data parallelism and --shard fsdp2, got --shard {setup.shard}; use --shard fsdp2"
     if setup.tp * setup.cp > 1:
-        return f"supports no other parallelism than data's, got --tp {setup.tp} --cp {setup.cp}; use --precision bf16"
+        return (
+            f"supports data parallelism and --shard fsdp2, got --tp {setup.tp} --cp {setup.cp}; use --precision bf16"
+        )
     if setup.adapter != "none":
         return f"trains every weight, got --adapter {setup.adapter}, which freezes weights; use --precision bf16"
     if setup.sequence % FLOAT8_MULTIPLE:
