@@ -140,7 +140,9 @@ def test_a_weight_whose_rows_are_not_divisible_is_gathered_in_bfloat16(folder: P
         assert losses == pytest.approx(expected, rel=TOLERANCES["fp8-pure"])
 
 
-def test_a_run_resumes_exactly_and_saves_plain_weights(folder: Path, small: Setup) -> None:
+def test_a_run_resumes_exactly_and_saves_plain_weights(
+    folder: Path, small: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_two_ranks(saving, folder, small)
     whole, parts = (json.loads((folder / f"{name}.json").read_text()) for name in ("whole", "parts"))
     assert parts["losses"] == whole["losses"]
@@ -154,3 +156,8 @@ def test_a_run_resumes_exactly_and_saves_plain_weights(folder: Path, small: Setu
     for name, weight in before.items():
         assert not torch.equal(weight, after[0][name])
         assert all(torch.equal(each[name], after[0][name]) for each in after)
+    monkeypatch.setattr(techniques, "check", lambda setup: None)
+    alone = run(replace(small, batch=4, steps=5, precision="fp8"), folder=folder / "parts", resume=True)
+    assert alone.losses is not None, alone.reason
+    assert alone.losses[:4] == whole["losses"]
+    assert alone.losses[4] < whole["losses"][-1]
