@@ -163,9 +163,7 @@ def float8(setup: Setup) -> str:
     if setup.shard in ZERO:
         return f"supports data parallelism and --shard fsdp2, got --shard {setup.shard}; use --shard fsdp2"
     if setup.tp * setup.cp > 1:
-        return (
-            f"supports data parallelism and --shard fsdp2, got --tp {setup.tp} --cp {setup.cp}; use --precision bf16"
-        )
+        return f"supports data parallelism and --shard fsdp2, got --tp {setup.tp} --cp {setup.cp}; use --precision bf16"
     if setup.adapter != "none":
         return f"trains every weight, got --adapter {setup.adapter}, which freezes weights; use --precision bf16"
     if setup.sequence % FLOAT8_MULTIPLE:

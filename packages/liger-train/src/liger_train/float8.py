@@ -95,7 +95,7 @@ def cast_when_gathered(setup: Setup, layer: nn.Module, whole: Tensor, shard: Ten
 
 
 def scale_after_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Compute the scales of a model's weights by one collective after each step, not by one for each gathered weight."""
+    """Compute the scales of a model's weights by one collective after each step, not by one for each weight later."""
     if any(hasattr(getattr(weight, "_local_tensor", None), "_precomputed_scale") for weight in model.parameters()):
         scale = importlib.import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp
         optimizer.register_step_post_hook(lambda *_: scale(model))

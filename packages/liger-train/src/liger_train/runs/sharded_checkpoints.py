@@ -120,11 +120,13 @@ def _weights(model: nn.Module) -> State:
 
 def _plain(weight: Any) -> Any:
     """Return a weight that FSDP2 gathers in float8 as an ordinary one with the same memory."""
-    if not isinstance(weight, DTensor) or not hasattr(shard := weight.to_local(), "fsdp_pre_all_gather"):
+    shard: Any = weight.to_local() if isinstance(weight, DTensor) else weight
+    if not hasattr(shard, "fsdp_pre_all_gather"):
         return weight
-    layout = {"shape": weight.shape, "stride": weight.stride()}
+    mesh, placements = weight.device_mesh, weight.placements
     # The tensor that torchao's subclass wraps.
-    return DTensor.from_local(shard._tensor, weight.device_mesh, weight.placements, run_check=False, **layout)
+    plain = shard._tensor
+    return DTensor.from_local(plain, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
 
 
 def _trained(model: nn.Module) -> State:
