@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from liger_train.compiling import GRAPHS
 from liger_train.errors import SetupError
@@ -94,9 +95,13 @@ def cast_when_gathered(setup: Setup, layer: nn.Module, whole: Tensor, shard: Ten
     return cast(whole, float8.linear_mm_config, dtype), cast(shard, float8.linear_mm_config, dtype)
 
 
+def is_cast_when_gathered(weight: Tensor) -> bool:
+    return isinstance(weight, DTensor) and hasattr(weight.to_local(), "fsdp_pre_all_gather")
+
+
 def scale_after_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Compute the scales of a model's weights by one collective after each step, not by one for each weight later."""
-    if any(hasattr(getattr(weight, "_local_tensor", None), "_precomputed_scale") for weight in model.parameters()):
+    if any(map(is_cast_when_gathered, model.parameters())):
         scale = importlib.import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp
         optimizer.register_step_post_hook(lambda *_: scale(model))
 

@@ -98,10 +98,14 @@ class ZeroGathering:
 
 
 class LayerGathering:
-    """Gathers a layer before it runs, and prefetches the next one, as FSDP2 does; other weights stay gathered."""
+    """Gathers a layer before it runs, and prefetches the next one, as FSDP2 does; other weights stay gathered.
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger = ledger
+    Each of as many ranks casts its shards of weights that are gathered in float8, one after the other, by way of two
+    float32 tensors.
+    """
+
+    def __init__(self, ledger: Ledger, ranks: int) -> None:
+        self.ledger, self.ranks = ledger, ranks
         self.hooks = ExitStack()
 
     def register(self, model: nn.Module) -> None:
@@ -115,12 +119,15 @@ class LayerGathering:
         self.ledger.allocate(sum(gathered_bytes(w) for w in model.parameters() if id(w) not in inside), WEIGHTS)
         for layer in model_layers:
             size = sum(map(gathered_bytes, layer.parameters()))
+            largest = max((w.numel() for w in layer.parameters() if id(w) in in_float8), default=0)
+            cast = rounded(2 * 4 * largest // self.ranks)
             blocks: list[int] = []
 
-            def before(size: int = size, blocks: list[int] = blocks) -> None:
+            def before(size: int = size, cast: int = cast, blocks: list[int] = blocks) -> None:
                 # This layer, and the next one, which is prefetched.
                 if not blocks:
                     blocks.extend([self.ledger.allocate(size, WEIGHTS), self.ledger.allocate(size, OTHER)])
+                    self.ledger.allocate_briefly(cast, OTHER)
 
             def after(blocks: list[int] = blocks) -> None:
                 while blocks:

@@ -167,7 +167,7 @@ class Fsdp2(Sharding):
         for weight in model.parameters():
             shard_bytes = 0 if self.offloaded else rounded(self._shard_bytes(weight))
             ledger.move(weight, rounded(weight.numel() * weight.itemsize) - shard_bytes)
-        self.layers = LayerGathering(ledger)
+        self.layers = LayerGathering(ledger, self.setup.sharing_ranks)
         self.layers.register(model)
 
     def accumulated(self, weight: Any) -> None:

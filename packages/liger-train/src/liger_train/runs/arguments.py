@@ -17,7 +17,7 @@ from liger_train.setup import Setup
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-# Value of --precision → dtype of the matmuls under FSDP2.
+# Value of --precision → dtype of weights and activations in layers under FSDP2.
 LOW_IN_FSDP2 = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "fp8-rowwise": "bfloat16"}
 
 

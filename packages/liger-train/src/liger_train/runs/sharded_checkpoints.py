@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from liger_train import ranks
+from liger_train.float8 import is_cast_when_gathered
 from liger_train.runs.saved_checkpoints import SHARDS
 
 # Bytes of a file of weights.
@@ -120,12 +121,11 @@ def _weights(model: nn.Module) -> State:
 
 def _plain(weight: Any) -> Any:
     """Return a weight that FSDP2 gathers in float8 as an ordinary one with the same memory."""
-    shard: Any = weight.to_local() if isinstance(weight, DTensor) else weight
-    if not hasattr(shard, "fsdp_pre_all_gather"):
+    if not is_cast_when_gathered(weight):
         return weight
     mesh, placements = weight.device_mesh, weight.placements
     # The tensor that torchao's subclass wraps.
-    plain = shard._tensor
+    plain = weight.to_local()._tensor
     return DTensor.from_local(plain, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
 
 
