@@ -124,8 +124,9 @@ def _plain(weight: Any) -> Any:
     if not is_cast_when_gathered(weight):
         return weight
     mesh, placements = weight.device_mesh, weight.placements
-    # The tensor that torchao's subclass wraps.
-    plain = weight.to_local()._tensor
+    shard = weight.to_local()
+    # torchao's class wraps a tensor; a scale may come after it.
+    plain = getattr(shard, shard.__tensor_flatten__()[0][0])
     return DTensor.from_local(plain, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
 
 
