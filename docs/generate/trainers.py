@@ -42,8 +42,8 @@ def headline(results: Path = RESULTS) -> str:
         min(after[name] / before[name] for before, after in pairs) for name in ("tokens_per_second", "longest")
     )
     return (
-        f"With Liger, TRL's trainers are at least {_floored(faster)} times as fast as with TRL's own fused head, and "
-        f"sequences can be at least {_floored(longer)} times as long"
+        f"With Liger, TRL's trainers have at least {_floored(faster)} × the speed that they have with TRL's own fused "
+        f"head, and sequences can be at least {_floored(longer)} × as long"
     )
 
 

@@ -52,6 +52,16 @@ def test_adapted_layers_count_the_matmuls_with_their_frozen_weights() -> None:
     assert found == pytest.approx(16 * 2048 / measured, rel=0.2)
 
 
+def test_matmuls_in_float8_take_half_as_long() -> None:
+    rates = replace(RATES, memory=1e18, launch=0.0)
+    pure, float8 = (
+        estimate(replace(ONE, precision=each, checkpoint="none"), rates, WEIGHTS) for each in ("bf16-pure", "fp8-pure")
+    )
+    # Three passes of the layers, which have 973 M of the weights; the head and attention keep their rate.
+    saved = 3 * 2 * 973_078_528 * 4 * 1024 / rates.matmul / 2
+    assert pure.operations - float8.operations == pytest.approx(saved, rel=0.01)
+
+
 def test_tensor_parallelism_shares_the_matmuls_and_adds_its_collectives() -> None:
     one, two = (estimate(replace(ONE, ranks=tp, tp=tp), RATES, WEIGHTS) for tp in (1, 2))
     assert one.tensor == one.sharding == 0

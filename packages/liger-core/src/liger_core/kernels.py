@@ -150,7 +150,7 @@ def library_of(namespace: str) -> torch.library.Library:
     return torch.library.Library(namespace, "FRAGMENT")
 
 
-def define(library: torch.library.Library, name: str, schema: Schema, fake: Callable[..., Any]) -> Any:
+def define(library: torch.library.Library, name: str, schema: Schema | str, fake: Callable[..., Any]) -> Any:
     """Define a custom op and return it."""
     library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)

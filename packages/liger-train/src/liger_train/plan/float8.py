@@ -7,11 +7,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
+from liger_core.kernels import define, library_of
 from liger_train.float8 import RECIPES, chosen_layers, gathers_in_float8
 from liger_train.setup import Setup
 
 EIGHT_BITS = torch.float8_e4m3fn
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(len(a), b.shape[1])
+
+
+# A matmul in float8, whose operands are given in the dtype of the result.
+multiply = define(library_of("liger_plan"), "float8_matmul", "(Tensor a, Tensor b) -> Tensor", _product)
+library_of("liger_plan").impl("float8_matmul", _product, "CompositeExplicitAutograd")
+
+
+@register_flop_formula(multiply.overloadpacket)
+def _operations(a: tuple[int, int], b: tuple[int, int], **_: Any) -> int:
+    """Return half of the operations, since a GPU does twice as many in float8."""
+    return a[0] * a[1] * b[1]
 
 
 def in_float8(model: Any, setup: Setup, notes: list[str]) -> None:
@@ -50,21 +67,21 @@ class _Matmul(torch.autograd.Function):
         cast = None if is_gathered else weight.to(EIGHT_BITS)
         ctx.save_for_backward(saved, weight)
         ctx.twice, ctx.shape = twice, x.shape
-        y = x.new_empty(*x.shape[:-1], weight.shape[0])
+        y = multiply(rows, weight.t()).view(*x.shape[:-1], len(weight))
         del first, cast
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        weight: Tensor
-        _, weight = ctx.saved_tensors
+        rows, weight = ctx.saved_tensors
+        flat = grad.reshape(-1, grad.shape[-1])
         first = grad.to(EIGHT_BITS)
         second = grad.to(EIGHT_BITS) if ctx.twice else first
         # Or a gathered weight in the other order of memory.
         cast = weight.to(EIGHT_BITS)
-        grad_x = grad.new_empty(ctx.shape)
+        grad_x = multiply(flat, weight).view(ctx.shape)
         del cast, first
         # In the dtype of activations; autograd casts it to the dtype of the weight.
-        grad_weight = grad.new_empty(weight.shape)
+        grad_weight = multiply(flat.t(), rows)
         del second
         return grad_x, grad_weight, None, None
