@@ -65,16 +65,17 @@ def check(count: int) -> None:
     from liger_train.plan.step import predict
 
     models, points = read(), json.loads(CHECKED.read_text()) if CHECKED.exists() else []
+    draw, known = random.Random(0), [point | {"peak_bytes": 0} for point in points]
     while len(points) < count:
-        # A second start draws other points.
-        draw = random.Random(len(points))
         model = draw.choice([*models])
         name, optimizer = draw.choice([*models[model]]), draw.choice(["adamw", "adamw-8bit"])
         batch, sequence = draw.choice([1, 2, 3, 4, 8, 16]), round(2 ** draw.uniform(8, 13))
         ranks = draw.choice([2, 4, 8]) if name.endswith("fsdp2") else 1
+        point = {"model": model, "name": name, "call": [batch, sequence, ranks], "optimizer": optimizer}
+        if point | {"peak_bytes": 0} in known:
+            continue
         setup = dict(setups(Setup(str(folder(model)))))[name]
         found = predict(replace(setup, batch=batch, sequence=sequence, ranks=ranks, optimizer=optimizer))
-        point = {"model": model, "name": name, "call": [batch, sequence, ranks], "optimizer": optimizer}
         points.append(point | {"peak_bytes": found.peak_bytes})
         CHECKED.write_text("[\n" + ",\n".join(map(json.dumps, points)) + "\n]\n")
         print(points[-1], flush=True)
