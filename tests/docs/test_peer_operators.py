@@ -340,4 +340,6 @@ def test_the_table_of_trainers_has_both_heads_side_by_side(generators: SimpleNam
     where = {"machine": "NVIDIA H100; CPU", "versions": "trl 1.16.0", "commit": "c", "date": FIRST, "device": "cuda"}
     row = where | {"trainer": "sft", "model": "gemma-3-1b", "length": 8192, "memory_limit": 79.0, "peak_bytes": 9 << 30}
     rows = [row | {"head": "liger", "tokens_per_second": 40100.0}, row | {"head": "trl", "tokens_per_second": 23400.0}]
-    assert "| `SFTTrainer` | 23,400 | 40,100 | 9.0 | 9.0 | – | – |" in generators.trainers.table(rows, "run")
+    assert "| `SFTTrainer` | 23,400 → **40,100** | 9.0 → **9.0** | – → **–** |" in generators.trainers.table(
+        rows, "run"
+    )
