@@ -257,25 +257,30 @@ def undone(rank: int) -> None:
 
 def loaded(rank: int, folder: str) -> None:
     """As a user does it. Embeddings that are tied to the head are sharded like it."""
-    from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     with ranks(2):
-        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
-        config = DistributedConfig(tp_size=2)
-        model = liger_hf.AutoLigerModelForCausalLM.from_pretrained(
-            folder, distributed_config=config, dtype=torch.float64
-        ).train()
-        assert model.liger_report.replaced["linear_cross_entropy"] == 1
-        with no_logits():
-            got = exact(model, (tokens(),))
-        compare("loaded", got, exact(plain, (tokens(),)))
+        _compare_loaded("loaded", folder, DistributedConfig(tp_size=2))
+
+
+def _compare_loaded(name: str, folder: str, config: Any) -> tuple[nn.Module, nn.Module]:
+    """Compare a step of a loaded model on the ranks with one of a whole model, and return both models."""
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
+    model = liger_hf.AutoLigerModelForCausalLM.from_pretrained(
+        folder, distributed_config=config, dtype=torch.float64
+    ).train()
+    assert model.liger_report.replaced["linear_cross_entropy"] == 1
+    with no_logits():
+        got = exact(model, (tokens(),))
+    compare(name, got, exact(plain, (tokens(),)))
+    return model, plain
 
 
 def experts_of_ranks(rank: int, folder: str) -> None:
     """Each rank holds half of the experts. Tied embeddings are whole on each rank; from Transformers 5.19, which has
     tensor parallelism beside sharded experts, each holds half of the classes."""
-    from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     beside = "ep_size" in inspect.signature(DistributedConfig).parameters
@@ -283,14 +288,7 @@ def experts_of_ranks(rank: int, folder: str) -> None:
     with ranks(2), pytest.MonkeyPatch.context() as patch:
         # The grouped matmul of torch does not support float64; the loop that Transformers has for other cases does.
         patch.setattr("transformers.integrations.moe._can_use_grouped_mm", lambda *_: False)
-        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
-        model = liger_hf.AutoLigerModelForCausalLM.from_pretrained(
-            folder, distributed_config=config, dtype=torch.float64
-        ).train()
-        assert model.liger_report.replaced["linear_cross_entropy"] == 1
-        with no_logits():
-            got = exact(model, (tokens(),))
-        compare("experts", got, exact(plain, (tokens(),)))
+        model, plain = _compare_loaded("experts", folder, config)
         compare("experts", _logits(model), _logits(plain))
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
 import forks
 from bench.commands import InProcess
@@ -29,6 +29,7 @@ from liger_train.row import COLUMNS, row_of
 from liger_train.runs import command, saved_checkpoints
 from liger_train.runs.run import run
 from liger_train.setup import Setup
+from train.training import At
 
 WHERE = dict.fromkeys(("machine", "versions", "commit", "date"), "")
 # What the command does, but that it dies in the middle of its sixth step, as by kill -9, and hurries with its log.
@@ -49,17 +50,6 @@ progress.NEXT_LINE = 0.01
 command.observers = lambda setup, options, stack: [Killer()]
 main()
 """
-
-
-class At(TrainerCallback):
-    """Does something when a step begins."""
-
-    def __init__(self, step: int, do: Callable[[], object]) -> None:
-        self.step, self.do = step, do
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            self.do()
 
 
 def raising(error: BaseException) -> Callable[..., None]:

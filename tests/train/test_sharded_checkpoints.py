@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
 import forks
 from liger_core.errors import OptionError
@@ -27,6 +27,7 @@ from liger_train.row import Row
 from liger_train.runs import checkpoint_writer
 from liger_train.runs.run import run
 from liger_train.setup import Setup
+from train.training import At
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,17 +59,6 @@ def without_exchanged_weights(save: Callable[..., None]) -> Callable[..., None]:
             save(*args, **named)
 
     return saving
-
-
-class At(TrainerCallback):
-    """Does something when a step begins."""
-
-    def __init__(self, step: int, do: Callable[[], object]) -> None:
-        self.step, self.do = step, do
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            self.do()
 
 
 def written() -> None:

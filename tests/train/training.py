@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of thirty thousand weights in a folder, and a few training steps by a setup."""
+"""A model of thirty thousand weights in a folder, a few training steps by a setup, and what happens at one of them."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from liger_train import auto_checkpoint, techniques
@@ -33,6 +34,17 @@ FIELDS = {
     "eos_token_id": None,
 }
 STEPS = 3
+
+
+class At(TrainerCallback):
+    """Does something when a step begins."""
+
+    def __init__(self, step: int, do: Callable[[], object]) -> None:
+        self.step, self.do = step, do
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.do()
 
 
 def saved_model(folder: Path, **fields: int) -> Path:
