@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_core import linear_log_prob, use
+from liger_core.ops.head.head import Head
+from liger_core.ops.head.loop import LONG_CHUNK, MULTIPLE, ChunkOptions, held_bytes
+from liger_core.ops.head.shards import vocabulary
 from ops.agreement import disagreements
 
 ROWS, WIDTH, CLASSES = 12, 16, 300
@@ -153,3 +157,21 @@ def test_an_ignored_row_has_nothing_whatever_it_is(device: torch.device) -> None
     (gradient,) = torch.autograd.grad(log_prob, hidden, torch.where(log_prob == 0, torch.inf, 1.0))
     assert gradient.isfinite().all()
     assert not gradient[1].any()
+
+
+@pytest.mark.parametrize("rows", [4096, 7000, 32768])
+@pytest.mark.parametrize("budget", [100 << 20, 512 << 20, 0])
+def test_blocks_of_a_derivative_are_even_and_its_memory_fits(rows: int, budget: int) -> None:
+    width, classes, dtype = 4096, 128256, torch.bfloat16
+    with FakeTensorMode():
+        hidden, weight = (torch.empty(n, width, dtype=dtype, device="cuda") for n in (rows, classes))
+        head = Head(hidden, weight, torch.empty(rows, 1, dtype=torch.int64, device="cuda"), None)
+    cut = ChunkOptions.from_arguments(None, None, budget or None, True, None).derivative(head, vocabulary(weight, None))
+    if cut is None:
+        # All logits fit.
+        assert rows * classes * dtype.itemsize <= held_bytes(budget, "cuda")
+        return
+    blocks = -(-classes // cut.classes)
+    assert blocks * cut.classes - classes < blocks * MULTIPLE
+    assert cut.rows == rows or cut.rows % (LONG_CHUNK if cut.rows >= LONG_CHUNK else MULTIPLE) == 0
+    assert cut.rows * (width * 4 + cut.classes * 2) <= held_bytes(budget, "cuda")

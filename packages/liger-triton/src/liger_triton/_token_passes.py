@@ -11,7 +11,7 @@ from torch import Tensor
 
 from liger_core.ops._token_passes import LEAST, RowOptions, Slopes, Sums
 from liger_triton._constants import LN2, LOG2E, LOWEST
-from liger_triton._logits import EXPONENTIALS, GRADIENT, STATISTICS, bend, capped, grown, met, through_cap
+from liger_triton._logits import GRADIENT, STATISTICS, bend, capped, exponentials_shape, grown, met, through_cap
 from liger_triton.launch import VECTOR, Launcher, cdiv, contiguous, fuses, power_of_two, rows_of
 
 LEAST_EXPONENT = tl.constexpr(LEAST)
@@ -76,12 +76,13 @@ class TritonTokenPasses:
     ) -> None:
         rows, width = logits.shape
         if rows:
-            block = min(EXPONENTIALS.block, power_of_two(width))
+            shape = exponentials_shape(width)
+            block = min(shape.block, power_of_two(width))
             exponentials_launch(
                 (rows,), logits, counted, options.inverse_temperature, moments, total, logits.stride(0),
                 total.stride(0), width, total.shape[1], options.logit_scale, options.softcap or 1.0,
                 HAS_SOFTCAP=options.softcap is not None, CONTINUES=first > 0, BLOCK=block,
-                num_warps=EXPONENTIALS.warps, enable_fp_fusion=fuses(block),
+                num_warps=shape.warps, enable_fp_fusion=fuses(block),
             )  # fmt: skip
 
     def combined(
