@@ -15,7 +15,7 @@ from hf.sweep import build
 from hf.test_experts import TARGETS, gradients, loss
 from hf.tiny_models import checkpoint_layers, patched_twin, tokens, twin
 from liger_core.accuracy import error
-from liger_hf.four_bits import described, expert_matrices, in_four_bits
+from liger_hf.four_bits import described, expert_matrices, in_four_bits, packed
 from liger_hf.quantizer import loading_in_four_bits
 
 peft = pytest.importorskip("peft")
@@ -69,6 +69,19 @@ def test_every_matrix_of_experts_is_quantized_once_and_frozen() -> None:
     stored = [p for module in experts_of(model) for p in module.parametrizations.parameters()]
     assert sum(p.numel() for p in stored) == wanted // 2
     assert {(p.dtype, p.requires_grad) for p in stored} == {(torch.uint8, False)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 32, 64), (11, 24, 10), (3, 5, 7)], ids=["blocks", "block_of_two", "one_slice"])
+def test_matrices_that_are_quantized_a_few_at_a_time_have_the_bits_of_the_whole(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    matrices = torch.randn(shape).to(dtype).requires_grad_()
+    whole = pytest.importorskip("bitsandbytes").nn.Params4bit(matrices, quant_type="nf4").to("cpu")
+    ours = packed(matrices.__getitem__, matrices.shape, dtype)
+    assert torch.equal(ours, whole)
+    got, expected = (one.quant_state.as_dict(packed=True) for one in (ours, whole))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback
 
 from liger_core.errors import OptionError
-from liger_hf.four_bits import in_four_bits, packed
+from liger_hf.four_bits import in_four_bits
+from liger_hf.quantizer import loading_in_four_bits
 from liger_train import compiling, techniques
 from liger_train.configs import config_of
 from liger_train.model import build
+from liger_train.plan.ledger import Ledger
 from liger_train.plan.step import predict
 from liger_train.runs.run import run
 from liger_train.setup import Setup
@@ -201,9 +203,37 @@ def test_experts_in_mxfp4_are_dequantized(experts: Setup, adapter: str) -> None:
         if adapter == "qlora":
             assert in_four_bits(module) == ["gate_up_proj", "down_proj"]
             bitsandbytes = pytest.importorskip("bitsandbytes")
-            weight = packed(matrices)
+            weight = bitsandbytes.nn.Params4bit(matrices, quant_type="nf4").to("cpu")
             matrices = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
         assert torch.equal(getattr(module, last), matrices.to(getattr(module, last).dtype)), name
+
+
+class Allocated(Ledger):
+    """Tracks the storages of tensors that have memory."""
+
+    def record(self, tensor: torch.Tensor, label: str | None = None) -> int:
+        return 0 if tensor.is_meta else super().record(tensor, label)
+
+
+@pytest.mark.parametrize(
+    ("experts", "most"), [("gpt_oss", 0.75), ("qwen3_moe", 1.2)], indirect=["experts"], ids=["mxfp4", "sixteen_bits"]
+)
+def test_loading_experts_in_four_bits_takes_little_more_memory_than_the_model(experts: Setup, most: float) -> None:
+    pytest.importorskip("bitsandbytes")
+    folder, sizes = Path(experts.model), {"num_experts": 32, "num_local_experts": 32, "moe_intermediate_size": 64}
+    config = AutoConfig.from_pretrained(folder, hidden_size=64, dtype="bfloat16", **sizes)
+    config.save_pretrained(folder)
+    if config.model_type == "gpt_oss":
+        in_mxfp4(folder)
+    else:
+        # One tensor for each expert.
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    four_bits = BitsAndBytesConfig(load_in_4bit=True)
+    with loading_in_four_bits(), Allocated() as memory:
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, quantization_config=four_bits)
+    assert len([module for module in model.modules() if in_four_bits(module)]) == 2
+    largest = 2 * 32 * 128 * 64
+    assert memory.peak().total - memory.end().total < most * largest
 
 
 class LastLayerSkipped(TrainerCallback):

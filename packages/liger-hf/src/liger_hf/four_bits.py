@@ -8,9 +8,10 @@ dimensions, which stay in 16 bits.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import gcd
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from liger_hf.errors import ModelError
 
 # The attributes by which Transformers' experts interface describes the weights.
 DECLARED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-OPTIONS: dict[str, Any] = {"compress_statistics": True, "quant_type": "nf4"}
+FORMAT = "nf4"
+# bitsandbytes quantizes blocks of 64 values, or 128 on some GPUs. Its double quantization has blocks of 256 scales.
+BLOCK, SCALES = 128, 256
 
 
 def quantize_experts(model: nn.Module) -> int:
@@ -45,7 +48,7 @@ def quantize_experts(model: nn.Module) -> int:
                     f"liger_hf.quantize_experts: experts must be whole and in memory, got {path}.{name} {where}"
                 )
             count += weight.numel()
-            _parametrizations().replace_parameter_4bit(module, name, **OPTIONS)
+            hold_in_four_bits(module, name, packed(weight.data.__getitem__, weight.shape, weight.dtype))
     return count
 
 
@@ -80,27 +83,46 @@ def _without_adapters(module: Any) -> Any:
     return _without_adapters(module.base_layer) if hasattr(module, "base_layer") else module
 
 
-def packed(weight: Tensor) -> Any:
-    """Return a parameter of bitsandbytes that holds the weight in 4 bits."""
-    kind = importlib.import_module("bitsandbytes").nn.Params4bit
-    # Moving it to a device is what quantizes it.
-    return kind(weight, requires_grad=False, **OPTIONS).to(weight.device)
+@torch.no_grad()
+def packed(matrices: Callable[[slice], Tensor], shape: torch.Size, dtype: torch.dtype) -> Any:
+    """Return a parameter of bitsandbytes that holds the matrices of this shape, rounded to the dtype, in 4 bits.
+
+    They are quantized a few at a time, to the same bits as the whole. `matrices` returns the matrices of a slice.
+    """
+    bitsandbytes = _bitsandbytes()
+    functional = bitsandbytes.functional
+    count, size = shape[0], shape[1:].numel()
+    # No block spans two slices.
+    step = BLOCK // gcd(BLOCK, size)
+    codes: Any = None
+    for start in range(0, count, step):
+        slice_codes, state = functional.quantize_4bit(matrices(slice(start, start + step)).to(dtype), quant_type=FORMAT)
+        if codes is None:
+            codes = slice_codes.new_empty(-(-count * size // 2), 1)
+            scales = state.absmax.new_empty(-(-count * size // state.blocksize))
+        codes[start * size // 2 :][: len(slice_codes)] = slice_codes
+        scales[start * size // state.blocksize :][: len(state.absmax)] = state.absmax
+    offset = scales.mean()
+    state.absmax, state.state2 = functional.quantize_blockwise(scales - offset, blocksize=SCALES)
+    state.shape, state.offset, state.nested = shape, offset, True
+    return bitsandbytes.nn.Params4bit(codes, quant_state=state, quant_type=FORMAT, bnb_quantized=True)
 
 
 def hold_in_four_bits(module: nn.Module, name: str, weight: Any) -> None:
     """Make such a parameter one of the module that dequantizes itself where it is read."""
     setattr(module, name, nn.Parameter(weight.data, requires_grad=False))
     state = weight.quant_state.as_dict(packed=True)
-    _parametrizations().replace_parameter_4bit_prequantized(module, name, state, weight.device)
+    _bitsandbytes().nn.parametrize.replace_parameter_4bit_prequantized(module, name, state, weight.device)
 
 
-def _parametrizations() -> Any:
+def _bitsandbytes() -> Any:
     try:
-        return importlib.import_module("bitsandbytes.nn.parametrize")
+        importlib.import_module("bitsandbytes.nn.parametrize")
     except ImportError as problem:
         raise ModelError(
             "liger_hf.quantize_experts: bitsandbytes 0.48 or later must be installed; pip install -U bitsandbytes"
         ) from problem
+    return importlib.import_module("bitsandbytes")
 
 
 def quantized(module: Any, name: str) -> Any:
