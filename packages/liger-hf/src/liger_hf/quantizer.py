@@ -55,8 +55,9 @@ class ExpertsQuantizer(Bnb4BitHfQuantizer):
         mxfp4 = Mxfp4HfQuantizer(Mxfp4Config(dequantize=True), pre_quantized=True)
         return [*super().get_weight_conversions(), *mxfp4.get_weight_conversions()]
 
-    def update_weight_conversions(self, weight_conversions: Any) -> Any:
-        conversions = super().update_weight_conversions(weight_conversions)
+    def update_weight_conversions(self, *args: Any) -> Any:
+        # Transformers 5.24 also passes the model.
+        conversions = super().update_weight_conversions(*args)
         for conversion in conversions:
             if isinstance(conversion, WeightConverter) and _works_on_slices(conversion):
                 conversion.__class__ = _InSlices
