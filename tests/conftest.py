@@ -13,6 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+# Two workers with their own thread pools would compete for the same cores: threads wait in loops for one that does not
+# run. The environment also reaches the processes that tests start. NumPy and PyTorch read it when they are imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch
 
 
@@ -30,9 +36,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Two workers with their own thread pools would compete for the same cores.
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)
     # Workers inherit the width of the terminal, which tables would take.
     os.environ.pop("COLUMNS", None)
 
