@@ -13,6 +13,8 @@ from liger_core import linear_log_prob
 from ops.agreement import leaf
 
 ROWS, WIDTH, CLASSES = 64, 33, 1001
+# The batches of one, two, seven and all rows that are also laid out otherwise.
+LAID_OUT = (0, 2, 4, 6)
 CASES: dict[str, dict[str, Any]] = {
     "entropy": {"return_entropy": True},
     "statistics": {"return_statistics": True, "softcap": 5.0, "logit_scale": 2.0},
@@ -44,10 +46,11 @@ def test_a_row_has_the_same_bits_in_every_batch(
     whole = results(hidden, weight, target, **options)
     batches = [torch.arange(start, start + n) for n in (1, 2, 7) for start in (0, 57)]
     batches += [torch.randperm(ROWS), torch.tensor([3] * 100), torch.arange(ROWS).repeat(2)[:101]]
-    for rows in (batch.to(device) for batch in batches):
-        # Memory that begins elsewhere, and columns that are not adjacent.
+    for number, rows in enumerate(batch.to(device) for batch in batches):
+        # Memory that begins elsewhere, and columns that are not adjacent: of each number of rows up to all.
         shifted = torch.empty(len(rows) * WIDTH + 1, dtype=dtype, device=device)[1:].view(-1, WIDTH)
-        for values in (hidden[rows], shifted.copy_(hidden[rows]), hidden[rows].t().contiguous().t()):
+        layouts = [hidden[rows], shifted.copy_(hidden[rows]), hidden[rows].t().contiguous().t()]
+        for values in layouts if number in LAID_OUT else layouts[:1]:
             part = results(values, weight, target[rows], **options)
             assert all(torch.equal(each, every[rows]) for each, every in zip(part, whole, strict=True))
 
