@@ -80,22 +80,17 @@ def both(small: Setup) -> Setup:
 
 @pytest.fixture(scope="module")
 def one_machine(both: Setup, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The row of a run on two ranks of one machine."""
+    """The row of a run of the command, which starts two ranks of one machine."""
     folder = tmp_path_factory.mktemp("rows")
-    (row,) = printed(agent("--standalone", *both.command().split()[1:], "--out", str(folder), "--json"))
+    (row,) = printed(agent(*launch.command(both)[3:], "--out", str(folder), "--json", module="liger_core"))
     assert json.loads((folder / "train.json").read_text()) == [row]
     return row
 
 
-def test_two_ranks_are_one_run_with_one_row(small: Setup, one_machine: dict[str, Any]) -> None:
+def test_the_command_starts_its_own_ranks_as_one_run_with_one_row(small: Setup, one_machine: dict[str, Any]) -> None:
     whole: Row = run(small)
     assert one_machine["ranks"] == 2
     assert one_machine["losses"] == pytest.approx(whole.losses, rel=1e-4)
-
-
-def test_the_command_starts_its_own_ranks(both: Setup, one_machine: dict[str, Any]) -> None:
-    (row,) = printed(agent(*launch.command(both)[3:], "--json", module="liger_core"))
-    assert (row["ranks"], row["losses"]) == (2, one_machine["losses"])
 
 
 def test_an_error_of_the_ranks_is_printed_once_without_a_traceback(
