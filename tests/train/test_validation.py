@@ -51,9 +51,11 @@ def test_the_validation_loss_is_that_of_the_trained_model_on_held_out_text(
     assert _figures(row)["validation loss"] == f"{row.validation_loss:.5f}"
 
 
-def chats(tmp_path: Path) -> Setup:
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     """A setup whose tokens differ in loss, as those of a trained model do, with answers of many lengths."""
-    model = model_with(CHATML, tmp_path / "model")
+    folder = tmp_path_factory.mktemp("chats")
+    model = model_with(CHATML, folder / "model")
     weights = AutoModelForCausalLM.from_pretrained(model)
     weights.lm_head.weight.data *= 40
     weights.save_pretrained(model)
@@ -69,17 +71,16 @@ def chats(tmp_path: Path) -> Setup:
         }
         for _ in range(40)
     ]
-    setup = setup_of(
-        model, data=written(tmp_path / "chats.jsonl", rows), steps=1, learning_rate=1e-12, validation=0.175
-    )
+    setup = setup_of(model, data=written(folder / "chats.jsonl", rows), steps=1, learning_rate=1e-12, validation=0.175)
     return replace(setup, batch=1, sequence=96)
 
 
-def mean_over_tokens(setup: Setup) -> float:
-    """In float64, over all held-out tokens with labels."""
-    held = read(setup, 400, True).held_out
+@pytest.fixture(scope="module")
+def mean_over_tokens(chats: Setup) -> float:
+    """In float64, over all held-out tokens with labels; the same ones for every batch, packed or not."""
+    held = read(chats, 400, True).held_out
     assert held is not None
-    model = AutoModelForCausalLM.from_pretrained(setup.model, dtype=torch.float64)
+    model = AutoModelForCausalLM.from_pretrained(chats.model, dtype=torch.float64)
     with torch.no_grad():
         return float(model(input_ids=held[:, 0], labels=held[:, 1]).loss)
 
@@ -90,13 +91,10 @@ def mean_over_tokens(setup: Setup) -> float:
     "options", [{"batch": 1}, {"batch": 2}, {"batch": 4, "accumulation": 2}, {"batch": 9}], ids=str
 )
 def test_it_is_the_mean_over_all_tokens_with_labels(
-    options: dict[str, int], packing: bool, liger: str, tmp_path: Path
+    options: dict[str, int], packing: bool, liger: str, chats: Setup, mean_over_tokens: float
 ) -> None:
-    setup = replace(chats(tmp_path), liger=liger, packing=packing, **options)  # type: ignore[arg-type]
-    # The same documents are held out.
-    assert run(setup).validation_loss == pytest.approx(
-        mean_over_tokens(replace(setup, batch=1, packing=False)), rel=1e-6
-    )
+    setup = replace(chats, liger=liger, packing=packing, **options)  # type: ignore[arg-type]
+    assert run(setup).validation_loss == pytest.approx(mean_over_tokens, rel=1e-6)
 
 
 def on_a_rank(rank: int, setup: Setup, folder: str) -> None:
@@ -107,10 +105,11 @@ def on_a_rank(rank: int, setup: Setup, folder: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["none", "fsdp2"])
-def test_ranks_have_the_losses_of_one_process(shard: str, tmp_path: Path) -> None:
-    setup = chats(tmp_path)
-    expected = [*(run(replace(setup, batch=4)).losses or []), mean_over_tokens(setup)]
-    on_two_ranks(on_a_rank, replace(setup, ranks=2, batch=2, shard=shard), str(tmp_path))
+def test_ranks_have_the_losses_of_one_process(
+    shard: str, chats: Setup, mean_over_tokens: float, tmp_path: Path
+) -> None:
+    expected = [*(run(replace(chats, batch=4)).losses or []), mean_over_tokens]
+    on_two_ranks(on_a_rank, replace(chats, ranks=2, batch=2, shard=shard), str(tmp_path))
     for rank in range(2):
         assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == pytest.approx(expected, rel=1e-6)
 
