@@ -237,7 +237,7 @@ def test_a_patched_model_needs_no_causal_mask_in_a_cuda_graph(monkeypatch: pytes
 
 
 # What a later version or another model may call a cache, a mask or a position is not known here.
-@pytest.mark.parametrize("argument", ["cu_seq_lens_q", "block_ids", "an_argument_of_tomorrow"])
+@pytest.mark.parametrize("argument", ["cu_seq_lens_q", "an_argument_of_tomorrow"])
 def test_an_unknown_argument_leaves_the_mask_to_the_model(argument: str) -> None:
     model = make("llama").train()
     liger_hf.apply(model)
