@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ ALLOWED = 0.015
 CALLS = [(3, 300), (2, 2100), (5, 1800), (30, 2000)]
 
 
+# Tests that compare the same setup share its peaks.
+peaks_of = cache(peaks)
+
+
 def planned(setup: Setup, batch: int, sequence: int, ranks: int) -> dict[str, int]:
     found = predict(replace(setup, batch=batch, sequence=sequence, ranks=ranks))
     return {"total": found.peak_bytes, **found.held}
@@ -43,7 +48,7 @@ def planned(setup: Setup, batch: int, sequence: int, ranks: int) -> dict[str, in
 )
 def test_peaks_of_few_layers_are_those_of_the_whole_model(options: dict[str, Any]) -> None:
     setup = Setup("small", **options)
-    found = peaks(setup)
+    found = peaks_of(setup)
     for batch, sequence in CALLS:
         held = found.held(batch, sequence, optimizer=setup.optimizer)
         assert sum(held.values()) == pytest.approx(planned(setup, batch, sequence, 1)["total"], rel=ALLOWED)
@@ -68,8 +73,10 @@ def test_peaks_of_shards_are_those_of_any_number_of_gpus() -> None:
     ],
 )
 def test_masks_of_a_sliding_window_grow_with_the_square_of_the_sequence(
-    options: dict[str, Any], calls: list[tuple[int, int]], tmp_path: Path
+    options: dict[str, Any], calls: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # No call has more tokens.
+    monkeypatch.setattr(planner, "MOST_TOKENS", 8192)
     kinds = ["sliding_attention", "full_attention"] * 3
     sizes = {"vocab_size": 2000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -86,6 +93,7 @@ def test_layers_that_loop_over_a_sequence_are_planned_with_batches_of_one_length
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planner, "LOOPED", 256)
+    monkeypatch.setattr(planner, "MOST_TOKENS", 4096)
     kinds = ["linear_attention", "full_attention"] * 4
     tiny_config("qwen3_next", num_hidden_layers=8, layer_types=kinds, vocab_size=2000).save_pretrained(tmp_path)
     setup = Setup(str(tmp_path), checkpoint="none")
@@ -105,7 +113,7 @@ def test_the_first_layer_holds_something_else_while_the_second_one_runs(tmp_path
 
 
 def test_peaks_as_json_are_the_same_to_three_digits() -> None:
-    found = peaks(Setup("tiny"))
+    found = peaks_of(Setup("small"))
     again = Peaks.from_columns(json.loads(json.dumps(found.columns())))
     assert again.parameters == found.parameters
     assert again.held(4, 3000) == pytest.approx(found.held(4, 3000), rel=1e-3)
