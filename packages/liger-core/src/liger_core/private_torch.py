@@ -258,10 +258,13 @@ ATTENTION = _operators(
     ),
     "Partial checkpointing keeps the outputs of attention.",
 )
-attention_of_cpus = TORCH.require(
-    "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "`liger plan` counts attention as one operation, whose outputs partial checkpointing keeps.",
-)
+_PLANNED = "`liger plan` counts the memory of attention on a GPU."
+flash_attention = TORCH.require("torch:ops.aten._scaled_dot_product_flash_attention.default", _PLANNED)
+efficient_attention = TORCH.require("torch:ops.aten._scaled_dot_product_efficient_attention.default", _PLANNED)
+ATTENTION_BACKWARD = {
+    TORCH.require(f"torch:ops.aten._scaled_dot_product_{name}_attention_backward.default", _PLANNED)
+    for name in ("flash", "efficient")
+}
 
 # -- ranks
 
@@ -353,7 +356,22 @@ DataDependentOutput, DynamicOutputShape = (
     for name in ("DataDependentOutput", "DynamicOutputShape")
 )
 
+without_modes = TORCH.require(
+    "torch.utils._python_dispatch:_disable_current_modes",
+    "`liger plan` traces compiled layers outside of its dispatch modes, in which nothing is compiled.",
+)
+active_modes = TORCH.require(
+    "torch.utils._python_dispatch:_get_current_dispatch_mode_stack",
+    "`liger plan` counts what the graphs of compiled layers allocate.",
+)
+
 # -- the compiler, whose import takes a second
+
+
+
+class _NoOperators:
+    fusible_ops: frozenset[Any] = frozenset()
+
 
 compiler_counters = TORCH.look_up_later(
     "torch._dynamo.utils:counters",
@@ -372,4 +390,16 @@ CompilerError = TORCH.look_up_later(
     "`liger train` continues without torch.compile if that fails.",
     "The error of the compiler ends the run.",
     _Nothing,
+)
+compile_by_inductor = TORCH.look_up_later(
+    "torch._inductor.compile_fx:compile_fx",
+    "`liger plan` runs the graphs of compiled layers on fake tensors, before Inductor generates code for them.",
+    "Plans with --compile fail.",
+    None,
+)
+fusible_operators = TORCH.look_up_later(
+    "torch._functorch.partitioners:get_default_op_list",
+    "`liger plan` does not count results within fused ops of compiled layers.",
+    "It counts them.",
+    _NoOperators,
 )

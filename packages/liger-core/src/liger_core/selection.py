@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from liger_core.backend import Backend
+from liger_core.backend import Backend, Implementation
 from liger_core.errors import BackendError, Unsupported, nearest
 from liger_core.op import Choice, Op, before_first_call
 from liger_core.plugins import LOCK, Registry, forget, registry
@@ -272,7 +272,13 @@ class Link(NamedTuple):
 
 
 def _link(registry: Registry, op: Op[..., Any], name: str) -> Link:
-    return Link(name, registry.implementations[name][op.name], _traced(registry, op, name))
+    most = registry.handed_over.get(name, {}).get(op.name, 0)
+    return link(op, name, Implementation(registry.implementations[name][op.name], most))
+
+
+def link(op: Op[..., Any], name: str, implementation: Implementation) -> Link:
+    """Return the link of a backend's implementation of an op."""
+    return Link(name, implementation.function, _traced(op, *implementation))
 
 
 def ranked(registry: Registry, op: Op[..., Any]) -> dict[str, list[Link]]:
@@ -292,10 +298,8 @@ def in_turn(op: Op[..., Any], links: Mapping[str, list[Link]]) -> Choice:
     )
 
 
-def _traced(registry: Registry, op: Op[..., Any], backend: str) -> Callable[..., Any]:
-    """Return the implementation that a compiled region gets if this backend is selected."""
-    implementation = registry.implementations[backend][op.name]
-    most = registry.handed_over.get(backend, {}).get(op.name, 0)
+def _traced(op: Op[..., Any], implementation: Callable[..., Any], most: int) -> Callable[..., Any]:
+    """Return the implementation that a compiled region gets: the reference for up to `most` elements."""
     if not most:
         return implementation
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -31,10 +31,10 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 R = TypeVar("R")
 
 
-def compile_layers(model: nn.Module) -> str:
+def compile_layers(model: nn.Module, backend: Callable[..., Any] | str = COMPILER, *, fullgraph: bool = False) -> str:
     """Compile the forward of every layer at its first call; return a sentence for the user.
 
-    Hooks are not compiled, so activation checkpointing and FSDP2 wrap a layer as in eager mode.
+    `fullgraph` makes a layer that is not one graph an error. Hooks are not compiled, so activation checkpointing and FSDP2 wrap a layer as in eager mode.
 
     Raises OptionError for a model without such layers.
     """
@@ -43,7 +43,7 @@ def compile_layers(model: nn.Module) -> str:
         raise SetupError(f"--compile needs layers that Transformers can checkpoint, got {type(model).__name__}")
     for layer in model_layers:
         vars(layer)[EAGER] = layer.forward
-        layer.forward = torch.compile(layer.forward, backend=COMPILER, dynamic=False)
+        layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False, fullgraph=fullgraph)
     return f"Compiling {len(model_layers)} layers, each kind of them once."
 
 

@@ -50,13 +50,13 @@ class Built:
 def build(
     setup: Setup, device: torch.device, *,
     load: Callable[..., Any] | None = None, adapters: Callable[..., Any] | None = None,
-    to_float8: Callable[..., None] = convert,
+    to_float8: Callable[..., None] = convert, compile_layers: Callable[..., str] = compile_layers,
 ) -> Built:  # fmt: skip
     """Build the model of a setup: random weights by its seed, or the weights of a folder or hub name.
 
     The model is on the device, unless it is sharded: for ZeRO stage 3, it moves there piece by piece; for FSDP2, it is
     on the meta device, and its weights have the shards of this rank (sharded_loading.py). Under FakeTensorMode, nothing
-    is allocated; a plan brings the functions that then load the model, add adapters, and convert to float8.
+    is allocated; a plan brings the functions that then load the model, add adapters, convert to float8 and compile.
 
     Raises OptionError for a model that cannot be found.
     """

@@ -22,13 +22,15 @@ from liger_core.kernels import KERNELS, Kernel
 from liger_core.plugins import registry
 from liger_core.private_names import replacing
 from liger_core.private_torch import (
-    attention_of_cpus,
+    ATTENTION_BACKWARD,
+    efficient_attention,
+    flash_attention,
     graph_task,
     storage_id,
     storage_uses,
     unset_fake_temporarily,
 )
-from liger_core.selection import Link, in_turn, ranked, settle
+from liger_core.selection import Link, in_turn, link, ranked, settle
 from liger_hf.private_transformers import without_packing
 from liger_hf.rules.head.causal_loss import CHUNK_ELEMENTS
 
@@ -82,9 +84,8 @@ def choosing_as_on(device: str, fake_device: str) -> Iterator[list[str]]:
         if device in backend.device_types and backend.supports_fake_tensors:
             with suppress(Exception):
                 for name, implementation in backend.table(installed.ops).items():
-                    links[installed.ops[name]].insert(
-                        0, Link(backend.name, implementation.function, implementation.function)
-                    )
+                    op = installed.ops[name]
+                    links[op].insert(0, link(op, backend.name, implementation))
                 loaded.append(backend.name)
     for op, op_links in links.items():
         op.choice = in_turn(op, {**ranked(installed, op), fake_device: op_links})
@@ -108,8 +109,13 @@ def attention_is_written_out(device: str, dtype: torch.dtype, config: Any) -> bo
     return device == "cuda" and dtype == torch.float32 and has_grouped_queries
 
 
-def replace(device: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the results of Liger's kernels, and of ops that differ on fake CPU tensors; else NotImplemented."""
+def replace(
+    device: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, overwrites: bool = True
+) -> Any:
+    """Return the results of Liger's kernels, and of ops that differ on fake CPU tensors; else NotImplemented.
+
+    In eager mode, a backward pass overwrites memory that nothing else uses.
+    """
     kernel = KERNELS.get(func)
     if kernel is None:
         if func is torch.ops.aten.rand.default and not args[0]:
@@ -117,13 +123,10 @@ def replace(device: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
             return torch.tensor(1.0)
         if func.name() == "aten::_grouped_mm":
             return _grouped_matmul(*args, **kwargs)
-        if func is attention_of_cpus and device != "cpu":
-            query, _, value = args
-            batch, heads, tokens, _ = query.shape
-            result = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
-            return result, query.new_empty(batch, heads, tokens, dtype=torch.float32)
-        return args[0] if func is torch.ops.aten.add.Tensor and _accumulates_in_place(args[0]) else NotImplemented
-    if kernel.recycle is not None and graph_task() != -1:
+        if overwrites and func is torch.ops.aten.add.Tensor and _accumulates_in_place(args[0]):
+            return args[0]
+        return NotImplemented
+    if overwrites and kernel.recycle is not None and graph_task() != -1:
         outputs = kernel.recycle(*kernel.grouped(args))
     else:
         outputs = _call(device, kernel.allocate, kernel, args)
@@ -173,7 +176,21 @@ def workspace(device: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return int(_call(device, kernel.scratch, kernel, args))
     if device == "cuda" and func is torch.ops.aten.embedding_dense_backward.default:
         return _embedding_backward(*args)
+    if func in ATTENTION_BACKWARD:
+        return _attention_backward(*args)
     return 0
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> int:
+    """Return the bytes of gradients of queries in float32, and of keys and values expanded to the query heads.
+
+    """
+    batch, heads, tokens, width = query.shape
+    padded, wide = -(-tokens // 128) * 128, -(-width // 32) * 32
+    size = 4 * batch * heads * padded * (wide + 1)
+    if key.shape[1] != heads:
+        size += sum(t.numel() // key.shape[1] * heads * t.itemsize for t in (key, value))
+    return size
 
 
 def _fused_attention(
@@ -185,32 +202,11 @@ def _fused_attention(
         query, key, value = query.to(low), key.to(low), value.to(low)
     # With a mask, a GPU uses memory-efficient attention, which converts a boolean mask to a bias.
     bias = None if attn_mask is None else attn_mask.to(query.dtype)
-    result: Tensor = _FlashAttention.apply(query, key, value, bias)
+    if bias is None and value.shape[-1] == query.shape[-1]:
+        result: Tensor = flash_attention(query, key, value)[0]
+    else:
+        result = efficient_attention(query, key, value, bias, compute_log_sumexp=True)[0]
     return result
-
-
-class _FlashAttention(torch.autograd.Function):
-    """Saves its inputs, its output, and a number for each row of scores."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        # As one operation, whose outputs selective checkpointing keeps.
-        result, rows = attention_of_cpus(query, key, value)
-        ctx.save_for_backward(query, key, value, result, rows, bias)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Accumulate the gradient of queries in float32, and expand keys and values to the query heads."""
-        query, key, value, *_ = ctx.saved_tensors
-        batch, heads, tokens, width = query.shape
-        padded, wide = -(-tokens // 128) * 128, -(-width // 32) * 32
-        scratch = [query.new_empty(batch, heads, padded, wide + 1, dtype=torch.float32)]
-        if key.shape[1] != heads:
-            scratch += [t.new_empty(batch, heads, *t.shape[2:]) for t in (key, value)]
-        query, key, value = (torch.empty_like(t) for t in (query, key, value))
-        del scratch
-        return query, key, value, None
 
 
 def _embedding_backward(grad_output: Tensor, indices: Tensor, num_weights: int, *rest: Any) -> int:

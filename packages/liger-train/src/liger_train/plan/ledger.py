@@ -66,6 +66,8 @@ class Ledger(TorchDispatchMode):
         self.replace, self.workspace, self.category = replace, workspace, category
         self.doing = ""
         self.notes: list[str] = []
+        # Whether compiled layers run as graphs, and whether the running operation is part of a fused one.
+        self.compiles, self.paused = True, False
         # (storage, bytes allocated or released, phase of the step)
         self.events: list[tuple[int, int, str]] = []
         self.labels: dict[int, str] = {}
@@ -82,6 +84,8 @@ class Ledger(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         result = self.replace(func, args, kwargs)
         if result is NotImplemented:
             result = func(*args, **kwargs)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -23,7 +23,7 @@ from liger_train.configs import auto_class, config_of
 from liger_train.implementations import PEER
 from liger_train.model import LOSS, LOW, adapter_note, build, weights_dtype
 from liger_train.offloading import Offloading
-from liger_train.plan import devices, parallel
+from liger_train.plan import compiled, devices, parallel
 from liger_train.plan.adapters import adapted
 from liger_train.plan.float8 import in_float8
 from liger_train.plan.ledger import (
@@ -53,7 +53,6 @@ NEUTRAL: dict[str, Any] = {
     "seed": 0,
     "data": LIBRARY,
     "nvme_folder": None,
-    "compile": "none",
     "validation": 0.0,
     "random_weights": False,
 }
@@ -214,6 +213,7 @@ def ledger_of_a_step(
     with (
         mode,
         devices.emulating(setup.device, written_out=written_out, packed=setup.packing) as notes,
+        nullcontext() if setup.compile == "none" else compiled.session(setup.packing),
         parallel.attention_of_ranks(setup),
         ledger,
     ):
@@ -224,8 +224,13 @@ def ledger_of_a_step(
 
 def fake_model(setup: Setup, mode: Any) -> tuple[Any, list[str]]:
     """Build the model of a setup on fake tensors; return it, and notes."""
-    # Fake tensors cannot be quantized to 4 bits or offloaded, so both are modeled separately.
-    simple = replace(setup, device="cpu", adapter="lora" if setup.adapter == "qlora" else setup.adapter)
+    # Fake tensors cannot be quantized to 4 bits, offloaded or merged, so the first two are modeled separately.
+    simple = replace(
+        setup,
+        device="cpu",
+        adapter="lora" if setup.adapter == "qlora" else setup.adapter,
+        compile="default" if setup.compile == "graphs" else setup.compile,
+    )
     if setup.shard == "fsdp2" and setup.precision in LOW:
         # Weights are gathered in the dtype of activations, which is the one of weights in pure precision.
         pure = f"{setup.precision.removesuffix('-pure')}-pure"
@@ -238,6 +243,7 @@ def fake_model(setup: Setup, mode: Any) -> tuple[Any, list[str]]:
             load=lambda setup, device, _: _shard_of(whole, setup, device),
             adapters=_adapted_in_four_bits if setup.adapter == "qlora" else adapted,
             to_float8=lambda model, _, notes: in_float8(model, setup, notes),
+            compile_layers=compiled.compile_layers,
         )
         if setup.tp > 1:
             classes = config_of(setup).get_text_config().vocab_size
@@ -294,7 +300,8 @@ def take_step(setup: Setup, model: Any, ledger: Ledger, sharding: Sharding) -> N
         ledger.dequantized = record_four_bits(model, ledger)
     sharding.enter(model, ledger)
     ledger.begin()
-    ledger.allocate(devices.WORKSPACES[setup.device], OTHER)
+    # A graph is recorded on a stream of its own, with its own workspaces.
+    ledger.allocate(devices.WORKSPACES[setup.device] * (2 if setup.compile == "graphs" else 1), OTHER)
     with _labels(model, ledger, sharding):
         for _ in range(min(2, setup.accumulation)):
             tokens = torch.zeros(setup.batch, setup.sequence // setup.cp, dtype=torch.long)

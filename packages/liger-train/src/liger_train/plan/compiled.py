@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled layers of a plan: the graphs of torch.compile, which run on fake tensors instead of becoming code.
+
+PyTorch decides what a layer saves for its backward pass. Within a graph, only results of fused ops take memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
+from operator import getitem
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx import GraphModule, Interpreter, Node
+
+from liger_core.private_torch import (
+    CompilerError,
+    active_modes,
+    compile_by_inductor,
+    fusible_operators,
+    without_modes,
+)
+from liger_train import compiling
+from liger_train.checkpointing import layers
+from liger_train.plan.ledger import Ledger
+
+EAGER = "--compile: layers are planned in eager mode, since the compiler failed: {}"
+
+# The modes outside of the running layer, the innermost first.
+_outside: list[Any] = []
+
+
+@contextmanager
+def session(packing: bool) -> Iterator[None]:
+    """Set up PyTorch for the graphs of a plan within this context."""
+    from torch._functorch import config
+
+    with compiling.session(packing), config.patch(enable_autograd_cache=False):
+        yield
+
+
+def compile_layers(model: nn.Module) -> str:
+    """Trace the forward of every layer at its first call; return a sentence for the user."""
+    eager = [layer.forward for layer in layers(model)]
+    note = compiling.compile_layers(model, backend=_graphs, fullgraph=True)
+    for layer, forward in zip(layers(model), eager, strict=True):
+        layer.forward = _outside_of_modes(layer.forward, forward)
+    return note
+
+
+def _outside_of_modes(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `compiled` without dispatch modes, in which Dynamo does not compile."""
+
+    @wraps(eager)
+    def forward(*args: Any, **options: Any) -> Any:
+        with without_modes() as modes:
+            ledger = _ledger(modes)
+            if ledger.compiles:
+                _outside[:] = modes
+                try:
+                    return compiled(*args, **options)
+                except CompilerError() as error:
+                    ledger.compiles = False
+                    reason = compiling.first_line(getattr(error, "inner_exception", error))
+                    ledger.notes.append(EAGER.format(reason.rstrip(".")))
+                finally:
+                    _outside.clear()
+        return eager(*args, **options)
+
+    return forward
+
+
+def _ledger(modes: Iterable[Any]) -> Ledger:
+    return next(mode for mode in modes if isinstance(mode, Ledger))
+
+
+def _graphs(module: GraphModule, inputs: Any) -> Any:
+    """Compile like Inductor, up to the graphs of the forward and backward pass."""
+    return compile_by_inductor()(module, inputs, inner_compile=_runner)
+
+
+def _runner(module: GraphModule, inputs: Any, **options: Any) -> Callable[[list[Any]], Any]:
+    """Return a function that runs a graph, and takes its arguments as a list, to release each after its last use."""
+
+    def run(arguments: list[Any]) -> Any:
+        with ExitStack() as stack:
+            # Autograd runs the backward pass within the modes.
+            for mode in reversed(_outside):
+                stack.enter_context(mode)
+            return _Graph(module, _ledger(active_modes())).boxed_run(arguments)
+
+    vars(run)["_boxed_call"] = True
+    return run
+
+
+class _Graph(Interpreter):
+    """Runs a graph; the ledger records only results that some user is not fused with."""
+
+    def __init__(self, module: GraphModule, ledger: Ledger) -> None:
+        super().__init__(module)
+        self.ledger = ledger
+        fusible = fusible_operators()().fusible_ops
+        self.fused = {node for node in module.graph.nodes if {*map(_operator, (node, *node.users))} <= fusible}
+
+    def boxed_run(self, arguments: list[Any]) -> Any:
+        # Inductor allocates each output of a kernel.
+        before, self.ledger.replace = self.ledger.replace, partial(self.ledger.replace, overwrites=False)
+        try:
+            return super().boxed_run(arguments)
+        finally:
+            self.ledger.replace = before
+
+    def run_node(self, n: Node) -> Any:
+        if n not in self.fused:
+            return super().run_node(n)
+        self.ledger.paused = True
+        try:
+            result = super().run_node(n)
+        finally:
+            self.ledger.paused = False
+        if isinstance(result, Tensor) and n.target is not getitem:
+            # The users of the result read these instead.
+            vars(result)["inputs"] = self.fetch_args_kwargs_from_env(n)
+        return result
+
+
+def _operator(node: Node) -> Any:
+    return getattr(node.target, "overloadpacket", node.target)
