@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from liger_core.plugins import registry
 from liger_train.model import build
 from liger_train.plan.comparison import compare_rows
-from liger_train.plan.devices import NO_KERNELS
+from liger_train.plan.devices import NO_KERNELS, WORKSPACES
 from liger_train.plan.ledger import CATEGORIES, CHECKPOINTS, LOGITS, OPTIMIZER, WEIGHTS
-from liger_train.plan.step import _step, predict
+from liger_train.plan.step import GRAPHS, _step, predict
 from liger_train.plan.tables import cells_of
 from liger_train.runs.data import _train_tokenizer
 from liger_train.runs.run import run
@@ -147,6 +148,55 @@ def test_a_run_on_an_h200_needs_what_was_measured(row: dict[str, Any]) -> None:
     assert found.error is not None
     assert abs(found.error) < 0.002
     assert " | ".join(cells_of(found)) in PAGE.read_text()
+
+
+COMPILED = [
+    row
+    for row in _rows("2026-11-27-h100-compile", "peaks.json")
+    if row["compile"] != "none" and (row["model"] == "small" or (row["checkpoint"], row["adapter"]) == ("none", "none"))
+]
+NAMES = ("model", "liger", "checkpoint", "adapter", "compile")
+
+
+@pytest.mark.parametrize("row", COMPILED, ids=["-".join(row[name] for name in NAMES) for row in COMPILED])
+@pytest.mark.usefixtures("kernels")
+def test_a_compiled_run_on_an_h100_needs_what_was_measured(row: dict[str, Any]) -> None:
+    (found,) = compare_rows([row])
+    assert found.error is not None
+    assert abs(found.error) < 0.01
+    assert " | ".join(cells_of(found)) in PAGE.read_text()
+
+
+@pytest.mark.parametrize("liger", ["none", "all"])
+def test_a_compiled_layer_keeps_what_the_compiler_decides(liger: str, tmp_path: Path) -> None:
+    config = AutoConfig.for_model("llama", **{**LLAMA, "num_hidden_layers": 4})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    _train_tokenizer([__doc__], config.vocab_size).save_pretrained(tmp_path / "model")
+    setup = replace(tiny(batch=8, compile="default", liger=liger), model=str(tmp_path / "model"))
+    measured = measured_bytes(setup)
+    assert predict(setup).peak_bytes == pytest.approx(measured, rel=0.02)
+    assert predict(replace(setup, compile="none")).peak_bytes > 1.05 * measured
+
+
+def test_a_layer_without_a_graph_is_planned_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = LlamaDecoderLayer.forward
+
+    def printing(self: Any, *args: Any, **options: Any) -> Any:
+        print(self.training)
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", printing)
+    _step.cache_clear()
+    eager, compiled = (predict(tiny(liger="none", compile=how)) for how in ("none", "default"))
+    _step.cache_clear()
+    assert compiled.peak_bytes == eager.peak_bytes
+    assert any("layers are planned in eager mode" in note for note in compiled.notes)
+
+
+def test_a_cuda_graph_has_workspaces_of_its_own() -> None:
+    default, graphs = (predict(Setup("tiny", 2, 64, compile=how)) for how in ("default", "graphs"))
+    assert graphs.peak_bytes - default.peak_bytes == WORKSPACES["cuda"]
+    assert graphs.notes == (*default.notes, GRAPHS)
 
 
 SHARDED = [row for row in _rows("2026-11-21-four-h200s", "distributed.json") if row["implementation"] in LIGER]

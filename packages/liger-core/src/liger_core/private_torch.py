@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.nn.modules import module as hooks_of_modules
@@ -368,9 +368,12 @@ active_modes = TORCH.require(
 # -- the compiler, whose import takes a second
 
 
-
 class _NoOperators:
     fusible_ops: frozenset[Any] = frozenset()
+
+
+def _eagerly(module: Any, inputs: Any, **options: Any) -> NoReturn:
+    raise RuntimeError("the compiler has no graphs to show")
 
 
 compiler_counters = TORCH.look_up_later(
@@ -394,8 +397,14 @@ CompilerError = TORCH.look_up_later(
 compile_by_inductor = TORCH.look_up_later(
     "torch._inductor.compile_fx:compile_fx",
     "`liger plan` runs the graphs of compiled layers on fake tensors, before Inductor generates code for them.",
-    "Plans with --compile fail.",
-    None,
+    "Layers are planned in eager mode.",
+    _eagerly,
+)
+graph_options = TORCH.look_up_later(
+    "torch._functorch.config:patch",
+    "`liger plan` keeps its graphs out of the cache of compiled ones.",
+    "A plan on the CPU may run compiled code of a training run, which fails.",
+    lambda **options: nullcontext(),
 )
 fusible_operators = TORCH.look_up_later(
     "torch._functorch.partitioners:get_default_op_list",

@@ -34,7 +34,8 @@ R = TypeVar("R")
 def compile_layers(model: nn.Module, backend: Callable[..., Any] | str = COMPILER, *, fullgraph: bool = False) -> str:
     """Compile the forward of every layer at its first call; return a sentence for the user.
 
-    `fullgraph` makes a layer that is not one graph an error. Hooks are not compiled, so activation checkpointing and FSDP2 wrap a layer as in eager mode.
+    `fullgraph` makes a layer that is not one graph an error. Hooks are not compiled, so activation checkpointing and
+    FSDP2 wrap a layer as in eager mode.
 
     Raises OptionError for a model without such layers.
     """

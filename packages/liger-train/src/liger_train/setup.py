@@ -148,7 +148,7 @@ class Setup:
     packing: Annotated[bool, Option(help="Put several rows of --data into one sequence, as TRL packs them.")] = False
     compile: Annotated[
         str,
-        Option(help="{values}: torch.compile of each layer, and CUDA graphs of a step. Plans predict the eager model."),
+        Option(help="{values}: torch.compile of each layer, and CUDA graphs of a step."),
     ] = "none"
     mlp: Annotated[str, Option(help="{values}.")] = "whole"
 

@@ -23,8 +23,6 @@ Predict = Callable[[Setup], Prediction]
 # These depend on free memory, on the user, on the machine or on another library.
 NO_ALTERNATIVE = ("auto", NUMBER, LIST, "nvme", PEER)
 MESH = ("tp", "cp", "replicate")
-# What has no prediction of its own.
-UNPREDICTED = ("compile",)
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def alternatives(setup: Setup, foresee: Predict = predict) -> Iterator[Alternati
         for value, technique in values.items():
             if (
                 value in NO_ALTERNATIVE
-                or option in (*MESH, *UNPREDICTED)
+                or option in MESH
                 or value == getattr(setup, option)
                 or (option == "shard" and setup.ranks == 1 and value != "none")
             ):

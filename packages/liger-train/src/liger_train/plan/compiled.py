@@ -20,6 +20,7 @@ from liger_core.private_torch import (
     active_modes,
     compile_by_inductor,
     fusible_operators,
+    graph_options,
     without_modes,
 )
 from liger_train import compiling
@@ -35,9 +36,7 @@ _outside: list[Any] = []
 @contextmanager
 def session(packing: bool) -> Iterator[None]:
     """Set up PyTorch for the graphs of a plan within this context."""
-    from torch._functorch import config
-
-    with compiling.session(packing), config.patch(enable_autograd_cache=False):
+    with compiling.session(packing), graph_options()(enable_autograd_cache=False):
         yield
 
 

@@ -109,9 +109,7 @@ def attention_is_written_out(device: str, dtype: torch.dtype, config: Any) -> bo
     return device == "cuda" and dtype == torch.float32 and has_grouped_queries
 
 
-def replace(
-    device: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, overwrites: bool = True
-) -> Any:
+def replace(device: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, overwrites: bool = True) -> Any:
     """Return the results of Liger's kernels, and of ops that differ on fake CPU tensors; else NotImplemented.
 
     In eager mode, a backward pass overwrites memory that nothing else uses.
@@ -182,9 +180,7 @@ def workspace(device: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> int:
-    """Return the bytes of gradients of queries in float32, and of keys and values expanded to the query heads.
-
-    """
+    """Return the bytes of gradients of queries in float32, and of keys and values expanded to the query heads."""
     batch, heads, tokens, width = query.shape
     padded, wide = -(-tokens // 128) * 128, -(-width // 32) * 32
     size = 4 * batch * heads * padded * (wide + 1)

@@ -176,7 +176,8 @@ def _bytes(tensor: Tensor) -> int:
 
 def _micro_batch_time(setup: Setup, layers: int, rates: Rates) -> float:
     """Return the time of a micro-batch of a model with `layers` layers, without attention."""
-    with with_layers(setup, layers) as shallow, torch.random.fork_rng(devices=[]):
+    # In eager mode, in which the clock sees every operation.
+    with with_layers(replace(setup, compile="none"), layers) as shallow, torch.random.fork_rng(devices=[]):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         model, _ = fake_model(shallow, mode)
         clock: Any = ledger_of_a_step(

@@ -31,6 +31,7 @@ LINEAR: dict[str, tuple[Any, ...]] = {
     "liger": ("none", "all-but-loss", "all"),
     "precision": ("bf16", "bf16-pure"),
     "checkpoint": ("none", "full", "auto"),
+    "compile": ("none",),
     "optimizer": ("adamw", "adamw-8bit", "paged-adamw", "paged-adamw-8bit"),
     "shard": ("none", "fsdp2"),
     "offload": ("none",),

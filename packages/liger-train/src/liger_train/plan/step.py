@@ -56,10 +56,7 @@ NEUTRAL: dict[str, Any] = {
     "validation": 0.0,
     "random_weights": False,
 }
-COMPILED = (
-    "This is the memory of the eager model. Compiled layers take the same with Liger, and less without; --compile "
-    "graphs reserves more."
-)
+GRAPHS = "--compile graphs reserves more than its peak, since a CUDA graph has a memory pool of its own."
 AUTO = "This is the start of --checkpoint auto, which uses the free memory; with --memory-limit, plans show its end."
 FORWARD, BACKWARD, UPDATE = "forward pass", "backward pass", "weight update"
 
@@ -134,7 +131,7 @@ def prediction_of(setup: Setup, step: Step) -> Prediction:
         peak.doing,
         step.static + state,
         *step.parameters,
-        step.notes if setup.compile == "none" else (*step.notes, COMPILED),
+        (*step.notes, GRAPHS) if setup.compile == "graphs" else step.notes,
     )
 
 
