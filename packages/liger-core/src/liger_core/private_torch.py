@@ -160,8 +160,8 @@ DisableTorchFunction = TORCH.look_up(
 )
 without_modes = TORCH.look_up(
     "torch.utils._python_dispatch:_disable_current_modes",
-    "Makes a tensor whose holders are known, whatever modes are on.",
-    "Under a dispatch mode, nothing is overwritten.",
+    "Makes a tensor whose holders are known, and traces the compiled layers of a plan, whatever modes are on.",
+    "Under a dispatch mode, nothing is overwritten, and layers are planned in eager mode.",
     nullcontext,
 )
 
@@ -356,10 +356,6 @@ DataDependentOutput, DynamicOutputShape = (
     for name in ("DataDependentOutput", "DynamicOutputShape")
 )
 
-without_modes = TORCH.require(
-    "torch.utils._python_dispatch:_disable_current_modes",
-    "`liger plan` traces compiled layers outside of its dispatch modes, in which nothing is compiled.",
-)
 active_modes = TORCH.require(
     "torch.utils._python_dispatch:_get_current_dispatch_mode_stack",
     "`liger plan` counts what the graphs of compiled layers allocate.",

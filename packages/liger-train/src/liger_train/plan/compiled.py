@@ -6,7 +6,7 @@ PyTorch decides what a layer saves for its backward pass. Within a graph, only r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from operator import getitem
@@ -29,7 +29,7 @@ from liger_train.plan.ledger import Ledger
 
 EAGER = "--compile: layers are planned in eager mode, since the compiler failed: {}"
 
-# The modes outside of the running layer, the innermost first.
+# The modes outside of the running layer, the innermost last.
 _outside: list[Any] = []
 
 
@@ -42,37 +42,42 @@ def session(packing: bool) -> Iterator[None]:
 
 def compile_layers(model: nn.Module) -> str:
     """Trace the forward of every layer at its first call; return a sentence for the user."""
-    eager = [layer.forward for layer in layers(model)]
     note = compiling.compile_layers(model, backend=_graphs, fullgraph=True)
-    for layer, forward in zip(layers(model), eager, strict=True):
-        layer.forward = _outside_of_modes(layer.forward, forward)
+    for layer in layers(model):
+        layer.forward = _outside_of_modes(layer.forward)
     return note
 
 
-def _outside_of_modes(compiled: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `compiled` without dispatch modes, in which Dynamo does not compile."""
-
-    @wraps(eager)
-    def forward(*args: Any, **options: Any) -> Any:
-        with without_modes() as modes:
-            ledger = _ledger(modes)
-            if ledger.compiles:
-                _outside[:] = modes
-                try:
-                    return compiled(*args, **options)
-                except CompilerError() as error:
-                    ledger.compiles = False
-                    reason = compiling.first_line(getattr(error, "inner_exception", error))
-                    ledger.notes.append(EAGER.format(reason.rstrip(".")))
-                finally:
-                    _outside.clear()
-        return eager(*args, **options)
-
-    return forward
+def or_eagerly(step: Callable[[], Ledger], model: nn.Module) -> Ledger:
+    """Return the ledger of a step; if the compiler fails, the layers run in eager mode, and a note has the reason."""
+    try:
+        return step()
+    except CompilerError() as error:
+        reason = compiling.first_line(getattr(error, "inner_exception", error))
+    compiling.undo(model)
+    model.zero_grad(set_to_none=True)
+    ledger = step()
+    ledger.notes.append(EAGER.format(reason.rstrip(".")))
+    return ledger
 
 
-def _ledger(modes: Iterable[Any]) -> Ledger:
-    return next(mode for mode in modes if isinstance(mode, Ledger))
+def _outside_of_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls another one without dispatch modes, in which Dynamo does not compile."""
+
+    @wraps(function)
+    def outside(*args: Any, **options: Any) -> Any:
+        _outside[:] = active_modes()
+        try:
+            with without_modes():
+                return function(*args, **options)
+        finally:
+            _outside.clear()
+
+    return outside
+
+
+def _ledger() -> Ledger:
+    return next(mode for mode in active_modes() if isinstance(mode, Ledger))
 
 
 def _graphs(module: GraphModule, inputs: Any) -> Any:
@@ -86,9 +91,9 @@ def _runner(module: GraphModule, inputs: Any, **options: Any) -> Callable[[list[
     def run(arguments: list[Any]) -> Any:
         with ExitStack() as stack:
             # Autograd runs the backward pass within the modes.
-            for mode in reversed(_outside):
+            for mode in _outside:
                 stack.enter_context(mode)
-            return _Graph(module, _ledger(active_modes())).boxed_run(arguments)
+            return _Graph(module, _ledger()).boxed_run(arguments)
 
     vars(run)["_boxed_call"] = True
     return run

@@ -66,8 +66,8 @@ class Ledger(TorchDispatchMode):
         self.replace, self.workspace, self.category = replace, workspace, category
         self.doing = ""
         self.notes: list[str] = []
-        # Whether compiled layers run as graphs, and whether the running operation is part of a fused one.
-        self.compiles, self.paused = True, False
+        # Whether nothing is recorded, as within a fused operation.
+        self.paused = False
         # (storage, bytes allocated or released, phase of the step)
         self.events: list[tuple[int, int, str]] = []
         self.labels: dict[int, str] = {}

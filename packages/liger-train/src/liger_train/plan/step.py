@@ -197,6 +197,12 @@ def ledger_of_a_step(
     setup: Setup, model: Any, sharding: Sharding, mode: Any, kind: type[Ledger] = Ledger, **fields: Any
 ) -> Ledger:
     """Return a ledger of this kind after a step; `fields` are set on it before the step."""
+    return compiled.or_eagerly(partial(_ledger_of_a_step, setup, model, sharding, mode, kind, fields), model)
+
+
+def _ledger_of_a_step(
+    setup: Setup, model: Any, sharding: Sharding, mode: Any, kind: type[Ledger], fields: Mapping[str, Any]
+) -> Ledger:
     classes = config_of(setup).get_text_config().vocab_size
     ledger = kind(
         partial(devices.replace, setup.device),
@@ -222,12 +228,9 @@ def ledger_of_a_step(
 def fake_model(setup: Setup, mode: Any) -> tuple[Any, list[str]]:
     """Build the model of a setup on fake tensors; return it, and notes."""
     # Fake tensors cannot be quantized to 4 bits, offloaded or merged, so the first two are modeled separately.
-    simple = replace(
-        setup,
-        device="cpu",
-        adapter="lora" if setup.adapter == "qlora" else setup.adapter,
-        compile="default" if setup.compile == "graphs" else setup.compile,
-    )
+    simple = replace(setup, device="cpu", adapter="lora" if setup.adapter == "qlora" else setup.adapter)
+    if setup.compile == "graphs":
+        simple = replace(simple, compile="default")
     if setup.shard == "fsdp2" and setup.precision in LOW:
         # Weights are gathered in the dtype of activations, which is the one of weights in pure precision.
         pure = f"{setup.precision.removesuffix('-pure')}-pure"
