@@ -264,7 +264,6 @@ UNCHECKED = {
     "liger_core/autograd.py Kept",
     "liger_bench/sharded/heads.py _Copy",
     "liger_bench/sharded/heads.py _Gather",
-    "liger_train/plan/devices.py _FlashAttention",
     "liger_train/plan/float8.py _Matmul",
     "liger_train/plan/parallel.py _Gathered",
     "liger_verify/attention.py _Gather",

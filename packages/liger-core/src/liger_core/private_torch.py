@@ -7,7 +7,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, NoReturn, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.modules import module as hooks_of_modules
@@ -258,7 +259,7 @@ ATTENTION = _operators(
     ),
     "Partial checkpointing keeps the outputs of attention.",
 )
-_PLANNED = "`liger plan` counts the memory of attention on a GPU."
+_PLANNED = "`liger plan` counts the memory of attention on a GPU and of compiled layers."
 flash_attention = TORCH.require("torch:ops.aten._scaled_dot_product_flash_attention.default", _PLANNED)
 efficient_attention = TORCH.require("torch:ops.aten._scaled_dot_product_efficient_attention.default", _PLANNED)
 ATTENTION_BACKWARD = {
@@ -356,21 +357,9 @@ DataDependentOutput, DynamicOutputShape = (
     for name in ("DataDependentOutput", "DynamicOutputShape")
 )
 
-active_modes = TORCH.require(
-    "torch.utils._python_dispatch:_get_current_dispatch_mode_stack",
-    "`liger plan` counts what the graphs of compiled layers allocate.",
-)
+active_modes = TORCH.require("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", _PLANNED)
 
 # -- the compiler, whose import takes a second
-
-
-class _NoOperators:
-    fusible_ops: frozenset[Any] = frozenset()
-
-
-def _eagerly(module: Any, inputs: Any, **options: Any) -> NoReturn:
-    raise RuntimeError("the compiler has no graphs to show")
-
 
 compiler_counters = TORCH.look_up_later(
     "torch._dynamo.utils:counters",
@@ -394,7 +383,7 @@ compile_by_inductor = TORCH.look_up_later(
     "torch._inductor.compile_fx:compile_fx",
     "`liger plan` runs the graphs of compiled layers on fake tensors, before Inductor generates code for them.",
     "Layers are planned in eager mode.",
-    _eagerly,
+    None,
 )
 graph_options = TORCH.look_up_later(
     "torch._functorch.config:patch",
@@ -406,5 +395,5 @@ fusible_operators = TORCH.look_up_later(
     "torch._functorch.partitioners:get_default_op_list",
     "`liger plan` does not count results within fused ops of compiled layers.",
     "It counts them.",
-    _NoOperators,
+    lambda: SimpleNamespace(fusible_ops=frozenset()),
 )

@@ -110,7 +110,8 @@ class _Graph(Interpreter):
 
     def boxed_run(self, arguments: list[Any]) -> Any:
         # Inductor allocates each output of a kernel.
-        before, self.ledger.replace = self.ledger.replace, partial(self.ledger.replace, overwrites=False)
+        before: Any = self.ledger.replace
+        self.ledger.replace = partial(before, overwrites=False)
         try:
             return super().boxed_run(arguments)
         finally:
