@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
@@ -32,8 +31,11 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     folder = tmp_path_factory.mktemp("model")
     AutoConfig.for_model("llama", **SIZES).save_pretrained(folder)
     _train_tokenizer(["some text"], SIZES["vocab_size"]).save_pretrained(folder)
+    # Its tokens are part of the memory of a run.
+    text = folder / "text.txt"
+    text.write_text("some text " * 4096)
     options = {"liger": "none", "precision": "fp32", "checkpoint": "auto", "device": "cpu", "random_weights": True}
-    return Setup(str(folder), 4, 256, data=str(Path(__file__).parent), **options)
+    return Setup(str(folder), 4, 256, data=str(text), **options)
 
 
 class RealMemory(PlannedMemory):

@@ -166,6 +166,7 @@ OTHERS: dict[str, Any] = {
     "accumulation": 2,
     "tp": 2,
     "cp": 2,
+    "compile": "default",
 }
 
 

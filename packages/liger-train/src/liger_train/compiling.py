@@ -31,7 +31,7 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 R = TypeVar("R")
 
 
-def compile_layers(model: nn.Module, backend: Callable[..., Any] | str = COMPILER, *, fullgraph: bool = False) -> str:
+def compile_layers(model: nn.Module, backend: Callable[..., Any] | None = None, *, fullgraph: bool = False) -> str:
     """Compile the forward of every layer at its first call; return a sentence for the user.
 
     `fullgraph` makes a layer that is not one graph an error. Hooks are not compiled, so activation checkpointing and
@@ -44,7 +44,7 @@ def compile_layers(model: nn.Module, backend: Callable[..., Any] | str = COMPILE
         raise SetupError(f"--compile needs layers that Transformers can checkpoint, got {type(model).__name__}")
     for layer in model_layers:
         vars(layer)[EAGER] = layer.forward
-        layer.forward = torch.compile(layer.forward, backend=backend, dynamic=False, fullgraph=fullgraph)
+        layer.forward = torch.compile(layer.forward, backend=backend or COMPILER, dynamic=False, fullgraph=fullgraph)
     return f"Compiling {len(model_layers)} layers, each kind of them once."
 
 
