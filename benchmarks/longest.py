@@ -4,8 +4,9 @@
     python benchmarks/longest.py --setup qlora --memory-limit 23GiB --out benchmarks/results/steps
 
 It searches among runs of `liger train` on one sequence. Their rows, also of those out of memory, are appended to
-train.json. A second start continues with the rows of the same machine, versions and commit. Each setup and
-implementation has its own process, because liger-kernel patches modules.
+train.json. The search starts at the length that `liger plan` predicts. A second start continues with the rows of the
+same machine, versions and commit. Each setup and implementation has its own process, because liger-kernel patches
+modules.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from liger_bench.measurements import Files, rows_as
 from liger_bench.memory import bytes_of
 from liger_train.errors import SetupError
 from liger_train.implementations import IMPLEMENTATIONS, PEER
-from liger_train.plan.search import largest
+from liger_train.plan.search import fast_peak, largest
 from liger_train.row import COLUMNS, Row
 from liger_train.runs.run import run
 from liger_train.setup import DEFAULTS, Setup
@@ -81,7 +82,19 @@ def measure(args: argparse.Namespace, name: str, implementation: str) -> None:
         )
         return math.inf if row.out_of_memory else row.peak_bytes or 0
 
-    print(f"{name}, {implementation}: longest {largest(size, limit, args.longest // UNIT, 2) * UNIT}", flush=True)
+    most = args.longest // UNIT
+    print(
+        f"{name}, {implementation}: longest {largest(size, limit, most, predicted(setup, limit, most)) * UNIT}",
+        flush=True,
+    )
+
+
+def predicted(setup: Setup, limit: int, most: int) -> int:
+    """Return the longest sequence by `liger plan` in units, at least 2; with liger-kernel that of Liger."""
+    if setup.liger == PEER:
+        setup = replace(setup, **IMPLEMENTATIONS["liger"])
+    peak = fast_peak(setup)
+    return max(2, largest(lambda count: peak(replace(setup, sequence=count * UNIT)), limit, most)) if peak else 2
 
 
 def known(setup: Setup, files: Files, where: dict[str, str]) -> Row | None:
