@@ -13,6 +13,7 @@ from conformance.cases import arguments_of, differentiable
 from conformance.running import run
 from liger_core import Op
 from liger_core.builtin import CATALOGUE
+from liger_core.ops._divergence import DivergenceOptions, _blocks
 
 IN_BLOCKS = [
     m for name, m in sys.modules.items() if name.startswith("liger_core.ops.") and hasattr(m, "REFERENCE_BLOCK")
@@ -34,6 +35,12 @@ def test_results_do_not_depend_on_how_rows_are_cut(elements: int, op: Op, monkey
             torch.testing.assert_close(
                 got, want, rtol=1e-9, atol=1e-9, equal_nan=True, msg=f"{sample.name}: {{}}".format
             )
+
+
+def test_divergences_on_a_gpu_take_several_rows_of_a_large_vocabulary_at_a_time() -> None:
+    logits = torch.empty(1024, 1 << 17, device="meta")
+    options = DivergenceOptions.from_arguments("jsd", 0.5)
+    assert len(list(_blocks(logits, logits, None, options))) == 64
 
 
 def test_references_walk_in_blocks() -> None:

@@ -52,8 +52,9 @@ MOMENTS = 7
 FAR = 800.0
 # log p - log q below which p counts as much smaller than q.
 BEHIND = -0.7
-# Elements of each side that the pure-PyTorch passes work on at a time; they hold some 25 tensors of this size.
-REFERENCE_BLOCK = 1 << 17
+# Elements of each side that the pure-PyTorch passes work on at a time; they hold some 25 tensors of this size. On the
+# CPU these fit in a cache; elsewhere a block outlasts the launches of its hundreds of kernels.
+REFERENCE_BLOCK, DEVICE_BLOCK = 1 << 17, 1 << 21
 # Where series take over from differences that cancel, and their terms in float64.
 NEAR, TERMS = 0.5, 14
 
@@ -176,7 +177,7 @@ def _blocks(
     student: Tensor, teacher: Tensor, target: Tensor | None, options: DivergenceOptions
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
     """Yield rows, x of both sides, in the student's accumulator dtype, and the targets."""
-    for rows in row_blocks(student, REFERENCE_BLOCK):
+    for rows in row_blocks(student, REFERENCE_BLOCK if student.device.type == "cpu" else DEVICE_BLOCK):
         theirs = teacher[rows].to(accumulator(student.dtype))
         theirs = capped(theirs, options.teacher_logit_scale, options.teacher_softcap)
         x = capped(student[rows], options.logit_scale, options.softcap)
