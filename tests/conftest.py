@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--share",
         default="1/1",
-        help="i/n: of the tests marked as a matrix, every n-th case of each, beginning with the i-th",
+        help="i/n: every n-th case of each matrix, and every fourth slow test of a file, beginning with the i-th",
     )
     group.addoption("--examples", type=int, default=None, help="random calls of each op and backend in tests/fuzz")
 
@@ -65,15 +65,19 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test of a matrix take the share that is asked for, after -k selected some; another share takes other
-    cases."""
+    """Take the share that is asked for, after -k selected some: of the cases of a matrix, and of the slow tests of a
+    file, of which at least a quarter runs. Another share takes others."""
     number, of = map(int, config.getoption("--share").split("/"))
     seen: Counter[str] = Counter()
     kept, left = [], []
     for item in items:
-        name = item.nodeid.partition("[")[0]
-        seen[name] += item.get_closest_marker("matrix") is not None
-        (kept if not seen[name] or (seen[name] - number) % of == 0 else left).append(item)
+        name, parts = item.nodeid.partition("[")[0], 1
+        if item.get_closest_marker("matrix"):
+            parts = of
+        elif item.get_closest_marker("slow"):
+            name, parts = name.partition("::")[0], min(of, 4)
+        (kept if (seen[name] + 1 - number) % parts == 0 else left).append(item)
+        seen[name] += 1
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = kept

@@ -24,7 +24,7 @@ COPIED = (
 )  # fmt: skip
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.slow, pytest.mark.cpu]
 
 
 def blocks(page: str) -> Iterator[tuple[str, str, str]]:

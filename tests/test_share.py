@@ -1,42 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shares of a matrix of tests: CI takes one, and all of them together are the matrix."""
+"""Shares of the tests: CI takes one, and all of them together are the suite."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from conftest import pytest_collection_modifyitems as take
 
 CASES = [f"test_a.py::test_op[{case}]" for case in "abcdefgh"]
 
 
-def items(matrix: bool) -> list[Any]:
-    return [
-        SimpleNamespace(nodeid=name, get_closest_marker=lambda _: object() if matrix else None)
-        for name in [*CASES, "test_a.py::test_b"]
-    ]
+OTHER = "test_a.py::test_b"
 
 
-def share(number: str, matrix: bool = True) -> list[str]:
+def share(number: str, marker: str = "matrix") -> list[str]:
     hook = SimpleNamespace(pytest_deselected=lambda items: None)
-    chosen = items(matrix)
+    chosen: list[Any] = [
+        SimpleNamespace(nodeid=name, get_closest_marker=lambda asked: asked == marker or None)
+        for name in [*CASES, OTHER]
+    ]
     take(SimpleNamespace(getoption=lambda name: number, hook=hook), chosen)
     return [item.nodeid for item in chosen]
 
 
-def test_the_shares_are_the_matrix() -> None:
-    parts = [share(f"{number}/3") for number in (1, 2, 3)]
-    assert sorted(name for part in parts for name in part) == sorted([*CASES, "test_a.py::test_b"])
+@pytest.mark.parametrize(("marker", "of"), [("matrix", 3), ("slow", 4)])
+def test_the_shares_are_all_tests(marker: str, of: int) -> None:
+    parts = [share(f"{number + 1}/{of}", marker) for number in range(of)]
+    assert sorted(name for part in parts for name in part) == sorted([*CASES, OTHER])
     assert max(map(len, parts)) - min(map(len, parts)) <= 2
 
 
+def test_a_quarter_of_the_slow_tests_of_a_file_runs_in_every_share() -> None:
+    parts = [share(f"{number + 1}/16", "slow") for number in range(16)]
+    assert parts[:4] * 4 == parts
+    assert min(map(len, parts)) == 2
+
+
 def test_without_a_share_every_case_runs() -> None:
-    assert share("1/1") == [*CASES, "test_a.py::test_b"]
+    assert share("1/1") == share("1/1", "slow") == [*CASES, OTHER]
 
 
-def test_tests_outside_a_matrix_always_run() -> None:
-    assert share("2/3", matrix=False) == [*CASES, "test_a.py::test_b"]
+def test_other_tests_always_run() -> None:
+    assert share("2/3", "cpu") == [*CASES, OTHER]
 
 
 def test_a_share_is_one_of_the_cases_that_k_selects() -> None:

@@ -23,6 +23,8 @@ from liger_bench.measurements import Files
 from liger_core import Backend, OptionError, Unsupported, Workload, rms_norm, rope, selection, swiglu
 from liger_core.plugins import registry
 
+pytestmark = pytest.mark.slow
+
 FIGURES = (
     "median_ms", "low_ms", "high_ms", "repetitions", "peak_extra_bytes", "peak_beyond_gradients_bytes",
     "error_outputs", "error_gradients", "error_eager_ratio",

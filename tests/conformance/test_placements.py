@@ -10,6 +10,8 @@ from conformance.placed import THIRDS, accuracy
 from conformance.sharded import judge_samples
 from forks import on_ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("third", range(THIRDS))

@@ -25,6 +25,8 @@ from hf.tiny_models import (
     twin,
 )
 
+pytestmark = pytest.mark.slow
+
 NORMS = {"qwen3": 4 * LAYERS + 1, "gemma2": 4 * LAYERS + 1}
 
 

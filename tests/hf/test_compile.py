@@ -23,7 +23,7 @@ from hf.tiny_models import VOCABULARY, disagreements, exact_step, make, patched_
 from liger_hf.patch import replacement
 from liger_hf.rules.norm.within import untouched
 
-pytestmark = pytest.mark.usefixtures("kernels_when_compiled")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernels_when_compiled")]
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +176,6 @@ def test_an_exported_model_in_training_returns_its_logits(strict: bool) -> None:
     torch.testing.assert_close(results.loss, expected.loss)
 
 
-@pytest.mark.slow
 def test_inductor_gives_the_right_gradients(place: torch.device) -> None:
     plain = make(num_hidden_layers=1).train()
     patched = patched_twin(plain)

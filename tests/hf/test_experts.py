@@ -17,7 +17,7 @@ from liger_hf.report import Row
 from liger_hf.rules.experts import rule
 from liger_hf.rules.gated_mlp import rule as gated_mlp
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.slow, pytest.mark.cpu]
 GATES = ("swiglu", "geglu")
 
 

@@ -20,7 +20,7 @@ from hf.sweep import build
 from hf.test_heads import adapted
 from hf.tiny_models import make, patched_twin, step, tokens, twin
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.slow, pytest.mark.cpu]
 
 # One module of each kind.
 MODULES = {

@@ -17,7 +17,7 @@ from torch import nn
 import liger_hf
 from hf.tiny_models import ARCHITECTURES, make, step, tokens
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.slow, pytest.mark.cpu]
 
 
 def shared_state(model: nn.Module) -> dict[tuple[str, str], int]:

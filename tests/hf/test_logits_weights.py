@@ -25,7 +25,7 @@ from hf.tiny_models import VOCABULARY, disagreements, make, patched_twin, step, 
 from liger_hf.rules.head.projection import LAZY
 from liger_hf.rules.head.weights import OPTIMIZERS
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.slow, pytest.mark.cpu]
 
 
 @pytest.fixture

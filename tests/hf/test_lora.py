@@ -36,6 +36,8 @@ from liger_train import checkpointing
 
 peft = pytest.importorskip("peft", reason="needs peft")
 hotswap = pytest.importorskip("peft.utils.hotswap", reason="needs the hot swapping of peft")
+
+pytestmark = pytest.mark.slow
 # PEFT refuses the projections of Mamba, and fails itself where a linear router returns two tensors.
 ADAPTABLE = [name for name in SAMPLE if name not in ("mamba2", "llama4_text")]
 ONLY = {"only": ["lora_linear"]}

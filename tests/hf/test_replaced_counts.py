@@ -10,6 +10,8 @@ import liger_hf
 from hf.sweep import COLUMNS, COMPOSITES, FAMILIES, PAGE, TYPES, UNBUILT, Result, build, count, read
 from liger_core import use
 
+pytestmark = pytest.mark.slow
+
 SHOWN = {result.model_type: result for result in read(PAGE.read_text()) if result.verdict != UNBUILT}
 KNOWN = [model_type for types in FAMILIES.values() for model_type in types]
 OTHERS = [model_type for model_type in (*TYPES, *COMPOSITES) if model_type in SHOWN and model_type not in KNOWN]

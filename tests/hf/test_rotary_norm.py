@@ -18,7 +18,7 @@ from liger_hf.rules.rotary_norm import rule
 from liger_hf.rules.rotary_norm.source import norms_before_rotary
 
 # Whole models on the device under test are in test_architectures.
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.slow, pytest.mark.cpu]
 
 # Norms in one statement with the projection, of their own, in a branch, before a rotary function in a branch, and one
 # function each.

@@ -23,6 +23,8 @@ from liger_core.accuracy import judge
 from liger_hf.tiling import _TiledCall
 from liger_train import checkpointing
 
+pytestmark = pytest.mark.slow
+
 # 22 rows: tiles of 8, 8 and 6.
 ROWS, TILES = 8, 3
 
@@ -299,7 +301,6 @@ def _trains(rank: int, way: str) -> None:
         torch.testing.assert_close(whole, mean, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.cpu
 def test_two_ranks_train_tiles_to_the_mean_of_their_gradients(tmp_path: Path) -> None:
     on_two_ranks(trains, ("ddp", "ddp_static", "fsdp2"), str(tmp_path / "store"))

@@ -22,7 +22,7 @@ from hf.test_training import Rows, history
 from hf.tiny_models import VOCABULARY, LargestResult, make, twin
 from liger_core import OptionError
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.slow, pytest.mark.cpu]
 
 ALL = {"rms_norm": 5, "add_rms_norm": 2, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
 

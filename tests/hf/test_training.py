@@ -29,6 +29,8 @@ from hf.tiny_models import (
     twin,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def on_cpu() -> bool:
     return tiny_models.DEVICE.type == "cpu"

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from liger_core import cross_entropy, kl_div, linear_cross_entropy, linear_divergence, linear_log_prob
 
+pytestmark = pytest.mark.slow
+
 ROWS, WIDTH, CLASSES = 12, 16, 50
 Head = Callable[..., Tensor]
 

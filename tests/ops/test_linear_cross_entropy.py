@@ -15,6 +15,8 @@ from liger_core.plugins import registry
 from ops.agreement import disagreements, leaf
 from ops.test_cross_entropy import REDUCTIONS, some_targets
 
+pytestmark = pytest.mark.slow
+
 CHUNKS = pytest.mark.parametrize("chunk", [None, 4, "report"], ids=["one_chunk", "chunked", "report"])
 
 

@@ -19,6 +19,8 @@ from ops.agreement import leaf, products
 from ops.allocations import allocations
 from ops.test_cross_entropy import some_targets
 
+pytestmark = pytest.mark.slow
+
 KIND = pytest.mark.parametrize("kind", KINDS)
 # Rows of one block, and such that the kernels take in several.
 NUMBER_OF_CLASSES = pytest.mark.parametrize("width", [300, 9000])

@@ -12,6 +12,8 @@ from torch import Tensor
 from liger_core import linear_log_prob
 from ops.agreement import leaf
 
+pytestmark = pytest.mark.slow
+
 ROWS, WIDTH, CLASSES = 64, 33, 1001
 # The batches of one, two, seven and all rows that are also laid out otherwise.
 LAID_OUT = (0, 2, 4, 6)

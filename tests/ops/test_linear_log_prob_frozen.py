@@ -18,6 +18,8 @@ from liger_core.ops.head.loop import LONG_CHUNK, MULTIPLE, ChunkOptions, held_by
 from liger_core.ops.head.shards import vocabulary
 from ops.agreement import disagreements
 
+pytestmark = pytest.mark.slow
+
 ROWS, WIDTH, CLASSES = 12, 16, 300
 # Beyond the sums of all rows, a third of the logits.
 BUDGET = ROWS * (8 * WIDTH + CLASSES)

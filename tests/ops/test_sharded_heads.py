@@ -12,6 +12,8 @@ from forks import on_ranks
 from liger_core import OptionError, VocabShard, linear_cross_entropy, linear_log_prob
 from ops import sharded_heads as work
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_dtensor_says_which_classes_a_rank_has() -> None:
     on_ranks(2, work.on_gloo, work.takes_a_dtensor)

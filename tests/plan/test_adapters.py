@@ -20,6 +20,8 @@ from liger_train.plan.step import Prediction, predict
 from liger_train.setup import Setup
 from liger_train.techniques import TECHNIQUES
 
+pytestmark = pytest.mark.slow
+
 SETUPS: dict[str, dict[str, Any]] = {
     "plain": {"liger": "none", "checkpoint": "none"},
     "Liger": {"precision": "bf16", "checkpoint": "none"},

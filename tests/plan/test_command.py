@@ -23,6 +23,8 @@ from liger_train.plan.step import Prediction, predict
 from liger_train.row import row_of
 from liger_train.setup import Setup
 
+pytestmark = pytest.mark.slow
+
 Plan = Callable[..., tuple[int, str, str]]
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "plan-accuracy.md"

@@ -23,6 +23,8 @@ from liger_train.plan.peaks import Peaks, peaks
 from liger_train.plan.step import predict
 from liger_train.setup import Setup
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parents[2] / "docs"
 ALLOWED = 0.015
 # Of one regime each: few tokens, an embedding's workspace, a head of two halves, and of chunks.

@@ -27,6 +27,8 @@ from liger_train.setup import Setup
 from plan.measuring import CPU, measured_bytes, tiny
 from train.conversations import FOUR, TAGS, USER, model_with, written
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs" / "plan-accuracy.md"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -28,6 +28,8 @@ from liger_train.setup import Setup
 
 pytest.importorskip("peft")
 
+pytestmark = pytest.mark.slow
+
 
 def test_adapters_have_the_rank_the_scale_and_the_places_that_were_asked_for(small: Setup) -> None:
     setup = replace(small, adapter="lora", adapter_rank=4, adapter_alpha=6, adapter_targets="q_proj, v_proj")

@@ -23,6 +23,8 @@ from liger_train.runs.graphs import Graphs
 from liger_train.runs.run import run
 from liger_train.setup import Setup
 
+pytestmark = pytest.mark.slow
+
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 

@@ -23,6 +23,8 @@ from liger_train.row import row_of
 from liger_train.setup import Setup
 from train.answers import WHERE
 
+pytestmark = pytest.mark.slow
+
 KEYS = (
     "loss_hf", "loss_liger", "max_loss_difference", "peak_memory_hf_bytes", "peak_memory_liger_bytes",
     "tokens_per_second_hf", "tokens_per_second_liger", "backend", "device",

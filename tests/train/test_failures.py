@@ -31,6 +31,8 @@ from liger_train.runs.run import run
 from liger_train.setup import Setup
 from train.training import At
 
+pytestmark = pytest.mark.slow
+
 WHERE = dict.fromkeys(("machine", "versions", "commit", "date"), "")
 # What the command does, but that it dies in the middle of its sixth step, as by kill -9, and hurries with its log.
 KILLED = """
@@ -99,7 +101,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != saved_checkpoints.LOCK)
 
 
-@pytest.mark.slow
 def test_a_killed_run_resumes_with_the_losses_of_an_uninterrupted_one(
     liger: InProcess, small: Setup, whole: list[float], tmp_path: Path
 ) -> None:
@@ -314,7 +315,6 @@ assert len(row.losses) == 4
 """
 
 
-@pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.parametrize(
     "technique", [{"shard": "zero3", "offload": "parameters"}, {"shard": "fsdp2"}], ids=["zero3", "fsdp2"]
@@ -333,7 +333,6 @@ def test_a_sharded_run_resumes_exactly_and_saves_a_model(
     assert all(0 < each < 4.1 * small.learning_rate for each in moved)
 
 
-@pytest.mark.slow
 @pytest.mark.cpu
 def test_sharded_adapters_resume_exactly(small: Setup, tmp_path: Path) -> None:
     done = forks.run(SHARDED, repr(four_steps(small, {"shard": "fsdp2", "adapter": "lora"})), str(tmp_path))

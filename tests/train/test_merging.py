@@ -25,6 +25,8 @@ from liger_train.model import build
 from liger_train.runs.run import run
 from liger_train.setup import Setup
 
+pytestmark = pytest.mark.slow
+
 BIASED = "they have a bias"
 
 

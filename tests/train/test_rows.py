@@ -31,6 +31,8 @@ from train.training import setup_of
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
+pytestmark = pytest.mark.slow
+
 # TRL has a template for training instead of this one.
 QWEN3 = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
 # An answer is ended by the role that comes next.
