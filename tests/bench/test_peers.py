@@ -392,3 +392,15 @@ def test_a_peer_that_is_named_must_be_installed(liger: InProcess) -> None:
     code, errors = liger("bench", "swiglu", "--quick", "--device", "cpu", "--peer", "cut-cross-entropy")
     assert code == 2
     assert "bench: --peer must name libraries that can run here, got cut-cross-entropy: it is not installed" in errors
+
+
+@pytest.mark.parametrize("op", CATALOGUE, ids=lambda op: op.name)
+def test_an_op_gets_the_arguments_of_each_workload(op: Op[..., Any]) -> None:
+    for workload in op.workloads():
+        args, kwargs = workload.make(torch.device("meta"), torch.bfloat16)
+        arguments = op.signature.bind(*args, **kwargs).arguments
+        by_position, by_name = backend(op, "reference").order(arguments)
+        call = op.signature.bind(
+            *(arguments[name] for name in by_position), **{name: arguments[name] for name in by_name}
+        )
+        assert all(call.arguments[name] is value for name, value in arguments.items()), workload.name

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from liger_bench.peers import Peer
@@ -70,8 +71,12 @@ class Implementation:
         """Return the names of the positional and of the keyword arguments, as the op's signature has them."""
         if self.peer is not None:
             return [], list(arguments)
-        by_name = [p.name for p in self.op.signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
-        return [n for n in arguments if n not in by_name], [n for n in arguments if n in by_name]
+        parameters = self.op.signature.parameters.values()
+        # Behind an argument that is left out, the others have their names.
+        by_position = [
+            p.name for p in takewhile(lambda p: p.kind is not p.KEYWORD_ONLY and p.name in arguments, parameters)
+        ]
+        return by_position, [name for name in arguments if name not in by_position]
 
 
 def backend(op: Op[..., Any], name: str) -> Implementation:
