@@ -21,7 +21,7 @@ DTYPE, OURS, PEER, EAGER = "bfloat16", "triton", "liger-kernel", "eager"
 # Rows with the same values here were measured in one run.
 RUN = ("folder", "machine", "versions", "commit", "date")
 # The columns of a pass; losses that may compute gradients in their forward pass are measured without gradients instead.
-PASSES = {"forward": ("forward", "evaluation"), "full": ("full",)}
+PASSES = {"forward": ("evaluation", "forward"), "full": ("full",)}
 ERRORS = ("error_outputs", "error_gradients")
 # The least fraction of copy bandwidth that a memory-bound op must reach.
 COPY = 0.9

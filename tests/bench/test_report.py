@@ -108,6 +108,14 @@ def test_an_op_is_shown_at_the_largest_shape_that_plain_pytorch_ran(tmp_path: Pa
     assert re.findall(r"rms_norm<br>\w+", text) == ["rms_norm<br>32x64"]
 
 
+def test_where_the_forward_pass_may_compute_gradients_passes_apart_are_not_shown(tmp_path: Path) -> None:
+    passes = ("forward", "backward", "full")
+    text = text_of(results(tmp_path, [op_row(**{"pass": name}) for name in passes]))
+    assert re.findall(r"(\w+) \| \*\*0.200", text) == list(passes)
+    text = text_of(results(tmp_path, [op_row(**{"pass": name}) for name in (*passes, "evaluation")]))
+    assert re.findall(r"(\w+) \| \*\*0.200", text) == ["full", "evaluation"]
+
+
 def test_what_has_no_figures_is_listed_once_with_its_reason(tmp_path: Path) -> None:
     names = ("quack", "eager")
     text = text_of(results(tmp_path, [op_row(), *(declined(name, reason="not installed") for name in names)]))

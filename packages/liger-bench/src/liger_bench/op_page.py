@@ -58,7 +58,10 @@ def _ops(rows: Sequence[Record], pictures: dict[str, Path]) -> str:
     table, shown = [], []
     for op in distinct(rows, "op"):
         at_shape = largest([row for row in rows if row["op"] == op])
-        passes = [name for name in PASSES if any(row["pass"] == name for row in at_shape)]
+        measured = {row["pass"] for row in at_shape}
+        # Where the forward pass may compute gradients, the two passes of one implementation are not those of another.
+        apart = {"forward", "backward"} if "evaluation" in measured else set()
+        passes = [name for name in PASSES if name in measured - apart]
         lines = [line for name in passes if (line := _line([row for row in at_shape if row["pass"] == name]))]
         if lines:
             title = f"{op}<br>{at_shape[0]['workload']}"
