@@ -65,19 +65,23 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take the share that is asked for, after -k selected some: of the cases of a matrix, and of the slow tests of a
-    file, of which at least a quarter runs. Another share takes others."""
+    """Take the share that is asked for, after -k selected some: of the cases of a matrix, at least one, and of the slow
+    tests of a file, at least a quarter. Another share takes others."""
     number, of = map(int, config.getoption("--share").split("/"))
-    seen: Counter[str] = Counter()
+    groups: dict[str, list[pytest.Item]] = {}
+    parts: dict[str, int] = {}
+    for item in items:
+        name, most = item.nodeid.partition("[")[0], 1
+        if item.get_closest_marker("matrix"):
+            most = of
+        elif item.get_closest_marker("slow"):
+            name, most = name.partition("::")[0], min(of, 4)
+        groups.setdefault(name, []).append(item)
+        parts[name] = min(most, len(groups[name]))
+    chosen = {id(item) for name, group in groups.items() for item in group[(number - 1) % parts[name] :: parts[name]]}
     kept, left = [], []
     for item in items:
-        name, parts = item.nodeid.partition("[")[0], 1
-        if item.get_closest_marker("matrix"):
-            parts = of
-        elif item.get_closest_marker("slow"):
-            name, parts = name.partition("::")[0], min(of, 4)
-        (kept if (seen[name] + 1 - number) % parts == 0 else left).append(item)
-        seen[name] += 1
+        (kept if id(item) in chosen else left).append(item)
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = kept
