@@ -22,12 +22,7 @@ from liger_train import plugin as train_plugin
 
 NUMBERS = ("nan", "inf", "-inf", "-1", "0", "1" + 30 * "0")
 # Options that are numbers within words.
-WORDS = {
-    ("train", "--batch"),
-    ("train", "--memory-limit"),
-    ("train", "--gpus"),
-    ("plan", "--memory-limit"),
-}
+WORDS = {("train", "--batch"), ("train", "--memory-limit"), ("train", "--gpus"), ("plan", "--memory-limit")}
 # What a command cannot do without, and what an option needs to be looked at.
 NEEDED = {
     "train": ["--model", "tiny", "--device", "cpu"],

@@ -26,6 +26,9 @@ from fuzz.drawing import (
     layouts,
     leading,
     moderate,
+    mostly,
+    one_of,
+    rarely,
     size,
     values,
     weighted,
@@ -54,6 +57,7 @@ class Limits:
 
 
 Strategy = Callable[[Draw, Limits], Example]
+NORMALIZERS = (37.0, 3, 1e-3, 1e6, Scalar(37.0, "float32"), Scalar(12, "int64"))
 EPS = weighted((4, (1e-6, 1e-5)), (1, (1e-12, 1e-3, 0.1, 1.0, 100.0)))
 
 
@@ -66,26 +70,23 @@ def add_rms_norm(draw: Draw, limits: Limits) -> Example:
 
 
 def _norm(draw: Draw, limits: Limits, *, summed: bool) -> Example:
-    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, 16 * limits.rows)
+    dtype, shape = one_of(draw, limits.dtypes), _rows(draw, limits, 16 * limits.rows)
     arguments: dict[str, Any] = {"x": floats(draw, shape, dtype)}
     shared = {}
     if summed:
         arguments["residual"] = floats(draw, shape, dtype)
-        if draw(weighted((9, (False,)), (1, (True,)))):
+        if rarely(draw, 9):
             shared = {"residual": "x"}
-    arguments |= {
-        "weight": _vector(draw, limits, shape[-1]),
-        "eps": draw(EPS),
-        "cast": draw(st.sampled_from(("input", "float32"))),
-    }
+    arguments |= {"weight": _vector(draw, limits, shape[-1]), "eps": draw(EPS)}
+    arguments["cast"] = one_of(draw, ("input", "float32"))
     if arguments["weight"] is not None:
-        arguments["weight_offset"] = draw(st.sampled_from((0.0, 1.0, -1.0, 0.5)))
+        arguments["weight_offset"] = one_of(draw, (0.0, 1.0, -1.0, 0.5))
     names = ("x", "weight") if shared or not summed else ("x", "residual", "weight")
     return example(draw, arguments, names, shared=shared)
 
 
 def layer_norm(draw: Draw, limits: Limits) -> Example:
-    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, 16 * limits.rows)
+    dtype, shape = one_of(draw, limits.dtypes), _rows(draw, limits, 16 * limits.rows)
     weight, bias = _vector(draw, limits, shape[-1]), _vector(draw, limits, shape[-1])
     arguments = {"x": floats(draw, shape, dtype), "weight": weight, "bias": bias, "eps": draw(EPS)}
     return example(draw, arguments, ("x", "weight", "bias"))
@@ -94,46 +95,31 @@ def layer_norm(draw: Draw, limits: Limits) -> Example:
 def add_layer_norm(draw: Draw, limits: Limits) -> Example:
     normed = layer_norm(draw, limits)
     x = normed.arguments["x"]
-    arguments = {
-        "x": x,
-        "residual": floats(draw, x.shape, x.dtype),
-        **{n: v for n, v in normed.arguments.items() if n != "x"},
-    }
-    shared = {"residual": "x"} if draw(weighted((9, (False,)), (1, (True,)))) else {}
+    arguments = {"x": x, "residual": floats(draw, x.shape, x.dtype)} | normed.arguments
+    shared = {"residual": "x"} if rarely(draw, 9) else {}
     return example(draw, arguments, ("x", *(() if shared else ("residual",)), "weight", "bias"), shared=shared)
 
 
 def dyt(draw: Draw, limits: Limits) -> Example:
-    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
-    alpha = moderate(draw, draw(st.sampled_from(((), (1,)))), draw(st.sampled_from(limits.dtypes)))
+    dtype, shape = one_of(draw, limits.dtypes), _rows(draw, limits, limits.rows)
+    alpha = moderate(draw, one_of(draw, ((), (1,))), one_of(draw, limits.dtypes))
     weight, bias = _vector(draw, limits, shape[-1]), _vector(draw, limits, shape[-1])
-    return example(
-        draw,
-        {"x": floats(draw, shape, dtype), "alpha": alpha, "weight": weight, "bias": bias},
-        ("x", "alpha", "weight", "bias"),
-    )
+    arguments = {"x": floats(draw, shape, dtype), "alpha": alpha, "weight": weight, "bias": bias}
+    return example(draw, arguments, tuple(arguments))
 
 
 def gated_rms_norm(draw: Draw, limits: Limits) -> Example:
-    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, 16 * limits.rows)
-    size = draw(weighted((2, (None,)), (1, (1, 3, 16))))
+    dtype, shape = one_of(draw, limits.dtypes), _rows(draw, limits, 16 * limits.rows)
+    size = mostly(draw, 2, None, 1, 3, 16)
     if size is not None:
         # Each group has a program.
         shape = (*shape[:-1], min(shape[-1] // size, limits.rows) * size)
-    gate = floats(draw, shape, draw(st.sampled_from((dtype, *limits.dtypes))))
-    arguments = {
-        "x": floats(draw, shape, dtype),
-        "gate": gate,
-        "weight": _vector(draw, limits, shape[-1]),
-        "eps": draw(EPS),
-    }
-    arguments |= {
-        "activation": draw(st.sampled_from(("silu", "sigmoid"))),
-        "gate_first": draw(st.booleans()),
-        "group_size": size,
-    }
+    gate = floats(draw, shape, one_of(draw, (dtype, *limits.dtypes)))
+    arguments = {"x": floats(draw, shape, dtype), "gate": gate, "weight": _vector(draw, limits, shape[-1])}
+    arguments |= {"eps": draw(EPS), "activation": one_of(draw, ("silu", "sigmoid"))}
+    arguments |= {"gate_first": draw(st.booleans()), "group_size": size}
     if arguments["weight"] is not None:
-        arguments["weight_offset"] = draw(st.sampled_from((0.0, 1.0, 0.5)))
+        arguments["weight_offset"] = one_of(draw, (0.0, 1.0, 0.5))
     return example(draw, arguments, ("x", "gate", "weight"))
 
 
@@ -146,14 +132,11 @@ def modulated_layer_norm(draw: Draw, limits: Limits) -> Example:
 
 
 def _modulated(draw: Draw, limits: Limits, *, weighted: bool) -> Example:
-    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
+    dtype, shape = one_of(draw, limits.dtypes), _rows(draw, limits, limits.rows)
     shape = shape if len(shape) > 1 else (1, *shape)
-    of_samples, modulation = (*shape[:-2], shape[-1]), draw(st.sampled_from((dtype, *limits.dtypes)))
-    arguments: dict[str, Any] = {
-        "x": floats(draw, shape, dtype),
-        "scale": floats(draw, of_samples, modulation),
-        "eps": draw(EPS),
-    }
+    of_samples, modulation = (*shape[:-2], shape[-1]), one_of(draw, (dtype, *limits.dtypes))
+    arguments: dict[str, Any] = {"x": floats(draw, shape, dtype), "scale": floats(draw, of_samples, modulation)}
+    arguments["eps"] = draw(EPS)
     arguments["shift"] = floats(draw, of_samples, modulation) if draw(st.booleans()) else None
     if weighted:
         arguments["weight"] = _vector(draw, limits, shape[-1])
@@ -161,72 +144,65 @@ def _modulated(draw: Draw, limits: Limits, *, weighted: bool) -> Example:
 
 
 def group_norm(draw: Draw, limits: Limits) -> Example:
-    dtype, groups = draw(st.sampled_from(limits.dtypes)), draw(st.sampled_from((1, 2, 3, 8)))
-    channels = groups * draw(st.sampled_from((1, 2, 5)))
+    dtype, groups = one_of(draw, limits.dtypes), one_of(draw, (1, 2, 3, 8))
+    channels = groups * one_of(draw, (1, 2, 5))
     # Of eight groups each: enough for the programs of a GPU to hold long ones.
-    samples = draw(st.sampled_from((0, 1, 2, 7, max(3, limits.rows // 8))))
+    samples = one_of(draw, (0, 1, 2, 7, max(3, limits.rows // 8)))
     space = draw(weighted((3, ((5,), (4, 4), (3, 7))), (1, ((), (1,), (40, 40)))))
     weight, bias = _vector(draw, limits, channels), _vector(draw, limits, channels)
-    arguments = {
-        "x": floats(draw, (samples, channels, *space), dtype),
-        "num_groups": groups,
-        "weight": weight,
-        "bias": bias,
-    }
-    return example(draw, {**arguments, "eps": draw(EPS)}, ("x", "weight", "bias"))
+    arguments = {"x": floats(draw, (samples, channels, *space), dtype), "num_groups": groups}
+    arguments |= {"weight": weight, "bias": bias, "eps": draw(EPS)}
+    return example(draw, arguments, ("x", "weight", "bias"))
 
 
 def mix_streams(draw: Draw, limits: Limits) -> Example:
-    dtype, shape = draw(st.sampled_from(limits.dtypes)), _streams(draw, limits)
-    pre = floats(draw, shape[:-1], draw(st.sampled_from((dtype, *limits.dtypes))))
+    dtype, shape = one_of(draw, limits.dtypes), _streams(draw, limits)
+    pre = floats(draw, shape[:-1], one_of(draw, (dtype, *limits.dtypes)))
     return example(draw, {"x": floats(draw, shape, dtype), "pre": pre}, ("x", "pre"))
 
 
 def project_streams(draw: Draw, limits: Limits) -> Example:
-    dtype, (*positions, streams, width) = draw(st.sampled_from(limits.dtypes)), _streams(draw, limits)
+    dtype, (*positions, streams, width) = one_of(draw, limits.dtypes), _streams(draw, limits)
     # The gradient of a single column, which the norm makes 1 or -1, is nothing but rounding.
     shape = (*positions, streams, max(2, width))
-    columns, count = shape[-2] * shape[-1], draw(st.sampled_from((24, 1, 3, 8, 16, 17)))
+    columns, count = shape[-2] * shape[-1], one_of(draw, (24, 1, 3, 8, 16, 17))
     count = max(1, min(count, limits.elements // columns))
     # Of equal products, a matmul that adds one after the other rounds each in the same direction.
-    weight = moderate(draw, (count, columns), draw(st.sampled_from((dtype, *limits.dtypes))), scale=columns**-0.5)
+    weight = moderate(draw, (count, columns), one_of(draw, (dtype, *limits.dtypes)), scale=columns**-0.5)
     return example(draw, {"x": floats(draw, shape, dtype), "weight": weight, "eps": draw(EPS)}, ("x", "weight"))
 
 
 def merge_streams(draw: Draw, limits: Limits) -> Example:
-    dtype, shape = draw(st.sampled_from(limits.dtypes)), _streams(draw, limits)
-    own = draw(st.sampled_from((dtype, *limits.dtypes)))
+    dtype, shape = one_of(draw, limits.dtypes), _streams(draw, limits)
+    own = one_of(draw, (dtype, *limits.dtypes))
     arguments: dict[str, Any] = {"x": floats(draw, shape, dtype), "y": floats(draw, (*shape[:-2], shape[-1]), dtype)}
     arguments |= {"post": floats(draw, shape[:-1], own), "res": None}
-    if draw(weighted((3, (True,)), (1, (False,)))):
+    if not rarely(draw, 3):
         arguments["res"] = floats(draw, (*shape[:-1], shape[-2]), own)
     return example(draw, arguments, ("x", "y", "post", "res"))
 
 
 def _streams(draw: Draw, limits: Limits) -> tuple[int, ...]:
     *positions, width = _rows(draw, limits, limits.rows)
-    count = draw(weighted((3, (4,)), (1, (1, 2, 3, 7, 8))))
+    count = mostly(draw, 3, 4, 1, 2, 3, 7, 8)
     return (*positions, count, max(1, width // count))
 
 
 def sinkhorn(draw: Draw, limits: Limits) -> Example:
-    dtype, count = draw(st.sampled_from(limits.dtypes)), draw(weighted((3, (4,)), (1, (1, 2, 3, 7, 8))))
+    dtype, count = one_of(draw, limits.dtypes), mostly(draw, 3, 4, 1, 2, 3, 7, 8)
     shape = (*leading(draw, limits.rows), count, count)
     # Entries far below eps are what rounding makes of them.
-    x = moderate(draw, shape, dtype, draw(st.sampled_from((0.01, 1.0, 3.0))))
-    return example(
-        draw,
-        {"x": x, "iterations": draw(st.sampled_from((20, 1, 2, 5))), "eps": draw(st.sampled_from((1e-6, 1e-3, 0.1)))},
-        ("x",),
-    )
+    x = moderate(draw, shape, dtype, one_of(draw, (0.01, 1.0, 3.0)))
+    arguments = {"x": x, "iterations": one_of(draw, (20, 1, 2, 5)), "eps": one_of(draw, (1e-6, 1e-3, 0.1))}
+    return example(draw, arguments, ("x",))
 
 
 def attention_residual(draw: Draw, limits: Limits) -> Example:
-    dtype, depth = draw(st.sampled_from(limits.dtypes)), draw(st.sampled_from((1, 2, 3, 9)))
+    dtype, depth = one_of(draw, limits.dtypes), one_of(draw, (1, 2, 3, 9))
     shape = _rows(draw, limits, 16 * limits.rows)
     shape = (*shape[:-1], max(1, shape[-1] // depth))
-    own = draw(st.sampled_from(limits.dtypes))
-    query = moderate(draw, (shape[-1],), own, draw(st.sampled_from((0.0, 0.1, 1.0))))
+    own = one_of(draw, limits.dtypes)
+    query = moderate(draw, (shape[-1],), own, one_of(draw, (0.0, 0.1, 1.0)))
     arguments = {"layers": floats(draw, (depth, *shape), dtype), "query": query, "weight": None, "eps": draw(EPS)}
     if draw(st.booleans()):
         arguments["weight"] = moderate(draw, (shape[-1],), own)
@@ -234,55 +210,46 @@ def attention_residual(draw: Draw, limits: Limits) -> Example:
 
 
 def poly_norm(draw: Draw, limits: Limits) -> Example:
-    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
+    dtype, shape = one_of(draw, limits.dtypes), _rows(draw, limits, limits.rows)
     # The cube of a large value leaves the range of float32.
-    arguments: dict[str, Any] = {
-        "x": moderate(draw, shape, dtype),
-        "weight": moderate(draw, (3,), draw(st.sampled_from(limits.dtypes))),
-    }
-    arguments["eps"] = draw(EPS)
+    weight = moderate(draw, (3,), one_of(draw, limits.dtypes))
+    arguments: dict[str, Any] = {"x": moderate(draw, shape, dtype), "weight": weight, "eps": draw(EPS)}
     if draw(st.booleans()):
-        arguments["bias"] = moderate(draw, draw(st.sampled_from(((), (1,)))), draw(st.sampled_from(limits.dtypes)))
+        arguments["bias"] = moderate(draw, one_of(draw, ((), (1,))), one_of(draw, limits.dtypes))
     return example(draw, arguments, ("x", "weight", "bias"))
 
 
 def sparsemax(draw: Draw, limits: Limits) -> Example:
-    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, 16 * limits.rows)
-    return example(
-        draw,
-        {"x": moderate(draw, (*shape[:-1], max(1, shape[-1])), dtype, draw(st.sampled_from((0.01, 1.0, 10.0))))},
-        ("x",),
-    )
+    dtype, shape = one_of(draw, limits.dtypes), _rows(draw, limits, 16 * limits.rows)
+    x = moderate(draw, (*shape[:-1], max(1, shape[-1])), dtype, one_of(draw, (0.01, 1.0, 10.0)))
+    return example(draw, {"x": x}, ("x",))
 
 
 def softmax(draw: Draw, limits: Limits) -> Example:
-    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, 16 * limits.rows)
+    dtype, shape = one_of(draw, limits.dtypes), _rows(draw, limits, 16 * limits.rows)
     return example(draw, {"x": floats(draw, shape, dtype)}, ("x",))
 
 
 def swiglu(draw: Draw, limits: Limits) -> Example:
     options: dict[str, Any] = {}
     if draw(st.booleans()):
-        options |= {
-            "limit": draw(st.sampled_from((None, 0.3, 7.0))),
-            "alpha": draw(st.sampled_from((1.0, 1.702, -0.5))),
-        }
-        options |= {"shift": draw(st.sampled_from((0.0, 1.0))), "gate_scale": draw(st.sampled_from((1.0, 0.37, -2.0)))}
-        options |= {"scale": draw(st.sampled_from((1.0, 0.22, -3)))}
+        options |= {"limit": one_of(draw, (None, 0.3, 7.0)), "alpha": one_of(draw, (1.0, 1.702, -0.5))}
+        options |= {"shift": one_of(draw, (0.0, 1.0)), "gate_scale": one_of(draw, (1.0, 0.37, -2.0))}
+        options |= {"scale": one_of(draw, (1.0, 0.22, -3))}
     return _gated(draw, limits, **options)
 
 
 def geglu(draw: Draw, limits: Limits) -> Example:
-    return _gated(draw, limits, approximate=draw(st.sampled_from(("tanh", "none"))))
+    return _gated(draw, limits, approximate=one_of(draw, ("tanh", "none")))
 
 
 def _gated(draw: Draw, limits: Limits, **options: Any) -> Example:
-    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
-    arguments: dict[str, Any] = {**options, "overwrite": draw(weighted((3, (False,)), (1, (True,))))}
+    dtype, shape = one_of(draw, limits.dtypes), _rows(draw, limits, limits.rows)
+    arguments: dict[str, Any] = {**options, "overwrite": rarely(draw, 3)}
     shared = {}
-    if draw(weighted((2, (True,)), (1, (False,)))):
+    if not rarely(draw, 2):
         arguments |= {"gate": floats(draw, shape, dtype), "up": floats(draw, shape, dtype)}
-        if draw(weighted((9, (False,)), (1, (True,)))):
+        if rarely(draw, 9):
             shared = {"up": "gate"}
     else:
         arguments |= {"gate": floats(draw, (*shape[:-1], 2 * shape[-1]), dtype), "up": None}
@@ -290,88 +257,69 @@ def _gated(draw: Draw, limits: Limits, **options: Any) -> Example:
 
 
 def relu_squared(draw: Draw, limits: Limits) -> Example:
-    dtype, shape = draw(st.sampled_from(limits.dtypes)), _rows(draw, limits, limits.rows)
-    up = draw(weighted((1, (None,)), (1, (floats(draw, shape, dtype),))))
+    dtype, shape = one_of(draw, limits.dtypes), _rows(draw, limits, limits.rows)
+    up = mostly(draw, 1, None, floats(draw, shape, dtype))
     return example(draw, {"x": floats(draw, shape, dtype), "up": up}, ("x", "up"))
 
 
 def embedding(draw: Draw, limits: Limits) -> Example:
-    width = size(draw, limits.elements, draw(weighted((4, (SIZES,)), (1, (WIDE,)))))
+    width = size(draw, limits.elements, mostly(draw, 4, SIZES, WIDE))
     rows = size(draw, max(1, limits.elements // max(1, width)), SMALL, least=1)
     shape = leading(draw, max(1, min(limits.rows, limits.elements // max(1, width))))
     arguments = {
         "index": Labels(shape, rows, layout=draw(layouts), seed=draw(SEEDS)),
-        "weight": floats(draw, (rows, width), draw(st.sampled_from(limits.dtypes))),
-        "padding_idx": draw(weighted((2, (None,)), (1, (0, rows - 1)))),
+        "weight": floats(draw, (rows, width), one_of(draw, limits.dtypes)),
+        "padding_idx": mostly(draw, 2, None, 0, rows - 1),
     }
     return example(draw, arguments, ("weight",))
 
 
 def experts(draw: Draw, limits: Limits) -> Example:
-    dtype = draw(st.sampled_from(limits.dtypes))
+    dtype = one_of(draw, limits.dtypes)
     count, tokens = size(draw, 9, SMALL, least=1), size(draw, min(limits.rows, 100), SMALL)
     most = max(1, limits.elements // (2 * count))
     hidden = size(draw, min(65, most), SMALL, least=1)
     inner = size(draw, min(65, most // hidden), SMALL, least=1)
-    gated, biased = draw(weighted((3, (True,)), (1, (False,)))), draw(weighted((2, (False,)), (1, (True,))))
-    outer, shape = inner * (1 + gated), (tokens, draw(st.sampled_from((1, 2, 3, 8))))
-    activation = draw(weighted((3, ("silu",)), (1, ("gelu", "gelu_tanh", "relu_squared"))))
+    gated, biased = not rarely(draw, 3), rarely(draw, 2)
+    outer, shape = inner * (1 + gated), (tokens, one_of(draw, (1, 2, 3, 8)))
+    activation = mostly(draw, 3, "silu", "gelu", "gelu_tanh", "relu_squared")
     arguments = {
         "x": floats(draw, (tokens, hidden), dtype),
         "gate_up": moderate(draw, (count, outer, hidden), dtype, hidden**-0.5),
         "down": moderate(draw, (count, hidden, inner), dtype, inner**-0.5),
         # Outside the experts on either side, or none.
-        "index": Labels(
-            shape,
-            count,
-            draw(st.sampled_from((-1, count))),
-            draw(weighted((3, (0,)), (1, (1, 2, 3)))),
-            seed=draw(SEEDS),
-        ),
-        "weight": moderate(draw, shape, draw(st.sampled_from((dtype, "float32")))),
+        "index": Labels(shape, count, one_of(draw, (-1, count)), mostly(draw, 3, 0, 1, 2, 3), seed=draw(SEEDS)),
+        "weight": moderate(draw, shape, one_of(draw, (dtype, "float32"))),
         "gate_up_bias": moderate(draw, (count, outer), dtype) if biased else None,
         "down_bias": moderate(draw, (count, hidden), dtype) if biased else None,
         "activation": activation,
-        "limit": draw(st.sampled_from((None, None, 0.3, 7.0))),
-        "alpha": draw(st.sampled_from((1.0, 1.702))) if activation == "silu" else 1.0,
-        "shift": draw(st.sampled_from((0.0, 1.0))) if gated else 0.0,
+        "limit": one_of(draw, (None, None, 0.3, 7.0)),
+        "alpha": one_of(draw, (1.0, 1.702)) if activation == "silu" else 1.0,
+        "shift": one_of(draw, (0.0, 1.0)) if gated else 0.0,
         "interleaved": gated and draw(st.booleans()),
     }
     for name, rows, columns in (("gate_up", outer, hidden), ("down", hidden, inner)):
-        if draw(weighted((3, (False,)), (1, (True,)))):
-            rank = draw(st.sampled_from((1, 3, 8)))
+        if rarely(draw, 3):
+            rank = one_of(draw, (1, 3, 8))
             arguments[f"{name}_a"] = moderate(draw, (count, rank, columns), dtype, 0.3 * columns**-0.5)
             arguments[f"{name}_b"] = moderate(draw, (count, rows, rank), dtype, 0.3)
-    floating = (
-        "x",
-        "gate_up",
-        "down",
-        "weight",
-        "gate_up_bias",
-        "down_bias",
-        "gate_up_a",
-        "gate_up_b",
-        "down_a",
-        "down_b",
-    )
-    return example(draw, arguments, floating)
+    floating = "x gate_up down weight gate_up_bias down_bias gate_up_a gate_up_b down_a down_b"
+    return example(draw, arguments, floating.split())
 
 
 def rope(draw: Draw, limits: Limits) -> Example:
-    dtype = draw(st.sampled_from(limits.dtypes))
+    dtype = one_of(draw, limits.dtypes)
     half = size(draw, 65, (*SMALL, 127, 128), least=1)
-    width = 2 * half + draw(weighted((2, (0,)), (1, (1, 2, 5, 64))))
+    width = 2 * half + mostly(draw, 2, 0, 1, 2, 5, 64)
     batch = size(draw, 4)
     tokens = size(draw, max(1, min(limits.rows, limits.elements // max(1, batch * width))), SMALL)
     heads, key_heads = (
         size(draw, max(1, min(17, limits.elements // max(1, batch * tokens * width)))) for _ in range(2)
     )
-    inplace = draw(weighted((3, (False,)), (1, (True,))))
+    inplace = rarely(draw, 3)
     strides = writable if inplace else layouts
-    table = {1: (tokens, 2 * half), 2: (1, tokens, 2 * half), 3: (batch, tokens, 2 * half)}[
-        draw(st.sampled_from((1, 2, 3)))
-    ]
-    table_dtype = draw(st.sampled_from((dtype, *limits.dtypes)))
+    table = one_of(draw, ((tokens, 2 * half), (1, tokens, 2 * half), (batch, tokens, 2 * half)))
+    table_dtype = one_of(draw, (dtype, *limits.dtypes))
     arguments = {
         "q": floats(draw, (batch, heads, tokens, width), dtype, strides),
         "k": floats(draw, (batch, key_heads, tokens, width), dtype, strides),
@@ -380,37 +328,28 @@ def rope(draw: Draw, limits: Limits) -> Example:
         "interleaved": draw(st.booleans()),
         "inplace": inplace,
     }
-    return example(
-        draw,
-        arguments,
-        ("q", "k", *(("cos", "sin") if not inplace and draw(weighted((5, (False,)), (1, (True,)))) else ())),
-    )
+    return example(draw, arguments, ("q", "k", *(("cos", "sin") if not inplace and rarely(draw, 5) else ())))
 
 
 def qk_norm_rope(draw: Draw, limits: Limits) -> Example:
     turned = rope(draw, limits)
     arguments: dict[str, Any] = {name: turned.arguments[name] for name in ("q", "k", "cos", "sin", "interleaved")}
     width = arguments["q"].shape[-1]
-    arguments |= {
-        f"{name}_weight": moderate(draw, (width,), draw(st.sampled_from(limits.dtypes))) for name in ("q", "k")
-    }
-    arguments |= {
-        "eps": draw(EPS),
-        "cast": draw(st.sampled_from(("input", "float32"))),
-        "weight_offset": draw(st.sampled_from((0.0, 1.0, 0.5))),
-    }
+    arguments |= {f"{name}_weight": moderate(draw, (width,), one_of(draw, limits.dtypes)) for name in ("q", "k")}
+    arguments |= {"eps": draw(EPS), "cast": one_of(draw, ("input", "float32"))}
+    arguments["weight_offset"] = one_of(draw, (0.0, 1.0, 0.5))
     return example(draw, arguments, ("q", "k", "q_weight", "k_weight"))
 
 
 def cross_entropy(draw: Draw, limits: Limits) -> Example:
-    dtype, classes = draw(st.sampled_from(limits.dtypes)), _classes(draw, limits)
+    dtype, classes = one_of(draw, limits.dtypes), _classes(draw, limits)
     shape = leading(draw, min(limits.rows, max(1, limits.elements // classes)))
     options, target = _loss_options(draw, limits, shape, classes)
     if "class_weight" in options:
         options["weight"] = options.pop("class_weight")
-    options["temperature"] = draw(weighted((3, (1.0,)), (1, (0.7, 3.0))))
+    options["temperature"] = mostly(draw, 3, 1.0, 0.7, 3.0)
     logits = floats(draw, (*shape, classes), dtype)
-    if classes > 2 and not options.get("label_smoothing") and draw(weighted((9, (False,)), (1, (True,)))):
+    if classes > 2 and not options.get("label_smoothing") and rarely(draw, 9):
         # Classes 1, 4, 7, … are impossible, so that no target may name them.
         logits, target = replace(logits, values="impossible"), replace(target, possible=3)
     return example(draw, {"logits": logits, "target": target, **options}, ("logits",))
@@ -419,17 +358,15 @@ def cross_entropy(draw: Draw, limits: Limits) -> Example:
 def linear_cross_entropy(draw: Draw, limits: Limits) -> Example:
     arguments, shape, classes = _head(draw, limits)
     options, arguments["target"] = _loss_options(draw, limits, shape, classes)
-    if draw(weighted((3, (False,)), (1, (True,)))):
-        factor = st.sampled_from((1.0, 1.0, 1e-4, 1e3))
-        options["token_weight"] = Floats(
-            shape, draw(st.sampled_from(limits.dtypes)), draw(layouts), draw(values), draw(factor), seed=1
-        )
+    if rarely(draw, 3):
+        dtype, factor = one_of(draw, limits.dtypes), one_of(draw, (1.0, 1.0, 1e-4, 1e3))
+        options["token_weight"] = Floats(shape, dtype, draw(layouts), draw(values), factor, seed=1)
     return example(draw, arguments | options, ("hidden", "weight", "bias"))
 
 
 def lora_linear(draw: Draw, limits: Limits) -> Example:
-    dtype = draw(st.sampled_from(limits.dtypes))
-    own = dtype if "float64" in limits.dtypes else draw(st.sampled_from((dtype, "float32")))
+    dtype = one_of(draw, limits.dtypes)
+    own = dtype if "float64" in limits.dtypes else one_of(draw, (dtype, "float32"))
     inner, outer = (size(draw, max(1, min(300, limits.elements // 64)), least=1) for _ in range(2))
     shape = leading(draw, min(limits.rows, max(1, limits.elements // max(inner, outer))))
     rank = size(draw, 40, least=1)
@@ -443,28 +380,26 @@ def lora_linear(draw: Draw, limits: Limits) -> Example:
         "b": moderate(draw, (outer, rank), own, scale=draw(factor)),
         "scale": draw(weighted((3, (1.0, 2.0)), (1, (0.0, -0.5, 16.0)))),
     }
-    if draw(weighted((2, (True,)), (1, (False,)))):
+    if not rarely(draw, 2):
         arguments["weight"] = floats(draw, (outer, inner), dtype, scale=draw(factor))
-        if draw(st.booleans()):
-            arguments["bias"] = floats(draw, (outer,), dtype)
     else:
-        arguments["base"] = floats(draw, (*shape, outer), draw(st.sampled_from((dtype, own))))
-    if draw(weighted((3, (False,)), (1, (True,)))):
-        arguments["column_scale"] = moderate(draw, (outer,), draw(st.sampled_from((dtype, own))), scale=draw(factor))
-        if arguments["weight"] is None and draw(st.booleans()):
-            arguments["bias"] = floats(draw, (outer,), dtype)
+        arguments["base"] = floats(draw, (*shape, outer), one_of(draw, (dtype, own)))
+    if rarely(draw, 3):
+        arguments["column_scale"] = moderate(draw, (outer,), one_of(draw, (dtype, own)), scale=draw(factor))
+    if (arguments["weight"] or "column_scale" in arguments) and draw(st.booleans()):
+        arguments["bias"] = floats(draw, (outer,), dtype)
     return example(draw, arguments, ("x", "weight", "a", "b", "bias", "base", "column_scale"))
 
 
 def lora_linears(draw: Draw, limits: Limits) -> Example:
-    dtype = draw(st.sampled_from(limits.dtypes))
-    own = dtype if "float64" in limits.dtypes else draw(st.sampled_from((dtype, "float32")))
+    dtype = one_of(draw, limits.dtypes)
+    own = dtype if "float64" in limits.dtypes else one_of(draw, (dtype, "float32"))
     inner = size(draw, max(1, min(200, limits.elements // 128)), least=1)
     shape = leading(draw, min(limits.rows, max(1, limits.elements // (4 * inner))))
     factor = st.sampled_from((0.1, 0.3, 1.0))
     arguments: dict[str, Any] = {"x": floats(draw, (*shape, inner), dtype)}
-    has_weights, base = draw(weighted((2, (True,)), (1, (False,)))), draw(st.sampled_from((dtype, own)))
-    for suffix in ("", "_2", "_3")[: draw(st.sampled_from((2, 3)))]:
+    has_weights, base = not rarely(draw, 2), one_of(draw, (dtype, own))
+    for suffix in ("", "_2", "_3")[: one_of(draw, (2, 3))]:
         outer, rank = size(draw, max(1, min(200, limits.elements // 128)), least=1), size(draw, 40, least=1)
         arguments |= {
             f"weight{suffix}": floats(draw, (outer, inner), dtype, scale=draw(factor)) if has_weights else None,
@@ -481,41 +416,40 @@ def lora_linears(draw: Draw, limits: Limits) -> Example:
 
 def linear_log_prob(draw: Draw, limits: Limits) -> Example:
     arguments, shape, classes = _head(draw, limits)
-    several = draw(weighted((3, ((),)), (1, ((1,), (2,), (5,), (17,)))))
+    several = mostly(draw, 3, (), (1,), (2,), (5,), (17,))
     arguments |= {
         "target": _target(draw, (*shape, *several), classes, ignore_index := _ignored(draw, classes)),
         "ignore_index": ignore_index,
-        "temperature": draw(weighted((3, (1.0,)), (1, (0.7, 3.0, 0.01, 100.0)))),
+        "temperature": mostly(draw, 3, 1.0, 0.7, 3.0, 0.01, 100.0),
         "softcap": _softcap(draw),
     }
-    if draw(weighted((3, (False,)), (1, (True,)))):
-        arguments["temperature"] = Floats(
-            shape, draw(st.sampled_from(limits.dtypes)), draw(layouts), "normal", 0.1, 1.0, seed=3
-        )
-    if arguments["hidden"].dtype != "float64" and draw(weighted((3, (False,)), (1, (True,)))):
+    if rarely(draw, 3):
+        dtype = one_of(draw, limits.dtypes)
+        arguments["temperature"] = Floats(shape, dtype, draw(layouts), "normal", 0.1, 1.0, seed=3)
+    if arguments["hidden"].dtype != "float64" and rarely(draw, 3):
         arguments["logits_dtype"] = torch.float32
-    arguments["batch_invariant"] = draw(weighted((3, (False,)), (1, (True,))))
-    result = draw(st.sampled_from(("log_prob", "return_entropy", "return_statistics")))
+    arguments["batch_invariant"] = rarely(draw, 3)
+    result = one_of(draw, ("log_prob", "return_entropy", "return_statistics"))
     if result != "log_prob":
         arguments[result] = True
-    if not several and result != "return_statistics" and draw(weighted((3, (False,)), (1, (True,)))):
-        number, ignored = min(classes, draw(st.sampled_from((1, 3, 8)))), draw(st.sampled_from((0, 1, 2, 3)))
+    if not several and result != "return_statistics" and rarely(draw, 3):
+        number, ignored = min(classes, one_of(draw, (1, 3, 8))), one_of(draw, (0, 1, 2, 3))
         arguments["allowed"] = Labels((*shape, number), classes, ignore_index, ignored, seed=4, distinct=True)
     return example(draw, arguments, ("hidden", "weight", "bias"))
 
 
 def linear_divergence(draw: Draw, limits: Limits) -> Example:
     arguments, shape, classes = _head(draw, limits)
-    dtype = arguments["hidden"].dtype if "float64" in limits.dtypes else draw(st.sampled_from(limits.dtypes))
+    dtype = arguments["hidden"].dtype if "float64" in limits.dtypes else one_of(draw, limits.dtypes)
     width = size(draw, max(1, min(257, limits.elements // max(prod(shape), classes))), least=1)
     arguments |= {
         "teacher_hidden": floats(draw, (*shape, width), dtype),
-        "teacher_weight": floats(draw, (classes, width), dtype, scale=draw(st.sampled_from((0.1, 0.3, 1.0)))),
-        "kind": draw(st.sampled_from(KINDS)),
+        "teacher_weight": floats(draw, (classes, width), dtype, scale=one_of(draw, (0.1, 0.3, 1.0))),
+        "kind": one_of(draw, KINDS),
         "beta": draw(_SHARE),
-        "temperature": draw(weighted((3, (1.0,)), (1, (0.7, 3.0, 0.1, 100.0)))),
+        "temperature": mostly(draw, 3, 1.0, 0.7, 3.0, 0.1, 100.0),
         "softcap": _softcap(draw),
-        "teacher_logit_scale": draw(weighted((3, (1.0,)), (1, (0.25, 2.0, -0.5, 0.0, 30.0)))),
+        "teacher_logit_scale": mostly(draw, 3, 1.0, 0.25, 2.0, -0.5, 0.0, 30.0),
         "teacher_softcap": _softcap(draw),
         "ignore_index": _ignored(draw, classes),
         **_reduction(draw),
@@ -524,16 +458,14 @@ def linear_divergence(draw: Draw, limits: Limits) -> Example:
         arguments["teacher_bias"] = floats(draw, (classes,), dtype)
     if draw(st.booleans()):
         arguments["target"] = _target(draw, shape, classes, arguments["ignore_index"])
-        arguments["hard_weight"] = draw(weighted((1, (0.0,)), (1, (0.1, 0.5))))
+        arguments["hard_weight"] = mostly(draw, 1, 0.0, 0.1, 0.5)
     if "budget" in arguments:
         arguments["budget"] += classes * getattr(torch, dtype).itemsize
     return example(draw, arguments, ("hidden", "weight", "bias"))
 
 
 def kl_div(draw: Draw, limits: Limits) -> Example:
-    return _divergence(
-        draw, limits, reverse=draw(st.booleans()), skew=draw(weighted((2, (0.0,)), (1, (0.1, 0.5, 0.9))))
-    )
+    return _divergence(draw, limits, reverse=draw(st.booleans()), skew=mostly(draw, 2, 0.0, 0.1, 0.5, 0.9))
 
 
 def jsd(draw: Draw, limits: Limits) -> Example:
@@ -548,53 +480,47 @@ _SHARE = weighted((2, (0.5,)), (1, (0.1, 0.3, 0.9, 0.999)))
 
 
 def _divergence(draw: Draw, limits: Limits, **options: Any) -> Example:
-    dtype, classes = draw(st.sampled_from(limits.dtypes)), _classes(draw, limits)
+    dtype, classes = one_of(draw, limits.dtypes), _classes(draw, limits)
     shape = (*leading(draw, min(limits.rows, max(1, limits.elements // classes))), classes)
     student, teacher = floats(draw, shape, dtype), floats(draw, shape, dtype)
-    if classes > 1 and draw(weighted((9, (False,)), (1, (True,)))):
+    if classes > 1 and rarely(draw, 9):
         student, teacher = replace(student, values="impossible"), replace(teacher, values="impossible")
-    options |= {"temperature": draw(weighted((3, (1.0,)), (1, (0.7, 3.0, 0.1, 100.0)))), **_reduction(draw, "classes")}
+    options |= {"temperature": mostly(draw, 3, 1.0, 0.7, 3.0, 0.1, 100.0), **_reduction(draw, "classes")}
     return example(draw, {"student": student, "teacher": teacher, **options}, ("student",))
 
 
 def _reduction(draw: Draw, *more: str) -> dict[str, Any]:
     """How a divergence is reduced."""
-    reduction = draw(st.sampled_from(("mean", "sum", "none", *more)))
-    number = draw(st.sampled_from((37.0, 3, 1e-3, 1e6, Scalar(37.0, "float32"), Scalar(12, "int64"))))
-    return {
-        "reduction": reduction,
-        "normalizer": number if reduction == "mean" and draw(weighted((2, (False,)), (1, (True,)))) else None,
-    }
+    reduction = one_of(draw, ("mean", "sum", "none", *more))
+    number = one_of(draw, NORMALIZERS)
+    return {"reduction": reduction, "normalizer": number if reduction == "mean" and rarely(draw, 2) else None}
 
 
 def _head(draw: Draw, limits: Limits) -> tuple[dict[str, Any], tuple[int, ...], int]:
     """Hidden and weight with the options of how they are multiplied; the leading shape; the classes."""
-    dtype, classes = draw(st.sampled_from(limits.dtypes)), _classes(draw, limits)
+    dtype, classes = one_of(draw, limits.dtypes), _classes(draw, limits)
     shape = leading(draw, min(limits.rows, max(1, limits.elements // classes)))
     rows = prod(shape)
     width = size(draw, max(1, min(257, limits.elements // max(rows, classes))), least=1)
     arguments: dict[str, Any] = {
         "hidden": floats(draw, (*shape, width), dtype),
-        "weight": floats(draw, (classes, width), dtype, scale=draw(st.sampled_from((0.1, 0.3, 1.0)))),
-        "logit_scale": draw(weighted((3, (1.0,)), (1, (0.25, 2.0, -0.5, 0.0, 30.0)))),
+        "weight": floats(draw, (classes, width), dtype, scale=one_of(draw, (0.1, 0.3, 1.0))),
+        "logit_scale": mostly(draw, 3, 1.0, 0.25, 2.0, -0.5, 0.0, 30.0),
         "accumulate_dtype": None,
-        "pack": draw(weighted((2, (True,)), (1, (False,)))),
+        "pack": not rarely(draw, 2),
     }
     if draw(st.booleans()):
         arguments["bias"] = floats(draw, (classes,), dtype)
-    if draw(weighted((3, (False,)), (1, (True,)))):
-        arguments["accumulate_dtype"] = (
-            torch.float64 if dtype == "float64" else draw(st.sampled_from((torch.float32, torch.float64)))
-        )
-    held = draw(st.sampled_from(("default", "chunk", "budget")))
+    if rarely(draw, 3):
+        wide = (torch.float64,) if dtype == "float64" else (torch.float32, torch.float64)
+        arguments["accumulate_dtype"] = one_of(draw, wide)
+    held = one_of(draw, ("default", "chunk", "budget"))
     if held == "chunk":
-        arguments["chunk"] = draw(st.sampled_from((1, 2, 3, 4, 7, 8, 64, rows + 1, "report")))
+        arguments["chunk"] = one_of(draw, (1, 2, 3, 4, 7, 8, 64, rows + 1, "report"))
     elif held == "budget":
         row = classes * getattr(torch, dtype).itemsize
-        arguments["budget"] = row * draw(st.sampled_from((1, 2, 5, 1000))) + draw(
-            st.sampled_from((0, 4 * classes * width))
-        )
-    if draw(weighted((5, (False,)), (1, (True,)))):
+        arguments["budget"] = row * one_of(draw, (1, 2, 5, 1000)) + one_of(draw, (0, 4 * classes * width))
+    if rarely(draw, 5):
         arguments["main_grad"] = Floats((classes, width), "float32", values="zeros")
     return arguments, shape, classes
 
@@ -603,31 +529,20 @@ def _loss_options(draw: Draw, limits: Limits, shape: tuple[int, ...], classes: i
     """The options that both losses have, most of them at their defaults, and the targets."""
     options: dict[str, Any] = {
         "ignore_index": _ignored(draw, classes),
-        "label_smoothing": draw(weighted((3, (0.0,)), (1, (0.1, 0.5, 0.99, 1.0)))),
-        "z_loss": draw(weighted((3, (0.0,)), (1, (1e-4, 1e-2, 1.0)))),
+        "label_smoothing": mostly(draw, 3, 0.0, 0.1, 0.5, 0.99, 1.0),
+        "z_loss": mostly(draw, 3, 0.0, 1e-4, 1e-2, 1.0),
         "softcap": _softcap(draw),
-        "reduction": draw(st.sampled_from(("mean", "sum", "none"))),
-        "return_metrics": draw(weighted((2, (False,)), (1, (True,)))),
+        "reduction": one_of(draw, ("mean", "sum", "none")),
+        "return_metrics": rarely(draw, 2),
     }
-    if draw(weighted((3, (False,)), (1, (True,)))):
-        kind = draw(st.sampled_from(("ones", "normal", "zeros")))
+    if rarely(draw, 3):
+        kind = one_of(draw, ("ones", "normal", "zeros"))
         # Positive weights only: otherwise a mean could divide by almost zero.
         offset = {"normal": 4.0}.get(kind, 0.0)
-        options["class_weight"] = Floats(
-            (classes,), draw(st.sampled_from(limits.dtypes)), draw(layouts), kind, 0.5, offset, 2
-        )
-    if options["reduction"] == "mean" and draw(weighted((2, (False,)), (1, (True,)))):
-        numbers = (
-            37.0,
-            3,
-            1e-3,
-            1e6,
-            Scalar(37.0, "float32"),
-            Scalar(12, "int64"),
-            Scalar(5.5, "float64"),
-            Scalar(100.0, "bfloat16"),
-        )
-        options["normalizer"] = draw(st.sampled_from(numbers))
+        dtype = one_of(draw, limits.dtypes)
+        options["class_weight"] = Floats((classes,), dtype, draw(layouts), kind, 0.5, offset, 2)
+    if options["reduction"] == "mean" and rarely(draw, 2):
+        options["normalizer"] = one_of(draw, (*NORMALIZERS, Scalar(5.5, "float64"), Scalar(100.0, "bfloat16")))
     return options, _target(draw, shape, classes, options["ignore_index"])
 
 
@@ -638,27 +553,24 @@ def _target(draw: Draw, shape: tuple[int, ...], classes: int, ignore_index: int)
 
 def _ignored(draw: Draw, classes: int) -> int:
     """The ignored index: the usual one, or a class, or another that is none."""
-    return int(draw(weighted((3, (-100,)), (1, (0, classes - 1, -1, classes + 5)))))
+    return int(mostly(draw, 3, -100, 0, classes - 1, -1, classes + 5))
 
 
 def _softcap(draw: Draw) -> float | None:
-    cap: float | None = draw(weighted((3, (None,)), (1, (1e-2, 1.0, 30.0, 1e4))))
-    return cap
+    return mostly(draw, 3, None, 1e-2, 1.0, 30.0, 1e4)  # type: ignore[no-any-return]
 
 
 def _classes(draw: Draw, limits: Limits) -> int:
-    return size(draw, limits.elements, draw(weighted((4, (SIZES,)), (1, (WIDE,)))), least=1)
+    return size(draw, limits.elements, mostly(draw, 4, SIZES, WIDE), least=1)
 
 
 def _rows(draw: Draw, limits: Limits, short: int) -> tuple[int, ...]:
     """(..., width), with up to `short` rows where they are short."""
-    width = size(draw, limits.elements, draw(weighted((4, (SIZES,)), (1, (WIDE,)))))
+    width = size(draw, limits.elements, mostly(draw, 4, SIZES, WIDE))
     rows = limits.rows if width > SHORT else short
     return (*leading(draw, max(1, min(rows, limits.elements // max(1, width)))), width)
 
 
 def _vector(draw: Draw, limits: Limits, width: int) -> Floats | None:
     """A weight or bias of any dtype, or none."""
-    if draw(weighted((1, (True,)), (3, (False,)))):
-        return None
-    return floats(draw, (width,), draw(st.sampled_from(limits.dtypes)))
+    return None if rarely(draw, 3) else floats(draw, (width,), one_of(draw, limits.dtypes))

@@ -82,11 +82,8 @@ class Labels:
         generator = torch.Generator().manual_seed(self.seed)
         target = torch.randint(-(-self.classes // self.possible), self.shape, generator=generator) * self.possible
         if self.distinct:
-            target = (
-                torch.rand(*self.shape[:-1], self.classes, generator=generator)
-                .argsort(-1)[..., : self.shape[-1]]
-                .contiguous()
-            )
+            order = torch.rand(*self.shape[:-1], self.classes, generator=generator).argsort(-1)
+            target = order[..., : self.shape[-1]].contiguous()
         if self.ignored and target.numel():
             target.view(-1)[:: self.ignored] = self.ignore_index
         return arranged(target.to(device), self.layout)
@@ -124,14 +121,12 @@ class Example:
 
     def build(self, device: torch.device) -> dict[str, Any]:
         """The arguments of the call."""
-        built = {
-            name: value.build(device)
-            if isinstance(value, (Floats, Labels, Scalar))
-            else value.to(device)
-            if isinstance(value, Tensor)
-            else value
-            for name, value in self.arguments.items()
-        }
+        built = dict(self.arguments)
+        for name, value in built.items():
+            if isinstance(value, Floats | Labels | Scalar):
+                built[name] = value.build(device)
+            elif isinstance(value, Tensor):
+                built[name] = value.to(device)
         return {**built, **{name: built[other] for name, other in self.shared.items()}}
 
 
@@ -164,6 +159,20 @@ def arranged(dense: Tensor, layout: str) -> Tensor:
 def weighted(*values: tuple[int, Sequence[Any]]) -> st.SearchStrategy[Any]:
     """(weight, values): one of the values, of the first ones most often."""
     return st.sampled_from([value for weight, group in values for _ in range(weight) for value in group])
+
+
+def one_of(draw: Draw, values: Sequence[Any]) -> Any:
+    return draw(st.sampled_from(values))
+
+
+def mostly(draw: Draw, weight: int, usual: Any, *others: Any) -> Any:
+    """The first value, so many times as often as each of the others."""
+    return draw(weighted((weight, (usual,)), (1, others)))
+
+
+def rarely(draw: Draw, weight: int) -> bool:
+    """Whether it is the one call among so many others."""
+    return bool(mostly(draw, weight, False, True))
 
 
 # Most tensors are dense and moderate, or hypothesis would hardly ever draw a call with one oddity only.
@@ -202,23 +211,13 @@ def leading(draw: Draw, most: int) -> tuple[int, ...]:
 
 def subset(draw: Draw, names: Sequence[str]) -> tuple[str, ...]:
     """Which inputs get a gradient: mostly all."""
-    every = tuple(names)
-    if draw(weighted((2, (True,)), (1, (False,)))):
-        return every
-    return tuple(name for name in every if draw(st.booleans()))
+    some = rarely(draw, 2)
+    return tuple(name for name in names if not some or draw(st.booleans()))
 
 
 def example(draw: Draw, arguments: Mapping[str, Any], names: Sequence[str], **more: Any) -> Example:
     """A call with these arguments, of which these may get a gradient."""
     upstream = draw(st.lists(weighted((4, ("dense",)), (1, (*LAYOUTS, "none"))), min_size=1, max_size=2))
-    factor = draw(weighted((6, (1.0,)), (1, (-3.0, 1e-4, 1e4, 0.0))))
+    factor = mostly(draw, 6, 1.0, -3.0, 1e-4, 1e4, 0.0)
     asked = subset(draw, [n for n in names if arguments.get(n) is not None])
-    return Example(
-        dict(arguments),
-        asked,
-        tuple(upstream),
-        factor,
-        draw(weighted((3, (False,)), (1, (True,)))),
-        seed=draw(SEEDS),
-        **more,
-    )
+    return Example(dict(arguments), asked, tuple(upstream), factor, rarely(draw, 3), seed=draw(SEEDS), **more)
