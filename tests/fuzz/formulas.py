@@ -37,14 +37,9 @@ def rms_norm(
 
 
 def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    weight_offset: float = 0.0,
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0,
     cast: str = "input",
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     summed = (x.to(wide(x.dtype)) + residual.to(wide(x.dtype))).to(x.dtype)
     return rms_norm(summed, weight, eps, weight_offset=weight_offset, cast=cast), summed
 
@@ -67,8 +62,7 @@ def add_layer_norm(
 
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0,
-    activation: str = "silu",
-    gate_first: bool = False, group_size: int | None = None,
+    activation: str = "silu", gate_first: bool = False, group_size: int | None = None,
 ) -> Tensor:  # fmt: skip
     row, by = x.to(wide(x.dtype)), gate.to(wide(x.dtype))
     by = torch.sigmoid(by) * (by if activation == "silu" else 1.0)
@@ -156,9 +150,8 @@ def group_norm(
 ) -> Tensor:
     per_channel = (-1, *(1,) * (x.dim() - 2))
     if x.numel() == 0:
-        return x * (1.0 if weight is None else weight.reshape(per_channel)) + (
-            0.0 if bias is None else bias.reshape(per_channel)
-        )
+        y = x if weight is None else x * weight.reshape(per_channel)
+        return y if bias is None else y + bias.reshape(per_channel)
     size = x[0].numel() // num_groups
     y = layer_norm(x.to(wide(x.dtype)).reshape(-1, size), eps=eps).reshape(x.shape)
     y = y if weight is None else y * weight.to(y.dtype).reshape(per_channel)
@@ -180,8 +173,7 @@ def softmax(x: Tensor) -> Tensor:
 
 def swiglu(
     gate: Tensor, up: Tensor | None = None, *, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0,
-    gate_scale: float = 1.0,
-    scale: float = 1.0, overwrite: bool = False,
+    gate_scale: float = 1.0, scale: float = 1.0, overwrite: bool = False,
 ) -> Tensor:  # fmt: skip
     gate, up = _halves(gate, up)
     row = gate.to(wide(gate.dtype))
@@ -196,12 +188,12 @@ def swiglu(
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: str = "tanh", overwrite: bool = False) -> Tensor:
     gate, up = _halves(gate, up)
     row = gate.to(wide(gate.dtype))
-    inner = (
-        torch.erf(row / math.sqrt(2))
-        if approximate == "none"
-        else torch.tanh(math.sqrt(2 / math.pi) * (row + 0.044715 * row**3))
-    )
-    return (row / 2 * (1 + inner)).to(gate.dtype) * up
+    return _gelu(row, exact=approximate == "none").to(gate.dtype) * up
+
+
+def _gelu(x: Tensor, exact: bool) -> Tensor:
+    inner = torch.erf(x / math.sqrt(2)) if exact else torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    return x / 2 * (1 + inner)
 
 
 def relu_squared(x: Tensor, up: Tensor | None = None) -> Tensor:
@@ -250,80 +242,39 @@ def qk_norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6, *,
     weight_offset: float = 0.0, cast: str = "input", interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    normed = (
-        rms_norm(x, weight, eps, weight_offset=weight_offset, cast=cast) for x, weight in ((q, q_weight), (k, k_weight))
-    )
+    options = {"weight_offset": weight_offset, "cast": cast}
+    normed = (rms_norm(x, weight, eps, **options) for x, weight in ((q, q_weight), (k, k_weight)))
     return rope(*normed, cos, sin, interleaved=interleaved)
 
 
 def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    *,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    temperature: float = 1.0,
-    reduction: str = "mean",
-    normalizer: Tensor | float | None = None,
-    return_metrics: bool = False,
-) -> Any:
-    options = {
-        "class_weight": weight,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "ignore_index": ignore_index,
-    }
+    logits: Tensor, target: Tensor, *, weight: Tensor | None = None, ignore_index: int = -100,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None, temperature: float = 1.0,
+    reduction: str = "mean", normalizer: Tensor | float | None = None, return_metrics: bool = False,
+) -> Any:  # fmt: skip
     z = _capped(logits.reshape(-1, logits.shape[-1]), 1.0, softcap) / temperature
-    return _loss(z, target, reduction=reduction, normalizer=normalizer, return_metrics=return_metrics, **options)
+    return _loss(
+        z, target, weight, ignore_index, label_smoothing, z_loss, reduction, normalizer, return_metrics=return_metrics
+    )
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    reduction: str = "mean",
-    normalizer: Tensor | float | None = None,
-    token_weight: Tensor | None = None,
-    accumulate_dtype: torch.dtype | None = None,
-    chunk: int | str | None = None,
-    budget: int | None = None,
-    pack: bool = True,
-    main_grad: Tensor | None = None,
-    return_metrics: bool = False,
-) -> Any:
-    options = {
-        "class_weight": class_weight,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "ignore_index": ignore_index,
-    }
+    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, class_weight: Tensor | None = None,
+    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
+    logit_scale: float = 1.0, reduction: str = "mean", normalizer: Tensor | float | None = None,
+    token_weight: Tensor | None = None, accumulate_dtype: torch.dtype | None = None, chunk: int | str | None = None,
+    budget: int | None = None, pack: bool = True, main_grad: Tensor | None = None, return_metrics: bool = False,
+) -> Any:  # fmt: skip
     z = _capped(_logits(hidden, weight, bias), logit_scale, softcap)
     return _loss(
-        z,
-        target,
-        reduction=reduction,
-        normalizer=normalizer,
-        token_weight=token_weight,
-        return_metrics=return_metrics,
-        **options,
-    )
+        z, target, class_weight, ignore_index, label_smoothing, z_loss, reduction, normalizer, token_weight,
+        return_metrics,
+    )  # fmt: skip
 
 
 def lora_linear(
     x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, *, bias: Tensor | None = None,
-    base: Tensor | None = None,
-    column_scale: Tensor | None = None,
+    base: Tensor | None = None, column_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     own = base
     if weight is not None:
@@ -353,26 +304,12 @@ def lora_linears(
 
 
 def linear_log_prob(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    *,
-    bias: Tensor | None = None,
-    temperature: Tensor | float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    ignore_index: int = -100,
-    allowed: Tensor | None = None,
-    logits_dtype: torch.dtype | None = None,
-    return_entropy: bool = False,
-    return_statistics: bool = False,
-    accumulate_dtype: torch.dtype | None = None,
-    chunk: int | str | None = None,
-    budget: int | None = None,
-    pack: bool = True,
-    main_grad: Tensor | None = None,
-    batch_invariant: bool = False,
-) -> Any:
+    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None = None, temperature: Tensor | float = 1.0,
+    softcap: float | None = None, logit_scale: float = 1.0, ignore_index: int = -100, allowed: Tensor | None = None,
+    logits_dtype: torch.dtype | None = None, return_entropy: bool = False, return_statistics: bool = False,
+    accumulate_dtype: torch.dtype | None = None, chunk: int | str | None = None, budget: int | None = None,
+    pack: bool = True, main_grad: Tensor | None = None, batch_invariant: bool = False,
+) -> Any:  # fmt: skip
     finer = hidden.dtype if logits_dtype is None else torch.promote_types(hidden.dtype, logits_dtype)
     logits = _logits(hidden.to(finer), weight.to(finer), None if bias is None else bias.to(finer))
     if logits.requires_grad:
@@ -409,54 +346,27 @@ def linear_log_prob(
 
 
 def linear_divergence(
-    hidden: Tensor,
-    weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    kind: str = "forward_kl",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    target: Tensor | None = None,
-    hard_weight: float = 0.0,
-    ignore_index: int = -100,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
-    teacher_logit_scale: float = 1.0,
-    teacher_softcap: float | None = None,
-    reduction: str = "mean",
-    normalizer: Tensor | float | None = None,
-    accumulate_dtype: torch.dtype | None = None,
-    chunk: int | str | None = None,
-    budget: int | None = None,
-    pack: bool = True,
-    main_grad: Tensor | None = None,
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, *, bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None, kind: str = "forward_kl", beta: float = 0.5, temperature: float = 1.0,
+    target: Tensor | None = None, hard_weight: float = 0.0, ignore_index: int = -100, logit_scale: float = 1.0,
+    softcap: float | None = None, teacher_logit_scale: float = 1.0, teacher_softcap: float | None = None,
+    reduction: str = "mean", normalizer: Tensor | float | None = None, accumulate_dtype: torch.dtype | None = None,
+    chunk: int | str | None = None, budget: int | None = None, pack: bool = True, main_grad: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     z = _capped(_logits(hidden, weight, bias), logit_scale, softcap)
     other = _capped(_logits(teacher_hidden, teacher_weight, teacher_bias), teacher_logit_scale, teacher_softcap)
     loss = _divergence(z / temperature, other / temperature, kind, beta).sum(-1)
-    counted = (
-        torch.ones(z.shape[0], dtype=torch.bool, device=z.device)
-        if target is None
-        else target.reshape(-1) != ignore_index
-    )
+    every = torch.ones(z.shape[0], dtype=torch.bool, device=z.device)
+    counted = every if target is None else target.reshape(-1) != ignore_index
     if hard_weight and target is not None:
         loss = (1 - hard_weight) * loss - hard_weight * _chosen(_softmax(z)[0], target.reshape(-1), counted)
     return _reduced(torch.where(counted, loss, 0.0).reshape(hidden.shape[:-1]), reduction, normalizer, counted.sum())
 
 
 def kl_div(
-    student: Tensor,
-    teacher: Tensor,
-    *,
-    reverse: bool = False,
-    skew: float = 0.0,
-    temperature: float = 1.0,
-    reduction: str = "mean",
-    normalizer: Tensor | float | None = None,
-) -> Tensor:
+    student: Tensor, teacher: Tensor, *, reverse: bool = False, skew: float = 0.0, temperature: float = 1.0,
+    reduction: str = "mean", normalizer: Tensor | float | None = None,
+) -> Tensor:  # fmt: skip
     kind, beta = ("reverse_kl", 0.5) if reverse else ("forward_kl", 0.5)
     if skew:
         kind, beta = ("skewed_reverse_kl", 1 - skew) if reverse else ("skewed_kl", skew)
@@ -464,37 +374,23 @@ def kl_div(
 
 
 def jsd(
-    student: Tensor,
-    teacher: Tensor,
-    *,
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    reduction: str = "mean",
+    student: Tensor, teacher: Tensor, *, beta: float = 0.5, temperature: float = 1.0, reduction: str = "mean",
     normalizer: Tensor | float | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     return _of_logits(student, teacher, "jsd", beta, temperature, reduction, normalizer)
 
 
 def total_variation(
-    student: Tensor,
-    teacher: Tensor,
-    *,
-    temperature: float = 1.0,
-    reduction: str = "mean",
+    student: Tensor, teacher: Tensor, *, temperature: float = 1.0, reduction: str = "mean",
     normalizer: Tensor | float | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     return _of_logits(student, teacher, "total_variation", 0.5, temperature, reduction, normalizer)
 
 
 def _of_logits(
-    student: Tensor,
-    teacher: Tensor,
-    kind: str,
-    beta: float,
-    temperature: float,
-    reduction: str,
+    student: Tensor, teacher: Tensor, kind: str, beta: float, temperature: float, reduction: str,
     normalizer: Tensor | float | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     dtype = wide(student.dtype)
     terms = _divergence(student.to(dtype) / temperature, teacher.to(dtype) / temperature, kind, beta)
     if reduction == "classes":
@@ -509,9 +405,8 @@ def _divergence(z: Tensor, other: Tensor, kind: str, beta: float) -> Tensor:
 
     def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
         possible = log_a != -torch.inf
-        return torch.where(
-            possible, log_a.exp() * (torch.where(possible, log_a, 0.0) - torch.where(possible, log_b, 0.0)), 0.0
-        )
+        distance = torch.where(possible, log_a, 0.0) - torch.where(possible, log_b, 0.0)
+        return torch.where(possible, log_a.exp() * distance, 0.0)
 
     if kind == "forward_kl":
         return kl(log_p, log_q)
@@ -568,8 +463,8 @@ def _chosen(log_p: Tensor, labels: Tensor, counted: Tensor) -> Tensor:
 
 
 def _loss(
-    z: Tensor, target: Tensor, *, class_weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
-    reduction: str, normalizer: Tensor | float | None, return_metrics: bool, token_weight: Tensor | None = None,
+    z: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int, label_smoothing: float, z_loss: float,
+    reduction: str, normalizer: Tensor | float | None, token_weight: Tensor | None = None, return_metrics: bool = False,
 ) -> Any:  # fmt: skip
     labels = target.reshape(-1)
     counted = labels != ignore_index
@@ -609,10 +504,8 @@ def _loss(
 def experts(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None, *, activation: str = "silu", limit: float | None = None, alpha: float = 1.0,
-    shift: float = 0.0,
-    interleaved: bool = False, gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
-    down_a: Tensor | None = None,
-    down_b: Tensor | None = None,
+    shift: float = 0.0, interleaved: bool = False, gate_up_a: Tensor | None = None, gate_up_b: Tensor | None = None,
+    down_a: Tensor | None = None, down_b: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Expert by expert and slot by slot, on all tokens; those that are routed elsewhere are zeros."""
     y = torch.zeros_like(x, dtype=wide(x.dtype))
@@ -642,10 +535,7 @@ def _expert_gate(
     columns = torch.arange(inner, device=joined.device)
     gate, up = joined, None
     if joined.shape[1] > inner:
-        gate, up = (
-            joined[:, 2 * columns if interleaved else columns],
-            joined[:, 2 * columns + 1 if interleaved else inner + columns],
-        )
+        gate, up = (joined[:, 2 * columns + i if interleaved else i * inner + columns] for i in (0, 1))
     if limit is not None:
         gate = torch.where(gate > limit, limit, gate)
         up = None if up is None else torch.where(up.abs() > limit, torch.sign(up) * limit, up)
@@ -654,10 +544,5 @@ def _expert_gate(
     elif activation == "relu_squared":
         active = torch.where(gate > 0, gate * gate, 0.0)
     else:
-        inside = (
-            torch.erf(gate / math.sqrt(2))
-            if activation == "gelu"
-            else torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
-        )
-        active = gate / 2 * (1 + inside)
+        active = _gelu(gate, exact=activation == "gelu")
     return active if up is None else active * (up + shift)

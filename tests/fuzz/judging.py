@@ -62,11 +62,8 @@ def complaints(op: Op[..., Any], backend: str, example: Example, device: torch.d
         given = with_gradients(given, asked)
         with plain_matmuls():
             outputs = leaves(formula(**given))
-            drawn = (
-                _cotangents(example, outputs)
-                if cotangents is None
-                else {n: c.to(outputs[n].dtype) for n, c in cotangents.items()}
-            )
+            known = {n: c.to(outputs[n].dtype) for n, c in (cotangents or {}).items()}
+            drawn = _cotangents(example, outputs) if cotangents is None else known
             return _detached(outputs), _gradients(outputs, {n: given[n] for n in asked}, drawn), drawn
 
     plain = answers(arguments, None)
@@ -82,14 +79,12 @@ def complaints(op: Op[..., Any], backend: str, example: Example, device: torch.d
     found += _odd_predictions(op, arguments, outputs, exact)
 
     summed = None
-    if op.name == "linear_cross_entropy" or (
-        op.name in ("linear_log_prob", "linear_divergence") and first == torch.float16
-    ):
+    in_float16 = op.name in ("linear_log_prob", "linear_divergence") and first == torch.float16
+    if op.name == "linear_cross_entropy" or in_float16:
         # What is summed before the upstream gradient is known: that of an upstream gradient whose largest element is 1.
         largest = max((float(c.abs().max()) for c in cotangents.values() if c.numel()), default=0.0)
-        units = {
-            n: c / largest if largest and math.isfinite(largest) else torch.ones_like(c) for n, c in cotangents.items()
-        }
+        usual = 0.0 < largest < math.inf
+        units = {n: c / largest if usual else torch.ones_like(c) for n, c in cotangents.items()}
         summed = answers(in_float64(arguments), units)[1]
 
     def judged(yardstick: tuple[Tensors, Gradients, Tensors], near_overflow: bool) -> dict[str, str]:
@@ -140,9 +135,8 @@ def _has_near_ties(op: Op[..., Any], arguments: dict[str, Any]) -> bool:
         heads.append((theirs | {"bias": given.get("teacher_bias")}, arguments["teacher_hidden"].dtype))
         student, teacher = (formulas.rows(op.name, head) for head, _ in heads)
         magnitude = 1.0 + float(student.abs().max() + teacher.abs().max())
-        if given["kind"] == "total_variation" and _differ_by_round_off(
-            student, teacher, given["temperature"], magnitude
-        ):
+        near = _differ_by_round_off(student, teacher, given["temperature"], magnitude)
+        if given["kind"] == "total_variation" and near:
             return True
     return any(_hangs_on_round_off(op, head, dtype) for head, dtype in heads)
 
@@ -217,14 +211,11 @@ def _call(
         gradients = _gradients(returned, inputs, laid)
     written = {"q", "k"} if inplace else {"gate", "up"} if arguments.get("overwrite") else set()
     unwritten = {n: v for n, v in before.items() if n not in written | {"main_grad"}}
-    found += [
-        f"{name} was overwritten" for name in different_bits(unwritten, {n: given[n].detach() for n in unwritten})
-    ]
+    after = {n: given[n].detach() for n in before}
+    found += [f"{name} was overwritten" for name in different_bits(unwritten, after)]
     if inplace:
         results = dict(zip(("q", "k"), outputs.values(), strict=True))
-        found += [
-            f"{name} must hold the result" for name in different_bits(results, {n: given[n].detach() for n in results})
-        ]
+        found += [f"{name} must hold the result" for name in different_bits(results, after)]
     if arguments.get("main_grad") is not None and "weight" in asked:
         found += ["gradient of weight: None expected beside main_grad"] if gradients["weight"] is not None else []
         gradients["weight"] = given["main_grad"] / (3 if example.twice else 1)
@@ -255,9 +246,8 @@ def _gradients(outputs: Tensors, inputs: Tensors, cotangents: Tensors, *, keep: 
     if not used or not inputs:
         return dict.fromkeys(inputs)
     weights = [cotangents[n] for n in used]
-    found = torch.autograd.grad(
-        [outputs[n] for n in used], list(inputs.values()), weights, allow_unused=True, retain_graph=keep
-    )
+    results = [outputs[n] for n in used]
+    found = torch.autograd.grad(results, list(inputs.values()), weights, allow_unused=True, retain_graph=keep)
     return dict(zip(inputs, found, strict=True))
 
 
@@ -281,21 +271,19 @@ def _odd_predictions(op: Op[..., Any], arguments: dict[str, Any], outputs: Tenso
     chosen = rows.gather(-1, got.reshape(-1, 1).clamp(0, rows.shape[1] - 1))[:, 0]
     largest = rows.amax(-1)
     spread = torch.where(rows.isfinite(), rows.abs(), 0.0).amax(-1)
-    finest = next(v for v in arguments.values() if isinstance(v, Tensor)).dtype
-    limits = torch.finfo(finest)
-    ulp = limits.eps * (spread + limits.smallest_normal * abs(arguments.get("logit_scale", 1.0)))
+    limits = torch.finfo(next(v for v in arguments.values() if isinstance(v, Tensor)).dtype)
+    scale = abs(arguments.get("logit_scale", 1.0))
+    ulp = limits.eps * (spread + limits.smallest_normal * scale)
     # Logits beyond the range of the dtype are all infinite.
     coldest = float(torch.as_tensor(arguments.get("temperature", 1.0)).min()) if got.numel() else 1.0
-    infinite = largest.abs() > min(
-        limits.max * abs(arguments.get("logit_scale", 1.0)), torch.finfo(torch.float32).max * min(1.0, coldest)
-    )
+    infinite = largest.abs() > min(limits.max * scale, torch.finfo(torch.float32).max * min(1.0, coldest))
     near = infinite | (chosen >= largest - 8 * ulp * rows.shape[1] ** 0.5)
     wrong = int((torch.where(counted.reshape(-1), ~near, got.reshape(-1) != -1)).sum())
     exact["output.1.prediction"] = got
-    if "output.1.accuracy" not in outputs:
-        return [f"prediction: {wrong} of {got.numel()} are not the largest logit"] if wrong else []
-    hit = (counted & (got == target)).double()
-    exact["output.1.accuracy"] = hit if arguments["reduction"] == "none" else hit.sum() / counted.sum().clamp(min=1)
+    if "output.1.accuracy" in outputs:
+        hit = (counted & (got == target)).double()
+        mean = hit.sum() / counted.sum().clamp(min=1)
+        exact["output.1.accuracy"] = hit if arguments["reduction"] == "none" else mean
     return [f"prediction: {wrong} of {got.numel()} are not the largest logit"] if wrong else []
 
 

@@ -20,8 +20,7 @@ from torch.utils._pytree import tree_map_only
 aten = torch.ops.aten
 POINTWISE = {
     aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.reciprocal, aten.pow, aten.sqrt, aten.rsqrt, aten.exp,
-    aten.log,
-    aten.tanh, aten.erf, aten.sigmoid, aten.tanh_backward, aten.sigmoid_backward,
+    aten.log, aten.tanh, aten.erf, aten.sigmoid, aten.tanh_backward, aten.sigmoid_backward,
 }  # fmt: skip
 SUMS = {aten.sum, aten.mean, aten.mm, aten.bmm, aten.addmm, aten.dot, aten.mv}
 
@@ -59,11 +58,8 @@ class Rounding(TorchDispatchMode):
             return result
         if func.overloadpacket in SUMS:
             terms = args[1 if func.overloadpacket is aten.addmm else 0]
-            count = (
-                terms.numel() // max(1, result.numel())
-                if func.overloadpacket in (aten.sum, aten.mean)
-                else terms.shape[-1]
-            )
+            reduces = func.overloadpacket in (aten.sum, aten.mean)
+            count = terms.numel() // max(1, result.numel()) if reduces else terms.shape[-1]
             return self.moved(result, sum_of_magnitudes(func, args, kwargs), max(1.0, count**0.5 / 2))
         narrowed = (
             func.overloadpacket is aten._to_copy and args[0].is_floating_point() and result.itemsize < args[0].itemsize

@@ -23,12 +23,10 @@ def of_samples(op: Op[..., Any]) -> Strategy:
         small = [sample for sample in samples(op, CPU, dtype) if size(op, CPU, sample.name) <= limits.elements]
         sample = small[draw(st.integers(0, len(small) - 1))]
         arguments = arguments_of(op, sample)
-        drawn = {
-            name: floats(draw, tuple(value.shape), word(value.dtype))
-            if isinstance(value, Tensor) and value.is_floating_point()
-            else value
-            for name, value in arguments.items()
-        }
+        drawn = dict(arguments)
+        for name, value in arguments.items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                drawn[name] = floats(draw, tuple(value.shape), word(value.dtype))
         return example(draw, drawn, differentiable(arguments, sample))
 
     return strategy

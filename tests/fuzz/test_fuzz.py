@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,6 +41,7 @@ Implementation = tuple[Op[..., Any], str, Callable[..., Any]]
 # there, which run many of them.
 QUICK, FEW, FEW_OF_HEADS = 200, 20, 8
 INTERPRETED, QUICK_INTERPRETED = Limits(FLOATS, elements=4_200, rows=33), Limits(FLOATS, elements=2_100, rows=9)
+PATIENT = partial(settings, deadline=None, suppress_health_check=list(HealthCheck))
 # Seconds between two lines of progress.
 INTERVAL = 10.0
 
@@ -76,20 +78,12 @@ def test_random_calls_are_as_accurate_as_plain_pytorch(
     drawn = given(st.composite(STRATEGIES[op.name])(limits))(check)
     # The same calls every time, or a series that the seed begins; what failed before comes first.
     chosen = seed(number)(drawn)
-    again = (
-        f"--device {device.type} --backend {backend} -k {backend}-{op.name} --examples {progress.total} --seed {number}"
-    )
+    again = f"--backend {backend} -k {backend}-{op.name} --examples {progress.total} --seed {number}"
+    kept = DirectoryBasedExampleDatabase(pytestconfig.rootpath / ".hypothesis" / "fuzz")
     try:
-        settings(
-            max_examples=progress.total,
-            deadline=None,
-            database=None
-            if asked is None
-            else DirectoryBasedExampleDatabase(pytestconfig.rootpath / ".hypothesis" / "fuzz"),
-            suppress_health_check=list(HealthCheck),
-        )(chosen)()
+        PATIENT(max_examples=progress.total, database=kept if asked else None)(chosen)()
     except BaseException as error:
-        error.add_note(f"To run it again: python -m pytest tests/fuzz {again}")
+        error.add_note(f"To run it again: python -m pytest tests/fuzz --device {device.type} {again}")
         raise
     assert progress.declined < progress.total, f"{backend} declined every call"
 
@@ -117,13 +111,7 @@ def test_some_ops_have_strategies_and_formulas() -> None:
 
 @pytest.mark.parametrize("op", CATALOGUE[:3], ids=lambda op: op.name)
 def test_calls_drawn_from_samples_are_judged(op: Op[..., Any]) -> None:
-    @settings(
-        max_examples=20,
-        deadline=None,
-        derandomize=True,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @PATIENT(max_examples=20, derandomize=True, phases=[Phase.generate])
     @given(st.composite(of_samples(op))(Limits(FLOATS)))
     def check(example: Example) -> None:
         assert complaints(op, "reference", example, torch.device("cpu")) == []
@@ -135,13 +123,7 @@ def test_calls_drawn_from_samples_are_judged(op: Op[..., Any]) -> None:
 def test_every_parameter_is_drawn_with_more_than_its_default(op: Op[..., Any]) -> None:
     missing = set(op.signature.parameters) - OF_RANKS
 
-    @settings(
-        max_examples=1000,
-        deadline=None,
-        derandomize=True,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @PATIENT(max_examples=1000, derandomize=True, phases=[Phase.generate])
     @given(st.composite(STRATEGIES[op.name])(Limits(FLOATS)))
     def collect(example: Example) -> None:
         missing.difference_update(n for n, v in example.arguments.items() if v != op.signature.parameters[n].default)
@@ -150,10 +132,8 @@ def test_every_parameter_is_drawn_with_more_than_its_default(op: Op[..., Any]) -
 
     with suppress(StopIteration):
         collect()
-    assert not missing, (
-        f"{op.name}: its strategy in tests/fuzz/calls.py must draw every parameter, got no other than the default of "
-        f"{missing}"
-    )
+    wanted = "its strategy in tests/fuzz/calls.py must draw every parameter, got no other than the default of"
+    assert not missing, f"{op.name}: {wanted} {missing}"
 
 
 class Progress:
@@ -173,9 +153,5 @@ class Progress:
         self.last = now
         with self.capture.global_and_fixture_disabled():
             declined = f", {self.declined} declined" if self.declined else ""
-            print(
-                f"\n{self.name}: {self.done} of {self.total} calls{declined}, {now - self.began:.0f} s",
-                end="",
-                file=sys.__stderr__,
-                flush=True,
-            )
+            words = f"\n{self.name}: {self.done} of {self.total} calls{declined}, {now - self.began:.0f} s"
+            print(words, end="", file=sys.__stderr__, flush=True)
