@@ -32,6 +32,9 @@ FIGURES = (
 # Where and how a row was measured.
 WHERE = ("machine", "versions", "commit", "date", "copy_bytes_per_second", "product_flops_per_second")
 CPU = torch.device("cpu")
+RUN = Bench(
+    CPU, torch.float32, Limits(1e9, 1e9), 0.01, dict.fromkeys(("machine", "versions", "commit", "date"), "here")
+)
 
 
 def reference_rows(finished: Finished) -> list[dict[str, Any]]:
@@ -108,11 +111,8 @@ def test_resuming_measures_only_what_is_missing(liger: InProcess, tmp_path: Path
     liger("bench", "swiglu", "geglu", *QUICK, "--peer", "eager", "--out", str(tmp_path), "--resume")
     added = rows_in(tmp_path)[len(before) :]
     assert [(row["op"], row["implementation"]) for row in before] == [("swiglu", "reference")]
-    assert [(row["op"], row["implementation"]) for row in added] == [
-        ("swiglu", "eager"),
-        ("geglu", "reference"),
-        ("geglu", "eager"),
-    ]
+    wanted = [("swiglu", "eager"), ("geglu", "reference"), ("geglu", "eager")]
+    assert [(row["op"], row["implementation"]) for row in added] == wanted
 
 
 @pytest.mark.parametrize("name", ENVIRONMENT)
@@ -127,9 +127,8 @@ def test_resuming_elsewhere_measures_all_again(name: str, liger: InProcess, tmp_
 def test_scaling_measures_the_points_of_a_series(liger: InProcess, tmp_path: Path) -> None:
     liger(*f"bench scaling rms_norm --quick --device cpu --seconds 0.001 --json --out {tmp_path}".split())
     rows = rows_in(tmp_path)
-    assert {(row["axis"], row["axis_value"]) for row in rows} == {
-        w.axis for w in rms_norm.workloads() if w.quick and w.axis
-    }
+    points = {w.axis for w in rms_norm.workloads() if w.quick and w.axis}
+    assert {(row["axis"], row["axis_value"]) for row in rows} == points
     assert {row["pass"] for row in rows} == {"full"}
 
 
@@ -155,10 +154,7 @@ def test_inputs_that_do_not_fit_are_a_reason_for_every_implementation() -> None:
     def make(device: torch.device, dtype: torch.dtype) -> Any:
         raise torch.OutOfMemoryError("no 3 PiB left")
 
-    run = Bench(
-        CPU, torch.float32, Limits(1e9, 1e9), 0.01, {"machine": "m", "versions": "v", "commit": "c", "date": "d"}
-    )
-    (row,) = run.measured(swiglu, Workload("huge", make), [backend(swiglu, "reference")], lambda _: None)
+    (row,) = RUN.measured(swiglu, Workload("huge", make), [backend(swiglu, "reference")], lambda _: None)
     assert (row.reason, row.failed) == ("out of memory for the inputs: no 3 PiB left", False)
 
 
@@ -194,11 +190,9 @@ def with_backends(fresh_selection: None) -> Iterator[None]:
 
 
 def measured(implementation: str) -> list[OpRow]:
-    where = {"machine": "m", "versions": "v", "commit": "c", "date": "d"}
-    run = Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.01, where)
     case = make_case(swiglu, next(w for w in swiglu.workloads() if w.quick), CPU, torch.float32)
     case.set_exact()
-    return run.rows(case, [backend(swiglu, implementation)])
+    return RUN.rows(case, [backend(swiglu, implementation)])
 
 
 @pytest.mark.usefixtures("with_backends")

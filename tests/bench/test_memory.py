@@ -23,10 +23,7 @@ def test_peak_of_nothing_is_zero(device: torch.device) -> None:
 
 
 def test_blocks_that_live_together_add_up(device: torch.device) -> None:
-    def together() -> tuple[torch.Tensor, torch.Tensor]:
-        return block(8, device), block(16, device)
-
-    assert peak_bytes(together, device) == 24 * MiB
+    assert peak_bytes(lambda: (block(8, device), block(16, device)), device) == 24 * MiB
 
 
 def test_a_block_that_was_released_makes_room_for_the_next(device: torch.device) -> None:
@@ -104,9 +101,8 @@ def test_a_size_is_read(size: str, count: int) -> None:
 
 
 def test_a_size_without_a_unit_is_an_error_that_suggests_one() -> None:
-    with pytest.raises(
-        OptionError, match=r"op: --size must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB\?"
-    ):
+    sentence = r"op: --size must be a size like 24GiB or 512MB, got '24', which needs a unit: 24GiB\?"
+    with pytest.raises(OptionError, match=sentence):
         bytes_of("op: --size", "24")
 
 

@@ -82,11 +82,8 @@ def options() -> Iterator[Option]:
                 info = parameter.annotation.__metadata__[0]
                 option = info.metavar if isinstance(info, typer.models.ArgumentInfo) else None
                 option = option or next(iter(info.param_decls or ()), f"--{name.replace('_', '-')}")
-                yield Option(
-                    f"{prefix}{command.name or command.callback.__name__}",
-                    option,
-                    kinds(get_args(parameter.annotation)[0]),
-                )
+                words = f"{prefix}{command.name or command.callback.__name__}"
+                yield Option(words, option, kinds(get_args(parameter.annotation)[0]))
 
 
 OPTIONS = list(options())
@@ -107,12 +104,8 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.nn.Module, "__init__", refuse)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "results").mkdir()
-    trained = {
-        "model": "tiny",
-        "liger": "all",
-        "checkpoint": "none",
-        **dict.fromkeys(("machine", "versions", "commit", "date"), ""),
-    }
+    trained = {"model": "tiny", "liger": "all", "checkpoint": "none"}
+    trained |= dict.fromkeys(("machine", "versions", "commit", "date"), "")
     (tmp_path / "results" / "train.json").write_text(json.dumps([trained]))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,16 +47,25 @@ PLAIN = [
 ]
 
 
-def quick_case(op: Op[..., Any]) -> Case:
+def quick_case(op: Op[..., Any], **options: Any) -> Case:
+    """The quick workload of an op, with these options."""
     case = make_case(op, next(w for w in op.workloads() if w.quick), CPU, torch.float32)
+    case.arguments.update(options)
     case.set_exact()
     return case
 
 
-def measured(
-    case: Case, implementations: list[Implementation], show: Callable[[str], object] = lambda _: None
-) -> list[OpRow]:
-    return Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.0, WHERE, rounds=2).rows(case, implementations, show)
+def log_prob_case(mode: str, **options: Any) -> Case:
+    """Log-probabilities of a small head, of some ignored tokens if `mode` is "options"."""
+    case = make_case(linear_log_prob, head_workload(16, 8, 64, mode=mode, **options), CPU, torch.float32)
+    if mode == "options":
+        case.arguments["target"][:4] = options.get("ignore_index", -100)
+    case.set_exact()
+    return case
+
+
+def measured(case: Case, implementations: list[Implementation]) -> list[OpRow]:
+    return Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.0, WHERE, rounds=2).rows(case, implementations)
 
 
 def assert_agrees(case: Case, implementation: Implementation, most: float) -> None:
@@ -68,8 +76,7 @@ def assert_agrees(case: Case, implementation: Implementation, most: float) -> No
 @pytest.mark.matrix
 @pytest.mark.parametrize(("variant", "op"), PLAIN, ids=[f"{variant.name}-{op.name}" for variant, op in PLAIN])
 def test_a_peer_agrees_with_float64(variant: Peer, op: Op[..., Any]) -> None:
-    case = quick_case(op)
-    assert_agrees(case, peer(op, variant), 1e-6)
+    assert_agrees(quick_case(op), peer(op, variant), 1e-6)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -83,8 +90,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", OPTIONS)
 def test_eager_computes_the_log_probabilities_of_every_mode(mode: str) -> None:
     assert mode in {w.name.rpartition("-")[2] for w in linear_log_prob.workloads()}
-    case = make_case(linear_log_prob, head_workload(16, 8, 64, mode=mode, **OPTIONS[mode]), CPU, torch.float32)
-    case.set_exact()
+    case = log_prob_case(mode, **OPTIONS[mode])
     for implementation in (peer(linear_log_prob, peers.peers("eager")[0]), backend(linear_log_prob, "reference")):
         assert_agrees(case, implementation, 1e-6)
 
@@ -124,14 +130,9 @@ class ScaledCrossEntropy:
 
     @staticmethod
     def apply(
-        x: Tensor,
-        w: Tensor,
-        target: Tensor,
-        temperature: float = 1.0,
-        ignore_index: int = -100,
-        tiles: int = 1,
+        x: Tensor, w: Tensor, target: Tensor, temperature: float = 1.0, ignore_index: int = -100, tiles: int = 1,
         return_entropy: bool = False,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         logits = (x @ w.t()).float() / temperature
         loss = torch.nn.functional.cross_entropy(logits, target, ignore_index=ignore_index, reduction="none")
         log_p = logits.log_softmax(-1)
@@ -139,37 +140,29 @@ class ScaledCrossEntropy:
 
 
 DIVERGENCES = [(op, {}) for op in (kl_div, jsd, total_variation)]
-DIVERGENCES += [
-    (jsd, {"beta": 0.3, "temperature": 2.0}),
-    (linear_divergence, {"kind": "jsd", "beta": 0.3, "temperature": 2.0}),
-]
+DIVERGENCES.append((jsd, {"beta": 0.3, "temperature": 2.0}))
+DIVERGENCES.append((linear_divergence, {"kind": "jsd", "beta": 0.3, "temperature": 2.0}))
 DIVERGENCES += [(linear_divergence, {"kind": kind}) for kind in ("forward_kl", "reverse_kl", "jsd")]
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("op", "options"), DIVERGENCES, ids=[f"{op.name} {options}" for op, options in DIVERGENCES])
 def test_liger_kernel_is_asked_for_the_divergence_of_the_op(op: Op[..., Any], options: dict[str, Any]) -> None:
-    case = quick_case(op)
-    case.arguments.update(options)
-    case.set_exact()
-    assert_agrees(case, peer(op, Peer("liger-kernel", liger_kernel._divergences(stand_in_for_liger_kernel()))), 1e-5)
+    variant = Peer("liger-kernel", liger_kernel._divergences(stand_in_for_liger_kernel()))
+    assert_agrees(quick_case(op, **options), peer(op, variant), 1e-5)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_liger_kernel_is_asked_for_the_divergence_from_the_probabilities_of_the_teacher(temperature: float) -> None:
-    case = quick_case(linear_divergence)
-    case.arguments.update(kind="forward_kl", temperature=temperature)
-    case.set_exact()
-    assert_agrees(
-        case, peer(linear_divergence, Peer("soft", liger_kernel._soft_labels(stand_in_for_liger_kernel()))), 1e-5
-    )
+    case = quick_case(linear_divergence, kind="forward_kl", temperature=temperature)
+    variant = Peer("soft", liger_kernel._soft_labels(stand_in_for_liger_kernel()))
+    assert_agrees(case, peer(linear_divergence, variant), 1e-5)
 
 
 def log_prob_of_liger_kernel(function: Any, monkeypatch: pytest.MonkeyPatch) -> Peer:
-    monkeypatch.setitem(
-        sys.modules, "liger_kernel.ops", SimpleNamespace(LigerFusedLinearScaledCrossEntropyFunction=function)
-    )
+    module = SimpleNamespace(LigerFusedLinearScaledCrossEntropyFunction=function)
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", module)
     return Peer("liger-kernel", liger_kernel._calls(SimpleNamespace(), print))
 
 
@@ -180,10 +173,8 @@ def log_prob_of_liger_kernel(function: Any, monkeypatch: pytest.MonkeyPatch) -> 
 def test_liger_kernel_is_asked_for_the_log_probabilities_of_the_op(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = make_case(linear_log_prob, head_workload(16, 8, 64, mode="options", **options), CPU, torch.float32)
-    case.arguments["target"][:4] = options.get("ignore_index", -100)
-    case.set_exact()
-    assert_agrees(case, peer(linear_log_prob, log_prob_of_liger_kernel(ScaledCrossEntropy, monkeypatch)), 1e-5)
+    variant = log_prob_of_liger_kernel(ScaledCrossEntropy, monkeypatch)
+    assert_agrees(log_prob_case("options", **options), peer(linear_log_prob, variant), 1e-5)
 
 
 class ScaledCrossEntropyInChunks:
@@ -201,18 +192,15 @@ def test_liger_kernel_is_asked_for_log_probabilities_in_chunks(
 ) -> None:
     module = SimpleNamespace(_FusedLinearPPOFallbackFunction=ScaledCrossEntropyInChunks)
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_scaled_cross_entropy", module)
-    case = make_case(linear_log_prob, head_workload(16, 8, 64, mode="options", **options), CPU, torch.float32)
-    case.arguments["target"][:4] = options.get("ignore_index", -100)
-    case.set_exact()
-    assert_agrees(case, peer(linear_log_prob, Peer("chunks", liger_kernel._chunks())), 1e-5)
+    variant = Peer("chunks", liger_kernel._chunks())
+    assert_agrees(log_prob_case("options", **options), peer(linear_log_prob, variant), 1e-5)
 
 
 @pytest.mark.parametrize(("value", "name"), [("0", "liger-kernel untuned"), ("1", "liger-kernel")])
 def test_experts_without_their_autotuner_are_a_variant(value: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGER_FUSED_MOE_AUTOTUNE", value)
-    monkeypatch.setitem(
-        sys.modules, "liger_kernel.transformers.functional", SimpleNamespace(liger_fused_linear_cross_entropy=print)
-    )
+    module = SimpleNamespace(liger_fused_linear_cross_entropy=print)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", module)
     assert [variant.name for variant in liger_kernel.peers() if "experts" in variant.calls] == [name]
 
 
@@ -224,22 +212,19 @@ def test_a_kernel_of_liger_kernel_that_cannot_be_imported_is_the_reason_and_no_f
         def apply(*arguments: object, **options: object) -> Tensor:
             raise ImportError("no module named cutlass")
 
-    (row,) = measured(
-        quick_case(linear_log_prob), [peer(linear_log_prob, log_prob_of_liger_kernel(Missing, monkeypatch))]
-    )
+    variant = log_prob_of_liger_kernel(Missing, monkeypatch)
+    (row,) = measured(quick_case(linear_log_prob), [peer(linear_log_prob, variant)])
     assert (row.reason, row.failed) == ("its kernel for this device cannot be imported: no module named cutlass", False)
 
 
 def test_liger_kernel_has_one_target_a_token_and_no_other_divergence_from_probabilities(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    several = make_case(linear_log_prob, head_workload(16, 8, 64, mode="64_targets", targets=64), CPU, torch.float32)
+    several = log_prob_case("64_targets", targets=64)
     (row,) = measured(several, [peer(linear_log_prob, log_prob_of_liger_kernel(ScaledCrossEntropy, monkeypatch))])
     assert (row.reason, row.failed) == ("it has one target per token only", False)
-    other = quick_case(linear_divergence)
-    other.arguments["kind"] = "jsd"
     variant = Peer("soft", liger_kernel._soft_labels(stand_in_for_liger_kernel()))
-    (row,) = measured(other, [peer(linear_divergence, variant)])
+    (row,) = measured(quick_case(linear_divergence, kind="jsd"), [peer(linear_divergence, variant)])
     assert (row.reason, row.failed) == ("it has the forward KL only", False)
 
 
@@ -252,20 +237,15 @@ OF_TRL += [(linear_divergence, {"kind": kind, "temperature": 2.0}) for kind in (
 def test_trl_is_asked_for_what_the_op_computes(op: Op[..., Any], options: dict[str, Any]) -> None:
     pytest.importorskip("trl")
     (variant,) = peers.peers("trl")
-    case = quick_case(op)
-    case.arguments.update(options)
-    case.set_exact()
-    assert_agrees(case, peer(op, variant), 1e-5)
+    assert_agrees(quick_case(op, **options), peer(op, variant), 1e-5)
 
 
 @pytest.mark.parametrize(
     ("op", "options"), [(kl_div, {"reverse": True}), (linear_divergence, {"kind": "total_variation"})]
 )
 def test_liger_kernel_lacks_some_divergences(op: Op[..., Any], options: dict[str, Any]) -> None:
-    case = quick_case(op)
-    case.arguments.update(options)
     variant = Peer("liger-kernel", liger_kernel._divergences(stand_in_for_liger_kernel()))
-    (row,) = measured(case, [peer(op, variant)])
+    (row,) = measured(quick_case(op, **options), [peer(op, variant)])
     assert row.reason.startswith("its first argument" if op is kl_div else "it has the forward")
     assert not row.failed
 
@@ -304,10 +284,8 @@ def test_a_peer_that_declares_what_it_overwrites_gets_copies_of_its_own() -> Non
     before = case.fingerprints()
     rows = measured(case, [overwriting(("logits",)), backend(cross_entropy, "reference")])
     assert case.fingerprints() == before
-    assert {(row.implementation, row.overwrites, row.reason) for row in rows} == {
-        ("careless", "logits", ""),
-        ("reference", "", ""),
-    }
+    found = {(row.implementation, row.overwrites, row.reason) for row in rows}
+    assert found == {("careless", "logits", ""), ("reference", "", "")}
     assert all(row.error_gradients is not None and row.error_gradients < 1e-6 for row in rows)
 
 
@@ -333,15 +311,12 @@ def test_an_implementation_that_overwrites_what_nothing_declares_fails_and_the_n
 
 
 def test_an_option_that_a_peer_lacks_is_the_reason_and_no_failure() -> None:
-    case = quick_case(cross_entropy)
-    case.arguments["softcap"] = 3.0
-    (row,) = measured(case, [peer(cross_entropy, peers.peers("torch")[0])])
+    (row,) = measured(quick_case(cross_entropy, softcap=3.0), [peer(cross_entropy, peers.peers("torch")[0])])
     assert (row.reason, row.failed, row.pass_) == ("it has no option 'softcap'", False, "")
 
 
 def test_an_option_at_its_default_is_none_that_a_peer_lacks() -> None:
-    case = quick_case(cross_entropy)
-    case.arguments["softcap"] = None
+    case = quick_case(cross_entropy, softcap=None)
     assert measured(case, [peer(cross_entropy, peers.peers("torch")[0])])[0].reason == ""
 
 
@@ -361,9 +336,8 @@ def test_implementations_are_interleaved() -> None:
 
         return peer(rms_norm, Peer(name, {"rms_norm": call}))
 
-    Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.0, WHERE, passes=("forward",), rounds=3).rows(
-        quick_case(rms_norm), [noting("a"), noting("b")]
-    )
+    bench = Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.0, WHERE, passes=("forward",), rounds=3)
+    bench.rows(quick_case(rms_norm), [noting("a"), noting("b")])
     # Accuracy of each, memory and length of each, then three rounds.
     assert "".join(order) == "ab" + "aabb" + "ab" * 3
 
@@ -376,9 +350,8 @@ def test_running_out_of_memory_in_one_pass_leaves_the_others() -> None:
 
     rows = measured(quick_case(cross_entropy), [peer(cross_entropy, Peer("greedy", {"cross_entropy": greedy}))])
     assert [row.pass_ for row in rows if not row.reason] == ["forward", "backward", "full"]
-    assert [(row.pass_, row.reason, row.failed) for row in rows if row.reason] == [
-        ("evaluation", "out of memory: no 3 PiB left", False)
-    ]
+    (lost,) = (row for row in rows if row.reason)
+    assert (lost.pass_, lost.reason, lost.failed) == ("evaluation", "out of memory: no 3 PiB left", False)
 
 
 def test_frozen_arguments_of_a_workload_get_no_gradient() -> None:
@@ -400,7 +373,6 @@ def test_an_op_gets_the_arguments_of_each_workload(op: Op[..., Any]) -> None:
         args, kwargs = workload.make(torch.device("meta"), torch.bfloat16)
         arguments = op.signature.bind(*args, **kwargs).arguments
         by_position, by_name = backend(op, "reference").order(arguments)
-        call = op.signature.bind(
-            *(arguments[name] for name in by_position), **{name: arguments[name] for name in by_name}
-        )
+        named = {name: arguments[name] for name in by_name}
+        call = op.signature.bind(*(arguments[name] for name in by_position), **named)
         assert all(call.arguments[name] is value for name, value in arguments.items()), workload.name

@@ -46,10 +46,8 @@ def fits(text: str, names: Iterable[str] = ()) -> bool:
 
 
 def test_liger_bench(printed: Read) -> None:
-    rows = [
-        OpRow(**{field.name: row.get(field.name.rstrip("_")) for field in fields(OpRow)})
-        for row in longest(stored_ops())
-    ]
+    names = [field.name for field in fields(OpRow)]
+    rows = [OpRow(**{name: row.get(name.rstrip("_")) for name in names}) for row in longest(stored_ops())]
     print_rows(rows, {})
     assert fits(printed(), {name for row in rows for name in (row.op, row.workload, row.implementation, row.pass_)})
 
@@ -61,10 +59,8 @@ def stored_ops() -> list[dict[str, Any]]:
 
 def longest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Of each column the row with the longest word, so that they all meet in one table."""
-    return [
-        max(rows, key=lambda row, name=name: len(f"{row[name]}"))
-        for name in ("op", "workload", "implementation", "pass", "median_ms")
-    ]
+    names = ("op", "workload", "implementation", "pass", "median_ms")
+    return [max(rows, key=lambda row, name=name: len(f"{row[name]}")) for name in names]
 
 
 def test_liger_demo(printed: Read) -> None:
@@ -85,27 +81,27 @@ def test_liger_train_sweep(printed: Read) -> None:
     assert fits(printed(), {row.liger for row in rows if row.model == "llama-3-8b"})
 
 
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    from liger_core.commands import main
+
+    monkeypatch.setattr("sys.argv", ["liger", *words])
+    with pytest.raises(SystemExit):
+        main()
+
+
 @pytest.mark.parametrize(
     ("command", "names"), [("doctor", {"reference", "triton"}), ("ops", {"linear_cross_entropy", "add_rms_norm"})]
 )
 def test_liger(command: str, names: set[str], printed: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    from liger_core.commands import main
-
-    monkeypatch.setattr("sys.argv", ["liger", command])
-    with pytest.raises(SystemExit):
-        main()
+    run(monkeypatch, command)
     assert fits(printed(), names)
 
 
 def test_the_help_of_liger_bench_says_where_the_options_of_its_default_command_are(
     printed: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from liger_core.commands import main
-
     for command in (["bench", "--help"], ["bench", "ops", "--help"]):
-        monkeypatch.setattr("sys.argv", ["liger", *command])
-        with pytest.raises(SystemExit):
-            main()
+        run(monkeypatch, *command)
         text = " ".join(printed().replace("│", " ").split())
         assert {option for option in ("--quick", "--peers", "--out") if option not in text} == set()
         assert "liger bench ops --help" in text or "ops" in command

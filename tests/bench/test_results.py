@@ -78,9 +78,7 @@ def test_only_a_row_of_the_same_job_and_place_is_not_measured_again(other: str |
     before = [replace(row, **{other: "another"}) for row in before] if other else before
     asked: list[sharded.HeadJob] = []
 
-    def measure(
-        todo: list[sharded.HeadJob], kept: list[sharded.HeadRow], show: object
-    ) -> Iterator[Measurement[sharded.HeadRow]]:
+    def measure(todo: list[sharded.HeadJob], kept: object, show: object) -> Iterator[Measurement[sharded.HeadRow]]:
         asked.extend(todo)
         yield from (Measurement(row_from(sharded.HeadRow, job, where, {"loss": 2.0})) for job in todo[::-1])
 
@@ -104,10 +102,8 @@ def test_a_line_that_lacks_cells_is_moved_away_with_a_message(table: Path, capsy
     check_csv(table, HEADER)
     assert lines(table) == LINES[:1]
     assert (table.parent / "rows.csv.torn").read_text() == "row 1,\n"
-    printed = (
-        f"{table}: the last line was cut off; it was moved to {table}.torn, and the rows before it are unchanged\n"
-    )
-    assert capsys.readouterr().err == printed
+    moved = f"it was moved to {table}.torn, and the rows before it are unchanged"
+    assert capsys.readouterr().err == f"{table}: the last line was cut off; {moved}\n"
 
 
 def test_a_line_that_lacks_only_its_end_stays(table: Path, capsys: pytest.CaptureFixture[str]) -> None:

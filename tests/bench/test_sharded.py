@@ -13,14 +13,8 @@ from liger_bench.sharded.command import sharded
 from liger_bench.sharded.job import HeadJob, combine_ranks
 from liger_core.errors import OptionError
 
-SMALL: dict[str, Any] = {
-    "rows": 12,
-    "width": 8,
-    "classes": [37],
-    "ops": ["linear_cross_entropy"],
-    "repetitions": 2,
-    "device": "cpu",
-}
+SMALL: dict[str, Any] = {"rows": 12, "width": 8, "classes": [37], "ops": ["linear_cross_entropy"]}
+SMALL |= {"repetitions": 2, "device": "cpu"}
 
 
 @pytest.mark.slow
@@ -29,12 +23,8 @@ def test_every_implementation_gives_the_same_loss_and_a_second_run_measures_noth
 ) -> None:
     sharded(**SMALL, ranks="1,2", as_json=True, out=tmp_path)
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [(row["ranks"], row["implementation"]) for row in rows] == [
-        (1, "liger"),
-        (2, "liger"),
-        (2, "gathered"),
-        (2, "loss-parallel"),
-    ]
+    wanted = [(1, "liger"), (2, "liger"), (2, "gathered"), (2, "loss-parallel")]
+    assert [(row["ranks"], row["implementation"]) for row in rows] == wanted
     assert [row["loss"] for row in rows] == pytest.approx([rows[0]["loss"]] * 4, rel=1e-5)
     assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 for row in rows)
     assert rows[1]["efficiency"] == pytest.approx(rows[0]["seconds"] / (2 * rows[1]["seconds"]))
@@ -44,10 +34,8 @@ def test_every_implementation_gives_the_same_loss_and_a_second_run_measures_noth
 
 def test_time_is_that_of_the_slowest_rank_and_memory_of_the_one_that_holds_the_most() -> None:
     job = HeadJob("linear_cross_entropy", 1, 1, 1, "liger", 2, "cpu", "float32")
-    ranks = [
-        {"seconds": [1.0, 3.0, 2.0], "peak_bytes": 5, "loss": 7.0},
-        {"seconds": [2.0, 1.0, 4.0], "peak_bytes": 6, "loss": 7.0},
-    ]
+    times = ([1.0, 3.0, 2.0], [2.0, 1.0, 4.0])
+    ranks = [{"seconds": seconds, "peak_bytes": 5 + rank, "loss": 7.0} for rank, seconds in enumerate(times)]
     found = combine_ranks(job, ranks, alone=6.0)
     assert (found["seconds"], found["efficiency"], found["peak_bytes"]) == (3.0, 1.0, 6)
 

@@ -69,9 +69,7 @@ def test_calls_that_were_timed_waiting_for_the_host_do_not_hide_that_it_was_behi
 
 
 @pytest.mark.parametrize(
-    ("host", "device"),
-    [(50e-6, 90e-6), (20e-3, 19e-3)],
-    ids=["a_host_that_is_ahead", "a_host_that_waits_for_a_long_call"],
+    ("host", "device"), [(50e-6, 90e-6), (20e-3, 19e-3)], ids=["a_host_that_is_ahead", "waiting_for_a_long_call"]
 )
 def test_no_call_finds_a_device_that_rested_longer_than_it_must(host: float, device: float) -> None:
     assert flushes_ahead([host] * AHEAD, [device] * AHEAD, 60e-6) == LEAD

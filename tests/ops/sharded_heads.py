@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from liger_core import LigerError, VocabShard, linear_cross_entropy, linear_divergence, linear_log_prob
 from liger_core.ops.head import shards
@@ -35,46 +36,57 @@ def call() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden.requires_grad_(), weight.requires_grad_(), target, bias.requires_grad_()
 
 
-def same(got: Any, wanted: Any) -> None:
-    torch.testing.assert_close(got.full_tensor() if isinstance(got, DTensor) else got, wanted, rtol=1e-4, atol=1e-5)
+def same(*pairs: tuple[Any, Any]) -> None:
+    """Compare tensors with those of one process."""
+    for got, wanted in pairs:
+        torch.testing.assert_close(got.full_tensor() if isinstance(got, DTensor) else got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def line() -> DeviceMesh:
+    """All ranks in one dimension."""
+    return dist.init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def placed(tensor: Tensor, mesh: DeviceMesh, *placements: Placement) -> Any:
+    """A leaf with these values."""
+    return distribute_tensor(tensor.detach(), mesh, placements).requires_grad_(tensor.is_floating_point())
+
+
+def counted() -> Counting:
+    """Collectives from now on."""
+    shards._c10d = counting = Counting(shards._c10d)  # type: ignore[assignment]
+    return counting
 
 
 def takes_a_dtensor() -> None:
     """weight and bias over all ranks, hidden and target on each."""
     hidden, weight, target, bias = call()
     linear_cross_entropy(hidden, weight, target, bias=bias, label_smoothing=0.1).backward()
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    w, b = (distribute_tensor(t.detach(), mesh, [Shard(0)]).requires_grad_() for t in (weight, bias))
+    mesh = line()
+    w, b = (placed(t, mesh, Shard(0)) for t in (weight, bias))
     x = hidden.detach().requires_grad_()
     loss = linear_cross_entropy(x, w, target, bias=b, label_smoothing=0.1)
     loss.backward()
     assert type(loss) is Tensor
     assert w.grad.placements == (Shard(0),)
-    same(x.grad, hidden.grad)
-    same(w.grad, weight.grad)
-    same(b.grad, bias.grad)
+    same((x.grad, hidden.grad), (w.grad, weight.grad), (b.grad, bias.grad))
 
 
 def takes_rows_of_another_dimension(reduction: str) -> None:
     """Rows over two ranks, the vocabulary over two."""
     hidden, weight, target, bias = call()
-    expected = linear_cross_entropy(
-        hidden, weight, target, bias=bias, reduction=reduction, z_loss=0.01, normalizer=None
-    )
+    expected = linear_cross_entropy(hidden, weight, target, bias=bias, reduction=reduction, z_loss=0.01)
     factor = torch.linspace(-1, 1, 12) if reduction == "none" else torch.tensor(2.0)
     (expected * factor).sum().backward()
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     rows, head = [Shard(0), Replicate()], [Replicate(), Shard(0)]
-    x = distribute_tensor(hidden.detach(), mesh, rows).requires_grad_()
-    w, b = (distribute_tensor(t.detach(), mesh, head).requires_grad_() for t in (weight, bias))
-    t = distribute_tensor(target, mesh, rows)
+    x, t = (placed(each, mesh, *rows) for each in (hidden, target))
+    w, b = (placed(each, mesh, *head) for each in (weight, bias))
     loss = linear_cross_entropy(x, w, t, bias=b, reduction=reduction, z_loss=0.01)
     assert loss.placements == (Shard(0) if reduction == "none" else Partial(), Replicate())
-    same(loss, expected)
+    same((loss, expected))
     (loss * (distribute_tensor(factor, mesh, rows) if reduction == "none" else 2.0)).sum().backward()
-    same(x.grad, hidden.grad)
-    same(w.grad, weight.grad)
-    same(b.grad, bias.grad)
+    same((x.grad, hidden.grad), (w.grad, weight.grad), (b.grad, bias.grad))
 
 
 def gathers_rows_that_the_vocabulary_shards() -> None:
@@ -82,60 +94,54 @@ def gathers_rows_that_the_vocabulary_shards() -> None:
     hidden, weight, target, _ = call()
     expected = linear_log_prob(hidden, weight, target)
     expected.square().sum().backward()
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    x, w = (distribute_tensor(t.detach(), mesh, [Shard(0)]).requires_grad_() for t in (hidden, weight))
+    mesh = line()
+    x, w = (placed(t, mesh, Shard(0)) for t in (hidden, weight))
     got = linear_log_prob(x, w, target)
-    same(got, expected)
+    same((got, expected))
     got.full_tensor().square().sum().backward()
     assert x.grad.placements == (Shard(0),)
-    same(x.grad, hidden.grad)
-    same(w.grad, weight.grad)
+    same((x.grad, hidden.grad), (w.grad, weight.grad))
 
 
 def scatters_the_gradient(pack: bool) -> None:
     """Sequence parallelism with as many rows on each rank: each gets the gradient of its own rows, summed in float32."""
     hidden, weight, target, _ = call()
     linear_cross_entropy(hidden, weight, target, pack=pack).backward()
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    x = distribute_tensor(hidden.detach()[None], mesh, [Shard(1)]).requires_grad_()
-    w = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
-    counting = shards._c10d = Counting(shards._c10d)  # type: ignore[assignment]
+    mesh = line()
+    x, w, counting = placed(hidden[None], mesh, Shard(1)), placed(weight, mesh, Shard(0)), counted()
     linear_cross_entropy(x, w, target[None], pack=pack).backward()
     assert counting.calls[1:] == [("reduce_scatter_tensor", hidden.numel())], counting.calls
     assert x.grad.placements == (Shard(1),)
-    same(x.grad[0], hidden.grad)
-    same(w.grad, weight.grad)
+    same((x.grad[0], hidden.grad), (w.grad, weight.grad))
 
 
 def scatters_the_gradient_of_a_divergence(options: dict[str, Any], sums: list[tuple[str, int]]) -> None:
     """The same for two heads, in float64; `sums`: what adds up the gradient of hidden, and how many rows at a time."""
-    hidden, weight, bias, theirs, their_weight, their_bias = (
-        torch.randn(*shape, dtype=torch.float64)
-        for shape in ((12, 8), (CLASSES, 8), (CLASSES,), (12, 5), (CLASSES, 5), (CLASSES,))
-    )
+    shapes = (12, 8), (CLASSES, 8), (CLASSES,), (12, 5), (CLASSES, 5), (CLASSES,)
+    tensors = [torch.randn(*shape, dtype=torch.float64) for shape in shapes]
     target = torch.randint(CLASSES, (12,))
     target[[1, 5, 6]] = -100
     options = {"kind": "jsd", "target": target, "hard_weight": 0.3, "temperature": 2.0, **options}
     factor = torch.linspace(-1, 1, 12, dtype=torch.float64) if options.get("reduction") == "none" else 2.0
-    x, w, b = (t.clone().requires_grad_() for t in (hidden, weight, bias))
-    expected = linear_divergence(x, w, theirs, their_weight, bias=b, teacher_bias=their_bias, **options)
+
+    def loss_of(x: Any, w: Any, b: Any, theirs: Any, their_weight: Any, their_bias: Any) -> Any:
+        return linear_divergence(x, w, theirs, their_weight, bias=b, teacher_bias=their_bias, **options)
+
+    mesh = line()
+    alone = [t.clone().requires_grad_() for t in tensors[:3]]
+    expected = loss_of(*alone, *tensors[3:])
     (expected * factor).sum().backward()
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    rows, other_rows, ours, their, our_bias, other_bias = (
-        distribute_tensor(t, mesh, [Shard(0)]) for t in (hidden, theirs, weight, their_weight, bias, their_bias)
+    leaves, teacher = (
+        [distribute_tensor(t, mesh, [Shard(0)]).requires_grad_(trained) for t in part]
+        for part, trained in ((tensors[:3], True), (tensors[3:], False))
     )
-    leaves = [t.requires_grad_() for t in (rows, ours, our_bias)]
-    counting = shards._c10d = Counting(shards._c10d)  # type: ignore[assignment]
-    loss = linear_divergence(rows, ours, other_rows, their, bias=our_bias, teacher_bias=other_bias, **options)
+    counting = counted()
+    loss = loss_of(*leaves, *teacher)
     (loss.to_local() * factor).sum().backward()
     # The other sums have three numbers a row.
-    found = [
-        (name, numbers // 8)
-        for name, numbers in counting.calls
-        if name != "all_gather_into_tensor" and numbers % 8 == 0
-    ]
+    found = [(name, n // 8) for name, n in counting.calls if name != "all_gather_into_tensor" and n % 8 == 0]
     assert found == sums, counting.calls
-    for got, wanted in zip((loss, *(t.grad for t in leaves)), (expected, x.grad, w.grad, b.grad), strict=True):
+    for got, wanted in ((loss, expected), *((t.grad, one.grad) for t, one in zip(leaves, alone, strict=True))):
         torch.testing.assert_close(got.full_tensor(), wanted.detach(), rtol=1e-12, atol=1e-14)
 
 
@@ -143,11 +149,10 @@ def adds_rows_that_are_not_in_the_order_of_ranks() -> None:
     """Two sequences, of each of which a rank has a half."""
     hidden, weight, target, _ = call()
     linear_cross_entropy(hidden, weight, target).backward()
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    x = distribute_tensor(hidden.detach().view(2, 6, 8), mesh, [Shard(1)]).requires_grad_()
-    w = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
-    linear_cross_entropy(x, w, target.view(2, 6)).backward()
-    same(x.grad.full_tensor().view(12, 8), hidden.grad)
+    mesh = line()
+    x = placed(hidden.view(2, 6, 8), mesh, Shard(1))
+    linear_cross_entropy(x, placed(weight, mesh, Shard(0)), target.view(2, 6)).backward()
+    same((x.grad.full_tensor().view(12, 8), hidden.grad))
 
 
 def sums_where_few_rows_count() -> None:
@@ -155,12 +160,12 @@ def sums_where_few_rows_count() -> None:
     hidden, weight, target, _ = call()
     target[4:] = -100
     linear_cross_entropy(hidden, weight, target).backward()
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    x, w = (distribute_tensor(t.detach(), mesh, [Shard(0)]).requires_grad_() for t in (hidden, weight))
-    counting = shards._c10d = Counting(shards._c10d)  # type: ignore[assignment]
+    mesh = line()
+    x, w = (placed(t, mesh, Shard(0)) for t in (hidden, weight))
+    counting = counted()
     linear_cross_entropy(x, w, target).backward()
     assert counting.calls[1:] == [("all_reduce_", int((target != -100).sum()) * hidden.shape[1])], counting.calls
-    same(x.grad, hidden.grad)
+    same((x.grad, hidden.grad))
 
 
 def refuses(message: str, options: dict[str, Any]) -> None:
@@ -196,16 +201,9 @@ def exchanges_once() -> None:
     hidden, weight, target, _ = call()
     shard = VocabShard.of(weight[dist.get_rank() :: 2], None)
     assert shard.classes == CLASSES
-    counting = shards._c10d = Counting(shards._c10d)  # type: ignore[assignment]
-    loss = linear_cross_entropy(
-        hidden,
-        weight[shard.start :][: 19 - dist.get_rank()],
-        target,
-        vocab=shard,
-        label_smoothing=0.1,
-        z_loss=0.1,
-        budget=9 * 19 * 4,
-    )
+    counting, part = counted(), weight[shard.start :][: 19 - dist.get_rank()]
+    options = {"label_smoothing": 0.1, "z_loss": 0.1, "budget": 9 * 19 * 4}
+    loss = linear_cross_entropy(hidden, part, target, vocab=shard, **options)
     rows = int((target != -100).sum())
     assert counting.calls == [("all_gather_into_tensor", rows * 8)], counting.calls
     loss.backward()
@@ -223,14 +221,13 @@ def compiles() -> None:
     rank = dist.get_rank()
     shard = VocabShard(dist.group.WORLD.group_name, 20 * rank, CLASSES)
     x, w = hidden.detach().requires_grad_(), weight.detach()[20 * rank :][:20].clone().requires_grad_()
-    step = torch.compile(
-        lambda x, w, t: linear_cross_entropy(x, w, t, vocab=shard), backend="aot_eager", fullgraph=True
-    )
-    loss = step(x, w, target)
+
+    def step(x: Tensor, w: Tensor, t: Tensor) -> Any:
+        return linear_cross_entropy(x, w, t, vocab=shard)
+
+    loss = torch.compile(step, backend="aot_eager", fullgraph=True)(x, w, target)
     loss.backward()
-    same(loss, expected)
-    same(x.grad, hidden.grad)
-    same(w.grad, weight.grad[20 * rank :][:20])
+    same((loss, expected), (x.grad, hidden.grad), (w.grad, weight.grad[20 * rank :][:20]))
 
 
 def holds_a_budget_of_an_even_share() -> None:
@@ -239,13 +236,12 @@ def holds_a_budget_of_an_even_share() -> None:
     hidden, weight, target, _ = call()
     expected = linear_cross_entropy(hidden, weight, target, reduction="none").detach()
     shard = VocabShard.of(part := weight.detach()[:36] if dist.get_rank() == 0 else weight.detach()[36:])
-    same(linear_cross_entropy(hidden, part, target, reduction="none", vocab=shard, budget=100), expected)
+
+    def rows(vocab: VocabShard) -> Any:
+        return linear_cross_entropy(hidden, part, target, reduction="none", vocab=vocab, budget=100)
+
     named = shard._replace(group=shard.group.group_name)
-    compiled = torch.compile(
-        lambda: linear_cross_entropy(hidden, part, target, reduction="none", vocab=named, budget=100),
-        fullgraph=True,
-        backend="eager",
-    )
-    same(compiled(), expected)
+    compiled = torch.compile(lambda: rows(named), fullgraph=True, backend="eager")
+    same((rows(shard), expected), (compiled(), expected))
     with pytest.raises(LigerError, match="budget must hold at least one row of logits, 76 bytes, got 70"):
         linear_cross_entropy(hidden, part, target, vocab=shard, budget=70)

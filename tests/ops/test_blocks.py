@@ -32,9 +32,8 @@ def test_results_do_not_depend_on_how_rows_are_cut(elements: int, op: Op, monkey
                 patch.setattr(module, "REFERENCE_BLOCK", elements)
             cut = run(lambda given: op.reference(**given), arguments, names, whole.cotangents)
         for got, want in ((cut.outputs, whole.outputs), (cut.gradients, whole.gradients)):
-            torch.testing.assert_close(
-                got, want, rtol=1e-9, atol=1e-9, equal_nan=True, msg=f"{sample.name}: {{}}".format
-            )
+            message = f"{sample.name}: {{}}".format
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9, equal_nan=True, msg=message)
 
 
 def test_divergences_on_a_gpu_take_several_rows_of_a_large_vocabulary_at_a_time() -> None:
@@ -44,8 +43,5 @@ def test_divergences_on_a_gpu_take_several_rows_of_a_large_vocabulary_at_a_time(
 
 
 def test_references_walk_in_blocks() -> None:
-    assert {m.__name__.removeprefix("liger_core.ops.") for m in IN_BLOCKS} >= {
-        "_divergence",
-        "_low_rank",
-        "_token_passes",
-    }
+    found = {m.__name__.removeprefix("liger_core.ops.") for m in IN_BLOCKS}
+    assert found >= {"_divergence", "_low_rank", "_token_passes"}

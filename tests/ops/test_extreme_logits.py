@@ -5,6 +5,7 @@ its bound."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,23 +32,19 @@ def divergence(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor, **o
 
 
 HEADS: dict[str, Head] = {
-    "linear_cross_entropy": lambda hidden, weight, target, bias, **options: linear_cross_entropy(
-        hidden, weight, target, bias=bias, label_smoothing=0.1, **options
-    ),
-    "linear_log_prob": lambda hidden, weight, target, bias, **options: linear_log_prob(
-        hidden, weight, target, bias=bias, **options
-    ).mean(),
-    "linear_log_prob_entropy": lambda hidden, weight, target, bias, **options: torch.stack(
-        linear_log_prob(hidden, weight, target, bias=bias, return_entropy=True, **options)
+    "linear_cross_entropy": partial(linear_cross_entropy, label_smoothing=0.1),
+    "linear_log_prob": lambda *head, **options: linear_log_prob(*head, **options).mean(),
+    "linear_log_prob_entropy": lambda *head, **options: torch.stack(
+        linear_log_prob(*head, return_entropy=True, **options)
     ).mean(),
     **{
-        f"linear_divergence_{kind}": lambda *args, kind=kind, **options: divergence(*args, kind=kind, **options)
+        f"linear_divergence_{kind}": partial(divergence, kind=kind)
         for kind in ("forward_kl", "reverse_kl", "jsd", "total_variation")
     },
-    "cross_entropy": lambda hidden, weight, target, bias, **options: cross_entropy(
-        hidden @ weight.t() + bias, target, **{n: v for n, v in options.items() if n == "softcap"}
+    "cross_entropy": lambda hidden, weight, target, bias, softcap=None, budget=None: cross_entropy(
+        hidden @ weight.t() + bias, target, softcap=softcap
     ),
-    "kl_div": lambda hidden, weight, target, bias, **options: kl_div(
+    "kl_div": lambda hidden, weight, target, bias, budget=None: kl_div(
         hidden @ weight.t() + bias, torch.arange(CLASSES, device=hidden.device) / 8 + bias.expand(ROWS, -1)
     ),
 }
@@ -62,7 +59,7 @@ def results(name: str, offset: float, device: torch.device, **options: Any) -> l
     hidden, weight = (fixed(rows, WIDTH, device=device).requires_grad_() for rows in (ROWS, CLASSES))
     target = torch.randint(CLASSES, (ROWS,), device=device)
     bias = torch.full((CLASSES,), offset, device=device)
-    loss = HEADS[name](hidden, weight, target, bias, **options)
+    loss = HEADS[name](hidden, weight, target, bias=bias, **options)
     return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
 
 
@@ -73,8 +70,7 @@ def results(name: str, offset: float, device: torch.device, **options: Any) -> l
 def test_what_all_logits_have_in_common_changes_neither_a_loss_nor_its_gradients(
     name: str, budget: int | None, offset: float, device: torch.device
 ) -> None:
-    options = {} if budget is None else {"budget": budget}
-    plain, shifted = (results(name, value, device, **options) for value in (0.0, offset))
+    plain, shifted = (results(name, value, device, budget=budget) for value in (0.0, offset))
     for ours, expected in zip(shifted, plain, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6 * max(1.0, float(expected.abs().max())))
 
@@ -87,8 +83,7 @@ def test_logits_far_beyond_a_softcap_are_at_its_bound(
     name: str, budget: int | None, offset: float, device: torch.device
 ) -> None:
     """All classes are then equally likely, and no gradient is left."""
-    options = {} if budget is None else {"budget": budget}
-    loss, *gradients = results(name, offset, device, softcap=30.0, **options)
+    loss, *gradients = results(name, offset, device, softcap=30.0, budget=budget)
     uniform = torch.log(torch.tensor(float(CLASSES)))
     expected = {"linear_log_prob": -uniform, "linear_log_prob_entropy": 0.0 * uniform}
     wanted = 0.0 * uniform if name.startswith("linear_divergence") else expected.get(name, uniform)

@@ -66,14 +66,8 @@ def test_no_grad_has_no_gradient_buffers(measured_device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "width", "classes", "expected"),
-    [
-        (16384, 4096, 128256, 512),
-        (8192, 4096, 128256, 256),
-        (16384, 2048, 32000, 1024),
-        (1000, 4096, 4096, 1024),
-        (3, 8, 800, 1),
-    ],
-)
+    [(16384, 4096, 128256, 512), (8192, 4096, 128256, 256), (16384, 2048, 32000, 1024), (1000, 4096, 4096, 1024), (3, 8, 800, 1)],
+)  # fmt: skip
 def test_the_chunk_of_the_report_is_its_formula(rows: int, width: int, classes: int, expected: int) -> None:
     assert expected == 2 ** math.ceil(math.log2(math.ceil(rows / math.ceil(classes / width))))
     assert chunking(rows, width, classes, torch.bfloat16, "cuda", chunk=-1).rows == expected
@@ -101,20 +95,15 @@ def test_a_given_chunk_is_never_longer_than_the_batch() -> None:
     assert chunking(10, 8, 100, torch.float32, "cpu", chunk=400).rows == 10
 
 
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
 @pytest.mark.parametrize(
-    ("budget", "expected"),
-    [
-        (300, (1024, torch.bfloat16)),
-        (1900, (4096, torch.bfloat16)),
-        (2100, (4096, torch.float32)),
-        (4096, (8192, torch.float32)),
-        (9000, (32768, torch.bfloat16)),
-    ],
+    ("budget", "rows", "dtype"),
+    [(300, 1024, BF16), (1900, 4096, BF16), (2100, 4096, FP32), (4096, 8192, FP32), (9000, 32768, BF16)],
 )
-def test_a_budget_buys_long_chunks_then_a_float32_sum_then_one_chunk(
-    budget: int, expected: tuple[int, torch.dtype]
-) -> None:
-    assert chunking(32768, 4096, 128256, torch.bfloat16, "cuda", budget=budget << 20)[:4:3] == expected
+def test_a_budget_buys_long_chunks_then_a_float32_sum_then_one_chunk(budget: int, rows: int, dtype: Any) -> None:
+    assert chunking(32768, 4096, 128256, BF16, "cuda", budget=budget << 20)[:4:3] == (rows, dtype)
 
 
 def test_float16_is_always_summed_in_float32() -> None:
@@ -127,11 +116,9 @@ def test_a_call_stays_within_its_budget(
 ) -> None:
     """The budget counts what is held beside the inputs and gradients; losses and log-sum-exps are a few bytes a row."""
     monkeypatch.setattr("liger_core.ops._token_passes.REFERENCE_BLOCK", CLASSES)
-    pair = tensors(measured_device)
-    budget = 32 * CLASSES * 4
-    used = allocations(
-        lambda: step(*pair, budget=budget, reduction=reduction, accumulate_dtype=torch.float32), measured_device
-    )
+    pair, budget = tensors(measured_device), 32 * CLASSES * 4
+    options = {"budget": budget, "reduction": reduction, "accumulate_dtype": torch.float32}
+    used = allocations(lambda: step(*pair, **options), measured_device)
     gradients = sum(t.numel() * 4 for t in pair)
     assert used.peak <= gradients + budget + ROWS * 4 * 16 + CLASSES * 4 * 4
 

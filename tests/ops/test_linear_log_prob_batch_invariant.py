@@ -81,11 +81,6 @@ def test_a_policy_has_the_ratio_of_exactly_1_to_itself_without_gradients(device:
 
 def test_a_frozen_head_with_logits_that_do_not_fit_has_the_usual_gradient(device: torch.device) -> None:
     hidden, weight, target = call(device, torch.float32)
-    gradients = [
-        torch.autograd.grad(
-            linear_log_prob(hidden.requires_grad_(), weight, target, batch_invariant=invariant, budget=40_000).sum(),
-            hidden,
-        )[0]
-        for invariant in (False, True)
-    ]
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+    head = (hidden.requires_grad_(), weight, target)
+    sums = [linear_log_prob(*head, batch_invariant=invariant, budget=40_000).sum() for invariant in (False, True)]
+    torch.testing.assert_close(*(torch.autograd.grad(total, hidden)[0] for total in sums), rtol=1e-4, atol=1e-5)

@@ -5,6 +5,7 @@ forward pass."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -94,11 +95,8 @@ def test_the_derivative_of_a_frozen_head_is_that_of_the_log_softmax(
     options: dict[str, Any], several: int, values: str, device: torch.device
 ) -> None:
     hidden, weight = hidden_and_weight(device)
-    target, bias, given = (
-        targets(device, several),
-        torch.randn(CLASSES, device=device),
-        {"budget": BUDGET + 4 * ROWS * WIDTH, **options},
-    )
+    target, bias = targets(device, several), torch.randn(CLASSES, device=device)
+    given = {"budget": BUDGET + 4 * ROWS * WIDTH, **options}
     if values == "certain":
         bias[target.view(ROWS, -1)[-1, 0]] += 30.0
     elif values == "offset":
@@ -116,9 +114,7 @@ def test_the_derivative_of_a_frozen_head_is_that_of_the_log_softmax(
         log_prob = x.log_softmax(-1).gather(-1, columns.clamp(min=0))
         return torch.where(columns == -100, 0.0, log_prob).view(target.shape)
 
-    def call(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return linear_log_prob(hidden, weight, target, bias=bias, **given)
-
+    call = partial(linear_log_prob, target=target, **given)
     assert disagreements(call, formula, hidden=hidden, weight=weight, bias=bias) == []
 
 

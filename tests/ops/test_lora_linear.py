@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from conformance.cases import LOW, in_float64, with_gradients, word
 from liger_core import lora_linear
 from liger_core.accuracy import error
 from liger_core.kernels import KERNELS
@@ -20,40 +21,25 @@ from ops.agreement import disagreements, leaf, saved
 ROWS, INNER, OUTER, RANK = 200, 64, 96, 8
 
 
-def peft(
-    x: Tensor,
-    weight: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scale: float,
-    bias: Tensor | None = None,
-    column_scale: Tensor | None = None,
-) -> Tensor:
+def peft(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, column_scale: Tensor | None = None) -> Tensor:
     """The forward of a LoRA layer of PEFT, and of a DoRA layer, whose norms make column_scale."""
-    result = F.linear(x, weight, bias)
+    result = F.linear(x, weight)
     lora = F.linear(F.linear(x.to(a.dtype), a), b)
     if column_scale is None:
         return (result + lora * scale).to(result.dtype)
-    product = result if bias is None else result - bias
-    return (result + (column_scale - 1) * product + column_scale * lora * scale).to(result.dtype)
+    return (result + (column_scale - 1) * result + column_scale * lora * scale).to(result.dtype)
 
 
 def call(device: torch.device, dtype: torch.dtype, adapter: torch.dtype) -> dict[str, Any]:
-    x, weight = (
-        leaf(2, ROWS // 2, INNER, device=device, dtype=dtype),
-        leaf(OUTER, INNER, device=device, dtype=dtype, scale=INNER**-0.5),
-    )
-    a, b = (
-        leaf(RANK, INNER, device=device, dtype=adapter, scale=INNER**-0.5),
-        leaf(OUTER, RANK, device=device, dtype=adapter, scale=0.3),
-    )
+    x = leaf(2, ROWS // 2, INNER, device=device, dtype=dtype)
+    weight = leaf(OUTER, INNER, device=device, dtype=dtype, scale=INNER**-0.5)
+    a = leaf(RANK, INNER, device=device, dtype=adapter, scale=INNER**-0.5)
+    b = leaf(OUTER, RANK, device=device, dtype=adapter, scale=0.3)
     return {"x": x, "weight": weight.detach(), "a": a, "b": b, "scale": 2.0}
 
 
 @pytest.mark.parametrize("adapter", [torch.float32, None], ids=["float32_adapter", "adapter_as_x"])
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
-)
+@pytest.mark.parametrize("dtype", LOW, ids=word)
 def test_it_is_a_layer_of_peft(dtype: torch.dtype, adapter: torch.dtype | None, device: torch.device) -> None:
     assert disagreements(lora_linear, peft, **call(device, dtype, adapter or dtype)) == []
 
@@ -67,10 +53,7 @@ def test_gradients_of_a_float32_adapter_are_as_close_to_float64_as_those_of_peft
         given["column_scale"] = leaf(OUTER, device=device, dtype=torch.float32)
     upstream = torch.randn(2, ROWS // 2, OUTER, device=device).bfloat16()
     got = torch.autograd.grad(lora_linear(**given), (given["a"], given["b"]), upstream)
-    exact = {
-        name: value.detach().double().requires_grad_() if isinstance(value, Tensor) else value
-        for name, value in given.items()
-    }
+    exact = with_gradients(in_float64(given), ["a", "b"])
     expected = torch.autograd.grad(peft(**exact), (exact["a"], exact["b"]), upstream.double())
     theirs = torch.autograd.grad(peft(**given), (given["a"], given["b"]), upstream)
     assert all(value.dtype == torch.float32 for value in got)
@@ -79,10 +62,7 @@ def test_gradients_of_a_float32_adapter_are_as_close_to_float64_as_those_of_peft
 
 
 def test_an_adapter_may_leave_the_range_of_float16_where_the_sum_does_not(device: torch.device) -> None:
-    x, weight = (
-        torch.full(shape, value, dtype=torch.float16, device=device)
-        for shape, value in (((1, 2), 200.0), ((1, 2), -100.0))
-    )
+    x, weight = (torch.full((1, 2), value, dtype=torch.float16, device=device) for value in (200.0, -100.0))
     a, b = torch.full((1, 2), 100.0, device=device), torch.full((1, 1), 2.0, device=device)
     assert lora_linear(x, weight, a, b).item() == 40_000.0
 
@@ -141,9 +121,10 @@ def test_checkpointing_does_not_repeat_the_last_layer(device: torch.device, monk
     x = first["x"]
     y = checkpoint(block, x, use_reentrant=False)
     assert sum(name.endswith("lora_linear") for name in names) == 2
-    gradients = torch.autograd.grad(y.sum(), (x, first["a"], second["a"], second["b"]))
+    inputs = (x, first["a"], second["a"], second["b"])
+    gradients = torch.autograd.grad(y.sum(), inputs)
     assert sum(name.endswith("lora_linear") for name in names) == 3
-    expected = torch.autograd.grad(block(x).sum(), (x, first["a"], second["a"], second["b"]))
+    expected = torch.autograd.grad(block(x).sum(), inputs)
     assert all(torch.equal(value, wanted) for value, wanted in zip(gradients, expected, strict=True))
 
 

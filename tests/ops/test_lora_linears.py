@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.cases import in_float64, with_gradients
 from liger_core import lora_linear, lora_linears
 from liger_core.accuracy import error
 from ops.agreement import leaf, products, saved
@@ -54,15 +55,10 @@ def test_gradients_of_float32_adapters_are_as_close_to_float64_as_those_of_one_l
     upstream = [torch.randn(2, ROWS // 2, outer, device=device).bfloat16() for outer, _ in LAYERS]
 
     def gradients(function: Any, values: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(
-            function(**values), [values[name] for name in names], [grad.to(dtype) for grad in upstream]
-        )
+        inputs = [values[name] for name in names]
+        return torch.autograd.grad(function(**values), inputs, [grad.to(dtype) for grad in upstream])
 
-    wide = {
-        name: value.detach().double().requires_grad_() if isinstance(value, Tensor) else value
-        for name, value in given.items()
-    }
-    exact = gradients(written_out, wide, torch.float64)
+    exact = gradients(written_out, with_gradients(in_float64(given), names), torch.float64)
     ours, theirs = (gradients(function, given, torch.bfloat16) for function in (lora_linears, separately))
     assert all(value.dtype == torch.float32 for value in ours)
     for got, one, truth in zip(ours, theirs, exact, strict=True):

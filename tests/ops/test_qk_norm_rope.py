@@ -13,25 +13,16 @@ from liger_core.ops._rotary import angles
 from ops.agreement import leaf, saved
 
 
-def arguments(
-    device: torch.device, dtype: torch.dtype = torch.float32, tokens: int = 7, width: int = 16
-) -> dict[str, Any]:
-    cos, sin = (t[None].expand(2, -1, -1) for t in angles(device, dtype, tokens, width))
-    return {
-        "q": leaf(2, 4, tokens, width, device=device, dtype=dtype),
-        "k": leaf(2, 2, tokens, width, device=device, dtype=dtype),
-        "q_weight": leaf(width, device=device, dtype=dtype),
-        "k_weight": leaf(width, device=device, dtype=dtype),
-        "cos": cos,
-        "sin": sin,
-    }
+def arguments(device: torch.device) -> dict[str, Any]:
+    cos, sin = (t[None].expand(2, -1, -1) for t in angles(device, torch.float32, 7, 16))
+    q, k, *weights = (leaf(*shape, device=device) for shape in ((2, 4, 7, 16), (2, 2, 7, 16), (16,), (16,)))
+    return {"q": q, "k": k, "q_weight": weights[0], "k_weight": weights[1], "cos": cos, "sin": sin}
 
 
 def test_results_lie_in_memory_as_projections_do(device: torch.device) -> None:
     given = arguments(device)
-    given |= {
-        name: given[name].detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for name in ("q", "k")
-    }
+    for name in ("q", "k"):
+        given[name] = given[name].detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     out = qk_norm_rope(**given)
     grads = torch.autograd.grad(out, [given["q"], given["k"]], [torch.randn_like(o) for o in out])
     assert [t.stride() for t in (*out, *grads)] == 2 * [given["q"].stride(), given["k"].stride()]
