@@ -51,9 +51,8 @@ def main(
         for code in pool.map(lambda name: command([], "memcheck", name, backend, limit)[0], names):
             if code:
                 raise typer.Exit(code)
-        failed = [
-            job for job, ok in zip(jobs, pool.map(lambda job: check(*job, backend, limit), jobs), strict=True) if not ok
-        ]
+        clean = pool.map(lambda job: check(*job, backend, limit), jobs)
+        failed = [job for job, ok in zip(jobs, clean, strict=True) if not ok]
     print(f"{len(jobs) - len(failed)} of {len(jobs)} clean")
     raise typer.Exit(bool(failed))
 
@@ -69,10 +68,8 @@ def check(name: str, tool: str, backend: str, limit: float) -> bool:
     code, lines = command(options, tool, name, backend, limit)
     samples = sum(line.startswith("sample ") for line in lines)
     clean = code == 0
-    print(
-        f"{tool} {name}: {samples} samples, {'clean' if clean else f'exit {code}'}, {time.monotonic() - began:.0f} s",
-        flush=True,
-    )
+    result = "clean" if clean else f"exit {code}"
+    print(f"{tool} {name}: {samples} samples, {result}, {time.monotonic() - began:.0f} s", flush=True)
     if not clean:
         print("\n".join(f"    {line}" for line in lines[-200:]), flush=True)
     return clean
@@ -83,9 +80,8 @@ def kernels() -> list[str]:
     import liger_triton
     from liger_triton.launch import Launcher
 
-    modules = [
-        importlib.import_module(f"liger_triton.{module.name}") for module in pkgutil.iter_modules(liger_triton.__path__)
-    ]
+    names = [module.name for module in pkgutil.iter_modules(liger_triton.__path__)]
+    modules = [importlib.import_module(f"liger_triton.{name}") for name in names]
     launchers = [value for module in modules for value in vars(module).values() if isinstance(value, Launcher)]
     return sorted({launcher.kernel.fn.__name__ for launcher in launchers})
 

@@ -43,10 +43,8 @@ def sources(package: str) -> list[Path]:
 
 
 def metadata(package: str) -> dict[str, object]:
-    project: dict[str, object] = tomllib.loads(
-        (ROOT / "packages" / package.replace("_", "-") / "pyproject.toml").read_text()
-    )["project"]
-    return project
+    path = ROOT / "packages" / package.replace("_", "-") / "pyproject.toml"
+    return tomllib.loads(path.read_text())["project"]  # type: ignore[no-any-return]
 
 
 def imports(path: Path) -> set[str]:
@@ -62,9 +60,8 @@ def imports(path: Path) -> set[str]:
 
 def modules(package: str) -> dict[str, Path]:
     """Name → file of every module of a package; the package itself has the name of its folder."""
-    named = {
-        ".".join(path.relative_to(folder(package).parent).with_suffix("").parts): path for path in sources(package)
-    }
+    root = folder(package).parent
+    named = {".".join(path.relative_to(root).with_suffix("").parts): path for path in sources(package)}
     return {name.removesuffix(".__init__"): path for name, path in named.items()}
 
 
@@ -72,12 +69,8 @@ def imported_modules(path: Path, known: dict[str, Path]) -> set[str]:
     """The modules of its own package that a file imports, wherever in the file; what only a type checker reads does not
     count."""
     tree = ast.parse(path.read_text())
-    typing_only = {
-        id(n)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for n in ast.walk(node)
-    }
+    guards = (node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+    typing_only = {id(node) for guard in guards for node in ast.walk(guard)}
     names: set[str] = set()
     for node in ast.walk(tree):
         if id(node) in typing_only:
@@ -114,11 +107,7 @@ def first_level(module: str) -> str:
 
 def test_training_imports_only_what_the_commands_of_the_benchmark_share() -> None:
     """Those are the files at the top of liger_bench; its folders are commands of their own."""
-    shared = {
-        name
-        for name in modules("liger_bench")
-        if name.count(".") == 1 and (folder("liger_bench") / f"{name.split('.')[1]}.py").exists()
-    }
+    shared = {f"liger_bench.{path.stem}" for path in folder("liger_bench").glob("*.py")}
     found = {name for path in sources("liger_train") for name in imported_modules(path, modules("liger_bench"))}
     assert found <= shared | {"liger_bench"}, found - shared
 
@@ -216,12 +205,8 @@ def test_an_op_is_found_under_its_name(op: Op[..., object]) -> None:
 def test_every_file_has_a_license_line_a_docstring_and_a_descriptive_name(package: str) -> None:
     wrong = []
     for path in sources(package):
-        lines = path.read_text().splitlines()
-        if (
-            lines[0] != "# SPDX-License-Identifier: Apache-2.0"
-            or not ast.get_docstring(ast.parse(path.read_text()))
-            or path.stem in EMPTY_NAMES
-        ):
+        licensed = path.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n")
+        if not licensed or not ast.get_docstring(ast.parse(path.read_text())) or path.stem in EMPTY_NAMES:
             wrong.append(str(path.relative_to(ROOT)))
     assert wrong == []
 
@@ -250,13 +235,9 @@ def test_every_file_that_a_page_names_exists(name: str) -> None:
     prose = re.sub(r"^```.*?^```", "", page(name), flags=re.MULTILINE | re.DOTALL)
     named = [text for text in re.findall(r"`([\w./-]+/[\w./-]*)`", prose) if "/" in text]
     sources = list((ROOT / "packages").glob("*/src"))
-    missing = [
-        text
-        for text in named
-        if not any((place / text).exists() for place in (ROOT, *sources, *(p / "liger_core" for p in sources)))
-    ]
+    places = (ROOT, *sources, *(p / "liger_core" for p in sources))
     assert named
-    assert missing == []
+    assert [text for text in named if not any((place / text).exists() for place in places)] == []
 
 
 # Autograd functions of measurements and plans, whose gradients nothing differentiates, and one that gives none.
@@ -273,13 +254,10 @@ UNCHECKED = {
 def test_every_autograd_function_checks_its_backward_pass() -> None:
     """Its gradients are made by kernels or in tiles: differentiated again, they would count as constants."""
     found = {}
-    for package in PACKAGES:
-        for path in sources(package):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ClassDef) and any(
-                    ast.unparse(base) == "torch.autograd.Function" for base in node.bases
-                ):
-                    found[f"{path.as_posix().split('/src/')[1]} {node.name}"] = ast.unparse(node)
+    for path in (path for package in PACKAGES for path in sources(package)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and "torch.autograd.Function" in map(ast.unparse, node.bases):
+                found[f"{path.as_posix().split('/src/')[1]} {node.name}"] = ast.unparse(node)
     assert {name for name, code in found.items() if "check_backward(" not in code} == UNCHECKED
 
 
@@ -303,23 +281,16 @@ OF_TRL = "liger_hf/trl.py: apply"
 def parameters_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[list[str], list[str]]:
     """The names of a function's parameters by position, and by name alone."""
     given = function.args
-    return [arg.arg for arg in (*given.posonlyargs, *given.args) if arg.arg not in ("self", "cls")], [
-        arg.arg for arg in given.kwonlyargs
-    ]
+    by_position = [arg.arg for arg in (*given.posonlyargs, *given.args) if arg.arg not in ("self", "cls")]
+    return by_position, [arg.arg for arg in given.kwonlyargs]
 
 
 def is_command(function: ast.FunctionDef | ast.AsyncFunctionDef, module: ast.Module) -> bool:
     """Whether its parameters are options of a command: annotated for typer, in place or by an alias in the module."""
-    aliases = {
-        ast.unparse(node.targets[0])
-        for node in module.body
-        if isinstance(node, ast.Assign) and "Annotated[" in ast.unparse(node.value)
-    }
-    annotations = [
-        ast.unparse(arg.annotation)
-        for arg in (*function.args.args, *function.args.kwonlyargs)
-        if arg.annotation is not None
-    ]
+    assigned = [node for node in module.body if isinstance(node, ast.Assign)]
+    aliases = {ast.unparse(node.targets[0]) for node in assigned if "Annotated[" in ast.unparse(node.value)}
+    parameters = (*function.args.args, *function.args.kwonlyargs)
+    annotations = [ast.unparse(arg.annotation) for arg in parameters if arg.annotation is not None]
     return any("Annotated[" in annotation or annotation in aliases for annotation in annotations)
 
 

@@ -33,6 +33,7 @@ COMMAND = """
             print("hello")
         AND_THEN
 """
+GREET = COMMAND.replace("NAME", "greet").replace("AND_THEN", "")
 DRIFTED = """
     import liger_core
 
@@ -68,25 +69,13 @@ def liger(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_version_prints_the_packages_without_importing_them() -> None:
-    code = (
-        "import sys; from liger_core.commands import main; sys.argv = ['liger', '--version']\ntry: main()\nfinally: "
-        "print({'triton', 'transformers'} & set(sys.modules))"
-    )
+    code = "import sys; from liger_core.commands import main; sys.argv = ['liger', '--version']\ntry: main()\n"
+    code += "finally: print({'triton', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     *lines, imported = done.stdout.splitlines()
     assert lines[0] == f"liger-core {importlib.metadata.version('liger-core')}"
-    assert [line.split()[0] for line in lines] == [
-        "liger-core",
-        "liger-triton",
-        "liger-inductor",
-        "liger-hf",
-        "liger-bench",
-        "liger-train",
-        "liger-verify",
-        "torch",
-        "triton",
-        "transformers",
-    ]
+    own = [f"liger-{name}" for name in ("core", "triton", "inductor", "hf", "bench", "train", "verify")]
+    assert [line.split()[0] for line in lines] == [*own, "torch", "triton", "transformers"]
     assert imported == "set()"
 
 
@@ -104,10 +93,9 @@ def test_version_says_what_is_not_installed(liger: Liger, monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_ends_a_command_with_a_sentence() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "liger_core", "ops"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "liger_core", "ops"], stdout=full, stderr=subprocess.PIPE, text=True
-        )
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert done.stderr == "liger: not everything could be written: No space left on device\n"
 
@@ -119,10 +107,8 @@ def test_doctor_prints_the_diagnosis_and_the_error_of_a_wrong_variable(
     done = liger("doctor")
     assert done.code == 1
     assert re.search(r"torch \d.*devices: .*backend.*reference.*liger-core.*LIGER_BACKEND: tritn", done.out)
-    assert re.search(
-        r"error: LIGER_BACKEND=tritn: no backend named 'tritn'; installed: [a-z, ]*triton\. Did you mean 'triton'\?",
-        done.out,
-    )
+    sentence = r"LIGER_BACKEND=tritn: no backend named 'tritn'; installed: [a-z, ]*triton\. Did you mean 'triton'\?"
+    assert re.search(f"error: {sentence}", done.out)
 
 
 def test_the_diagnosis_is_one_json_object_also_with_a_wrong_variable(
@@ -154,10 +140,8 @@ def test_doctor_lists_a_backend_that_was_left_out(liger: Liger, install: Install
     install("drifted", DRIFTED)
     done = liger("doctor")
     assert done.code == 1
-    assert (
-        "error: plugin 'drifted' of liger-drifted: backend 'third': rms_norm must have the signature of its reference"
-        in done.out
-    )
+    fault = "backend 'third': rms_norm must have the signature of its reference"
+    assert f"error: plugin 'drifted' of liger-drifted: {fault}" in done.out
 
 
 def test_doctor_notes_a_disabled_plugin_that_is_not_installed(liger: Liger, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,14 +149,13 @@ def test_doctor_notes_a_disabled_plugin_that_is_not_installed(liger: Liger, monk
     monkeypatch.setenv("LIGER_DISABLE_PLUGINS", "bnch")
     done = liger("doctor")
     assert done.code == 0
-    assert re.search(
-        r"note: LIGER_DISABLE_PLUGINS: no plugin named 'bnch'; installed: .*bench.*\. Did you mean 'bench'\?", done.out
-    )
+    sentence = r"no plugin named 'bnch'; installed: .*bench.*\. Did you mean 'bench'\?"
+    assert re.search(f"note: LIGER_DISABLE_PLUGINS: {sentence}", done.out)
     assert "is disabled" not in done.out
 
 
 def test_a_plugin_adds_a_command(liger: Liger, install: Install) -> None:
-    install("greeting", COMMAND.replace("NAME", "greet").replace("AND_THEN", ""))
+    install("greeting", GREET)
     assert liger("greet") == Done(0, "hello", "")
 
 
@@ -191,10 +174,8 @@ def test_a_plugin_whose_commands_fail_loses_these_alone(
     install("good", COMMAND.replace("NAME", "welcome").replace("AND_THEN", ""))
     install("wrong", source)
     fault = f"plugin 'wrong' of liger-wrong: {fault}"
-    with pytest.warns(
-        RuntimeWarning,
-        match=f"^{re.escape(fault)}. Ignoring (its commands|the plugin); set LIGER_DISABLE_PLUGINS=wrong to ",
-    ):
+    sentence = f"^{re.escape(fault)}. Ignoring (its commands|the plugin); set LIGER_DISABLE_PLUGINS=wrong to "
+    with pytest.warns(RuntimeWarning, match=sentence):
         assert liger("welcome") == Done(0, "hello", "")
     done = liger("doctor", "--json")
     assert done.code == 1
@@ -205,17 +186,14 @@ def test_a_plugin_whose_commands_fail_loses_these_alone(
 def test_a_command_of_this_project_cannot_be_replaced(liger: Liger, install: Install) -> None:
     install("wrong", COMMAND.replace("NAME", "doctor").replace("AND_THEN", ""))
     done = liger("doctor", "--json")
-    assert json.loads(done.out)["failed_plugins"] == {
-        "wrong": [
-            "command 'doctor' must be offered once, got it from plugin 'core' of liger-core and plugin 'wrong' of "
-            "liger-wrong"
-        ]
-    }
+    both = "plugin 'core' of liger-core and plugin 'wrong' of liger-wrong"
+    fault = f"command 'doctor' must be offered once, got it from {both}"
+    assert json.loads(done.out)["failed_plugins"] == {"wrong": [fault]}
 
 
 def test_of_two_commands_of_one_name_neither_is_there_and_both_are_blamed(liger: Liger, install: Install) -> None:
     for name in ("two", "one"):
-        install(name, COMMAND.replace("NAME", "greet").replace("AND_THEN", ""))
+        install(name, GREET)
     fault = "command 'greet' must be offered once, got it from plugin 'one' of liger-one and plugin 'two' of liger-two"
     assert json.loads(liger("doctor", "--json").out)["failed_plugins"] == {"one": [fault], "two": [fault]}
     assert liger("greet").code == 2

@@ -19,8 +19,7 @@ PAGE = "\n".join((ROOT / "docs" / "extend" / f"{name}.md").read_text() for name 
 # What a copy needs: sources, tests, and the files that tests of the architecture and of the site read.
 COPIED = (
     "packages", "tests", "docs", "benchmarks", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md",
-    "constraints.txt",
-    "mkdocs.yml", "pyproject.toml", "noxfile.py",
+    "constraints.txt", "mkdocs.yml", "pyproject.toml", "noxfile.py",
 )  # fmt: skip
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 
@@ -54,11 +53,10 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("repository")
     for name in COPIED:
         source, ignored = ROOT / name, shutil.ignore_patterns("__pycache__", "*.egg-info", ".pytest_cache")
-        _ = (
+        if source.is_dir():
             shutil.copytree(source, folder / name, ignore=ignored)
-            if source.is_dir()
-            else shutil.copy(source, folder / name)
-        )
+        else:
+            shutil.copy(source, folder / name)
     for language, path, text in blocks(PAGE):
         target = folder / path
         if language == "diff":
@@ -72,17 +70,12 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(name: str, folder: Path) -> Path:
     """The package of the page that its pyproject.toml gives this name, as pip would install it."""
     given = list(blocks(PAGE))
-    project = next(
-        p
-        for p in (tomllib.loads(text) for language, _, text in given if language == "toml")
-        if p["project"]["name"] == name
-    )
+    projects = (tomllib.loads(text)["project"] for language, _, text in given if language == "toml")
+    project = next(project for project in projects if project["name"] == name)
     metadata = folder / f"{name.replace('-', '_')}-0.1.0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {name}\nVersion: {project['project']['version']}\n"
-    )
-    points = "".join(f"{key} = {value}\n" for key, value in project["project"]["entry-points"]["liger"].items())
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {project['version']}\n")
+    points = "".join(f"{key} = {value}\n" for key, value in project["entry-points"]["liger"].items())
     (metadata / "entry_points.txt").write_text(f"[liger]\n{points}")
     for _, path, text in given:
         if path.startswith(f"{name.replace('-', '_')}/"):
@@ -94,11 +87,8 @@ def installed(name: str, folder: Path) -> Path:
 def run(*arguments: str, inside: Path = ROOT, site: Path | None = None) -> str:
     """What Python prints in a fresh process, with the sources of a repository and perhaps with a package installed."""
     sources = [str(path) for path in sorted((inside / "packages").glob("*/src"))]
-    variables = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([*([str(site)] if site else []), *sources]),
-        "TRITON_INTERPRET": "1",
-    }
+    path = os.pathsep.join([*([str(site)] if site else []), *sources])
+    variables = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
     variables.pop("LIGER_BACKEND", None)
     done = subprocess.run([sys.executable, *arguments], cwd=inside, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-2000:]}"
@@ -107,23 +97,21 @@ def run(*arguments: str, inside: Path = ROOT, site: Path | None = None) -> str:
 
 def passes(*arguments: str, inside: Path = ROOT, site: Path | None = None) -> int:
     """The number of tests that pass; none may fail."""
-    printed = run(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "cpu", *arguments, inside=inside, site=site
-    )
+    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--device", "cpu"]
+    printed = run(*options, *arguments, inside=inside, site=site)
     return int(re.findall(r"^(\d+) passed", printed, re.MULTILINE)[-1])
 
 
 def test_the_op_of_the_page_passes_the_suite_and_needs_nothing_else(copy: Path) -> None:
     cubed = "cubed and (float32 or derivative or sentence or formula or drawn or random)"
     rest = "an_op_is_found or public or file or eager or sentence or columns or absent or without_a_head"
-    where = (
-        "tests/conformance",
-        "tests/fuzz",
-        "tests/test_architecture.py",
-        "tests/bench/test_peers.py",
-        "tests/hf/test_sweep.py",
+    where = ["conformance", "fuzz", "test_architecture.py", "bench/test_peers.py", "hf/test_sweep.py"]
+    assert (
+        passes(
+            *(f"tests/{path}" for path in where), "--backend", "reference", "-k", f"({cubed}) or {rest}", inside=copy
+        )
+        > 60
     )
-    assert passes(*where, "--backend", "reference", "-k", f"({cubed}) or {rest}", inside=copy) > 60
 
 
 def test_the_op_of_the_page_gets_its_page_on_the_site(copy: Path) -> None:
@@ -169,9 +157,8 @@ main()
 
 
 def test_the_rule_of_the_page_reaches_a_model(copy: Path) -> None:
-    printed = run(
-        "-c", MODEL.replace("FORMULAS", "(lambda x: x**3, lambda x: x**2)").replace("OP", "cubed"), inside=copy
-    )
+    model = MODEL.replace("FORMULAS", "(lambda x: x**3, lambda x: x**2)").replace("OP", "cubed")
+    printed = run("-c", model, inside=copy)
     replaced, absent, *ops = printed.splitlines()
     assert replaced == "{'cubed': 1} outputs and gradients agree"
     assert absent.endswith("cubed: no module without weights maps x to x³")

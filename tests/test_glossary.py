@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CHECKED = (
+CHECKED = [
     "ARCHITECTURE.md",
     "CHANGELOG.md",
-    "benchmarks",
     "CONTRIBUTING.md",
     "README.md",
+    "benchmarks",
     "docs",
     "examples",
     "noxfile.py",
     "packages",
     "tests",
-)
+]
 SUFFIXES = (".md", ".py", ".toml")
 # Term of the documentation of PyTorch and Hugging Face → wordings that tests refuse; … stands for any ending. A wording
 # is fine inside its term.
@@ -54,25 +54,7 @@ GLOSSARY = {
     "instead of, in place of": ["in the place of", "in the stead of"],
     "Accuracy, Limitations (headings)": ["what it is worth", "what it does not know"],
     "behavior, color, neighbor, center, gray, favor, license": ["behaviour…", "colour…", "neighbour…", "centre…", "centring", "grey", "favour…", "licence…"],
-    "-ize, -ization, -yze": [
-        "normalis…",
-        "initialis…",
-        "materialis…",
-        "optimis…",
-        "synchronis…",
-        "recognis…",
-        "serialis…",
-        "specialis…",
-        "generalis…",
-        "minimis…",
-        "maximis…",
-        "summaris…",
-        "organis…",
-        "quantis…",
-        "vectoris…",
-        "analyse…",
-        "analysing",
-    ],
+    "-ize, -ization, -yze": ["normalis…", "initialis…", "materialis…", "optimis…", "synchronis…", "recognis…", "serialis…", "specialis…", "generalis…", "minimis…", "maximis…", "summaris…", "organis…", "quantis…", "vectoris…", "analyse…", "analysing"],
     "setup, canceled, labeled, modeled, toward, program, spelled": ["set-up…", "cancelled", "cancelling", "labelled", "modelled", "towards", "programme", "modelling", "spelt", "misspelt"],
 }  # fmt: skip
 WRITTEN = [term for written in GLOSSARY for term in written.split(", ")]
@@ -113,9 +95,8 @@ def test_no_file_uses_a_retired_term() -> None:
     listed = subprocess.run(["git", "ls-files", "--", *CHECKED], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode != 0:
         pytest.skip("not a git checkout")
-    paths = [
-        path for path in map(Path, listed.stdout.splitlines()) if path.suffix in SUFFIXES and (ROOT / path).exists()
-    ]
+    named = map(Path, listed.stdout.splitlines())
+    paths = [path for path in named if path.suffix in SUFFIXES and (ROOT / path).exists()]
     assert len(paths) > 300
     found = []
     for path in paths:
@@ -139,12 +120,10 @@ def test_no_docstring_is_a_clause_without_a_subject_or_a_verb(package: str) -> N
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 docstring = ast.get_docstring(node) or ""
                 if HEADLESS.match(docstring):
-                    headless.append(
-                        f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}: {docstring.splitlines()[0]}"
-                    )
-    assert not headless, "\n".join(
-        ['a docstring begins with a verb ("Return …") or a noun phrase ("The …"):', *headless]
-    )
+                    name = f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}"
+                    headless.append(f"{name}: {docstring.splitlines()[0]}")
+    rule = 'a docstring begins with a verb ("Return …") or a noun phrase ("The …"):'
+    assert not headless, "\n".join([rule, *headless])
 
 
 def generic_names(source: str) -> Iterator[str]:

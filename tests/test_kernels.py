@@ -109,10 +109,9 @@ def two_tensors(x: Tensor) -> tuple[Tensor, Tensor]:
 )
 def test_allocate_must_return_what_launch_takes(allocate: Callable[..., Any], came: str) -> None:
     made = kernel(copy, allocate)
+    sentence = f"allocate must return a tuple of y, as launch takes them before its slash, got {came}"
     for x in (torch.ones(3), torch.ones(3, device="meta")):
-        with pytest.raises(
-            TypeError, match=rf"allocate must return a tuple of y, as launch takes them before its slash, got {came}"
-        ):
+        with pytest.raises(TypeError, match=sentence):
             made(x)
 
 

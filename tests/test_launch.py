@@ -39,16 +39,11 @@ class Kernel:
         def call(*args: Any, **options: Any) -> Any:
             self.log.append(("triton", grid, *args))
             self.options = options
-            run = SimpleNamespace(
-                launch=lambda *given: self.log.append(("directly", *given)),
-                global_scratch_size=self.scratch,
-                profile_scratch_size=0,
-                launch_cooperative_grid=False,
-                launch_pdl=False,
-                **(
-                    {} if self.release == "3.6" else {"arg_annotations": "annotations", "kernel_signature": "signature"}
-                ),
-            )
+            run = SimpleNamespace(launch=lambda *given: self.log.append(("directly", *given)))
+            run.global_scratch_size, run.profile_scratch_size = self.scratch, 0
+            run.launch_cooperative_grid = run.launch_pdl = False
+            if self.release != "3.6":
+                run.arg_annotations, run.kernel_signature = "annotations", "signature"
             return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
 
         return call
@@ -183,7 +178,7 @@ def test_the_sanitizer_checks_every_kernel() -> None:
 MANY = 140_000
 MANY_ROWS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
-        ("softmax", "sparsemax", "relu_squared", "swiglu", "geglu", "rms_norm", "layer_norm"), ((MANY, 2),)
+        ["softmax", "sparsemax", "relu_squared", "swiglu", "geglu", "rms_norm", "layer_norm"], ((MANY, 2),)
     ),
     **dict.fromkeys(("add_rms_norm", "add_layer_norm", "gated_rms_norm"), ((MANY, 2), (MANY, 2))),
     "dyt": ((MANY, 2), (1,), (2,), (2,)),
@@ -209,10 +204,7 @@ def test_the_second_dimension_of_a_grid_does_not_grow_with_rows(name: str, monke
     # A build of torch for CUDA would look for a GPU.
     monkeypatch.setattr("liger_triton.launch.overlaps", lambda: False)
     # The tables of angles, (1, 2), have no gradient.
-    args = [
-        torch.zeros(given, requires_grad=given != (1, 2)) if isinstance(given, tuple) else given
-        for given in MANY_ROWS[name]
-    ]
+    args = [torch.zeros(n, requires_grad=n != (1, 2)) if isinstance(n, tuple) else n for n in MANY_ROWS[name]]
     outputs = TABLE[getattr(liger_core, name)].function(*args)
     outputs = [o for o in (outputs if isinstance(outputs, tuple) else (outputs,)) if o.requires_grad]
     torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])

@@ -22,19 +22,21 @@ from liger_core.losses import top_classes
 
 HALF = torch.bfloat16, torch.float16
 MATMULS = {
-    "mm",
-    "addmm",
-    "addmm_",
-    "bmm",
-    "baddbmm",
-    "baddbmm_",
-    "addbmm",
-    "mv",
-    "addmv",
-    "dot",
-    "matmul",
-    "linear",
-    "_grouped_mm",
+    *[
+        "mm",
+        "addmm",
+        "addmm_",
+        "bmm",
+        "baddbmm",
+        "baddbmm_",
+        "addbmm",
+        "mv",
+        "addmv",
+        "dot",
+        "matmul",
+        "linear",
+        "_grouped_mm",
+    ]
 }
 CPU = torch.device("cpu")
 # Elements that a pass of a reference over logits or gradients holds in float32.
@@ -62,9 +64,8 @@ class Watched(TorchDispatchMode):
                 outputs = kernel.execute(args, kernel.allocate)
             return outputs[0] if kernel.single else outputs
         result = function(*args, **(kwargs or {}))
-        if function.overloadpacket.__name__ in MATMULS and any(
-            isinstance(t, Tensor) and t.dtype in HALF for t in tree_iter(args)
-        ):
+        halves = any(isinstance(t, Tensor) and t.dtype in HALF for t in tree_iter(args))
+        if halves and function.overloadpacket.__name__ in MATMULS:
             self.halved.append(str(function))
         wide = [t.numel() for t in tree_iter(result) if isinstance(t, Tensor) and t.dtype == torch.float32]
         self.largest = max(self.largest, *wide, 0)
@@ -84,9 +85,8 @@ def test_no_reference_multiplies_in_16_bits(op: Op[..., Any], dtype: torch.dtype
     for sample in (copy_of(sample) for sample in samples(op, CPU, dtype) if sample.name in form_names(op, CPU)):
         arguments = arguments_of(op, sample)
         names = differentiable(arguments, sample)
-        assert multiplied(lambda given=arguments, names=names: run(lambda g: op.reference(**g), given, names)) == [], (
-            sample.name
-        )
+        found = multiplied(lambda given=arguments, names=names: run(lambda g: op.reference(**g), given, names))
+        assert found == [], sample.name
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(20).bfloat16()], ids=["plain", "bias"])
@@ -111,10 +111,8 @@ def large_calls() -> Iterator[tuple[Op[..., Any], tuple[Any, ...]]]:
     yield linear_cross_entropy, (rows, some(40_000, 64), target)
     yield linear_log_prob, (rows, some(40_000, 64), target)
     yield linear_divergence, (rows, some(40_000, 64), some(4, 64), some(40_000, 64))
-    yield (
-        experts,
-        (some(4, 1100), some(2, 2000, 1100), some(2, 1100, 1000), torch.tensor([[0], [1], [1], [0]]), some(4, 1)),
-    )
+    matrices, index = (some(2, 2000, 1100), some(2, 1100, 1000)), torch.tensor([[0], [1], [1], [0]])
+    yield experts, (some(4, 1100), *matrices, index, some(4, 1))
     yield lora_linear, (some(4, 1100), some(2000, 1100), some(2, 1100), some(2000, 2))
 
 
@@ -173,10 +171,7 @@ def test_matmuls_are_traced_without_a_break(device: str) -> None:
 
 
 def test_tensors_on_other_devices_stay_in_their_dtype() -> None:
-    a, b = (
-        torch.empty(5, 8, device="meta", dtype=torch.bfloat16),
-        torch.empty(8, 3, device="meta", dtype=torch.bfloat16),
-    )
+    a, b = (torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in ((5, 8), (8, 3)))
     assert multiplied(lambda: kernels.multiply(a.new_empty(5, 3), a, b)) == ["aten.mm.out"]
 
 
@@ -193,11 +188,7 @@ PROCESSORS = {
 
 @pytest.mark.parametrize(("bf16", "fp16", "processor", "expected"), PROCESSORS.values(), ids=PROCESSORS)
 def test_the_processor_decides(
-    bf16: bool,
-    fp16: bool,
-    processor: dict[str, bool],
-    expected: tuple[torch.dtype, ...],
-    monkeypatch: pytest.MonkeyPatch,
+    bf16: bool, fp16: bool, processor: dict[str, bool], expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "multiplies_bfloat16", lambda: bf16)
     monkeypatch.setattr(kernels, "multiplies_float16", lambda: fp16)

@@ -94,10 +94,8 @@ def of_transformers(module: str, name: str) -> Any:
 
 
 def config(kind: str, **options: Any) -> Any:
-    transformers = pytest.importorskip("transformers")
-    return transformers.AutoConfig.for_model(
-        kind, hidden_size=16, intermediate_size=24, num_attention_heads=2, pad_token_id=0, **options
-    )
+    options |= {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "pad_token_id": 0}
+    return pytest.importorskip("transformers").AutoConfig.for_model(kind, **options)
 
 
 MLPS = {
@@ -233,18 +231,14 @@ def test_a_model_of_modules_trains_when_it_is(way: str) -> None:
     model, ids = Model(), torch.randint(1, 20, (2, 6))
     expected = gradients(model, model, ids)
     torch._dynamo.reset()
-    other = {"copied": copy.deepcopy, "pickled": lambda m: pickle.loads(pickle.dumps(m)), "compiled": lambda m: m}[way](
-        model
-    )
+    again = {"copied": copy.deepcopy, "pickled": lambda m: pickle.loads(pickle.dumps(m)), "compiled": lambda m: m}
+    other = again[way](model)
     call = torch.compile(other, fullgraph=True, backend="aot_eager") if way == "compiled" else other
     torch.testing.assert_close(gradients(other, call, ids), expected)
 
 
 def test_an_embedding_is_that_of_torch_with_exact_sums(device: torch.device) -> None:
-    ours, theirs = (
-        nn.Embedding(5, 8, padding_idx=1, device=device),
-        torch.nn.Embedding(5, 8, padding_idx=1, device=device),
-    )
+    ours, theirs = (kind.Embedding(5, 8, padding_idx=1, device=device) for kind in (nn, torch.nn))
     theirs.load_state_dict(ours.state_dict())
     index = torch.tensor([[0, 1, 4], [4, 4, 2]], device=device)
     for module in (ours, theirs):

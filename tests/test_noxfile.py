@@ -42,11 +42,8 @@ def test_a_path_replaces_the_folder_that_it_is_in(path: str, noxfile: ModuleType
 
 
 def test_several_paths_replace_those_of_the_part_that_has_them(noxfile: ModuleType) -> None:
-    assert noxfile.selected(TRITON, ["tests/hf", "tests/ops/test_rope.py"]) == [
-        "tests/ops/test_rope.py",
-        "--backend",
-        "triton",
-    ]
+    selected = noxfile.selected(TRITON, ["tests/hf", "tests/ops/test_rope.py"])
+    assert selected == ["tests/ops/test_rope.py", "--backend", "triton"]
 
 
 def test_a_part_without_any_of_the_paths_is_skipped(noxfile: ModuleType) -> None:

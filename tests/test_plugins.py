@@ -16,7 +16,7 @@ import torch
 import liger_core
 from liger_core import BackendError, explain, rms_norm, selection, use
 from liger_core.builtin import CATALOGUE
-from liger_core.plugins import PROJECT, registry
+from liger_core.plugins import PROJECT, Registry, registry
 
 pytestmark = pytest.mark.usefixtures("fresh_selection")
 
@@ -35,6 +35,7 @@ THIRD = """
     def liger_backends():
         return [Backend({name!r}, {devices!r}, {priority!r}, {{liger_core.rms_norm: rms_norm}})]
 """
+DISABLE = "set LIGER_DISABLE_PLUGINS"
 HOOKS = "liger_backends, liger_commands, liger_ops, liger_rules"
 OPS = ", ".join(sorted(op.name for op in CATALOGUE))
 
@@ -43,8 +44,11 @@ def third(name: str = "third", devices: object = ("cpu",), priority: object = 50
     return THIRD.format(name=name, devices=devices, priority=priority)
 
 
-def messages(warned: pytest.WarningsRecorder) -> list[str]:
-    return [str(each.message) for each in warned]
+def registry_and_warnings() -> tuple[Registry, list[str]]:
+    """Load the plugins; what there is, and what warnings say."""
+    with pytest.warns(RuntimeWarning) as warned:
+        found = registry()
+    return found, [str(each.message) for each in warned]
 
 
 def ended(sentence: str) -> str:
@@ -86,21 +90,16 @@ def test_a_plugin_adds_an_op_with_its_reference(install: Install) -> None:
 def test_a_plugin_that_fails_to_import_is_reported_and_the_others_work(install: Install) -> None:
     install("third", third())
     install("broken", "import no_such_module")
-    fault = (
-        "plugin 'broken' of liger-broken: importing broken_plugin failed: ModuleNotFoundError: No module named "
-        "'no_such_module'"
-    )
-    with pytest.warns(RuntimeWarning) as warned:
-        found = registry()
-    assert messages(warned) == [f"{fault}. Ignoring the plugin; set LIGER_DISABLE_PLUGINS=broken to disable the plugin"]
+    failure = "ModuleNotFoundError: No module named 'no_such_module'"
+    fault = f"plugin 'broken' of liger-broken: importing broken_plugin failed: {failure}"
+    found, warned = registry_and_warnings()
+    assert warned == [f"{fault}. Ignoring the plugin; {DISABLE}=broken to disable the plugin"]
     assert found.failed == {"broken": [fault]}
     assert explain(rms_norm, torch.ones(2, 8)).backend == "third"
     with pytest.raises(BackendError) as caught:
         use("broken")
-    assert (
-        str(caught.value)
-        == f"use('broken'): no backend named 'broken'; installed: {', '.join(sorted(found.backends))}. P{fault[1:]}."
-    )
+    installed = ", ".join(sorted(found.backends))
+    assert str(caught.value) == f"use('broken'): no backend named 'broken'; installed: {installed}. P{fault[1:]}."
 
 
 # Source of a plugin, what is wrong with it, and what of it is ignored.
@@ -111,21 +110,9 @@ FAULTS = [
     pytest.param(third().replace("def liger_backends", "def liger_backend"), f"every hook must be one of {HOOKS}, got 'liger_backend'. Did you mean 'liger_backends'?", "the plugin", id="misspelled_hook"),
     pytest.param(third().replace("@hookimpl", ""), "the hook liger_backends must be marked with @liger_core.hookimpl, it is not", "the plugin", id="unmarked_hook"),
     pytest.param("import liger_core", f"it must have one of the hooks {HOOKS}, it has none", "the plugin", id="no_hook"),
-    pytest.param(
-        third().replace("liger_backends()", "liger_backends(names)"),
-        "registering its hooks failed: PluginValidationError: Plugin 'wrong' for hook 'liger_backends'\nhookimpl definition: "
-        "liger_backends(names)\nArgument(s) {'names'} are declared in the hookimpl but can not be found in the "
-        "hookspec",
-        "the plugin",
-        id="argument_of_a_hook",
-    ),
+    pytest.param(third().replace("liger_backends()", "liger_backends(names)"), "registering its hooks failed: PluginValidationError: Plugin 'wrong' for hook 'liger_backends'\nhookimpl definition: liger_backends(names)\nArgument(s) {'names'} are declared in the hookimpl but can not be found in the hookspec", "the plugin", id="argument_of_a_hook"),
     pytest.param(third().replace("return [", "raise OSError('no driver')\n        return ["), "its hook liger_backends failed: OSError: no driver", "what liger_backends returns", id="hook_fails"),
-    pytest.param(
-        "from liger_core import hookimpl\n@hookimpl\ndef liger_backends():\n    return ['third']\n",
-        "liger_backends must return a list of Backends, got a str in it",
-        "what liger_backends returns",
-        id="no_backend_object",
-    ),
+    pytest.param("from liger_core import hookimpl\n@hookimpl\ndef liger_backends():\n    return ['third']\n", "liger_backends must return a list of Backends, got a str in it", "what liger_backends returns", id="no_backend_object"),
     pytest.param("from liger_core import hookimpl\n@hookimpl\ndef liger_ops():\n    pass\n", "its hook liger_ops failed: TypeError: 'NoneType' object is not iterable", "what liger_ops returns", id="returns_nothing"),
 ]  # fmt: skip
 
@@ -136,12 +123,9 @@ def test_a_fault_of_a_plugin_is_a_warning_that_names_it(
 ) -> None:
     install("third", third())
     install("wrong", source)
-    with pytest.warns(RuntimeWarning) as warned:
-        found = registry()
+    found, warned = registry_and_warnings()
     fault = f"plugin 'wrong' of liger-wrong: {fault}"
-    assert messages(warned) == [
-        f"{ended(fault)} Ignoring {ignored}; set LIGER_DISABLE_PLUGINS=wrong to disable the plugin"
-    ]
+    assert warned == [f"{ended(fault)} Ignoring {ignored}; {DISABLE}=wrong to disable the plugin"]
     assert found.failed == {"wrong": [fault]}
     assert explain(rms_norm, torch.ones(2, 8)).backend == "third"
 
@@ -175,13 +159,10 @@ GOOD = (
 @pytest.mark.parametrize(("source", "fault"), BACKEND_FAULTS)
 def test_a_fault_of_a_backend_leaves_out_this_backend_alone(install: Install, source: str, fault: str) -> None:
     install("wrong", source.rstrip().removesuffix("]") + GOOD)
-    with pytest.warns(RuntimeWarning) as warned:
-        found = registry()
+    found, warned = registry_and_warnings()
     (name,) = found.left_out
     fault = f"plugin 'wrong' of liger-wrong: backend {name!r}: {fault}"
-    assert messages(warned) == [
-        f"{ended(fault)} Ignoring backend {name!r}; set LIGER_DISABLE_PLUGINS=wrong to disable the plugin"
-    ]
+    assert warned == [f"{ended(fault)} Ignoring backend {name!r}; {DISABLE}=wrong to disable the plugin"]
     assert found.failed == {"wrong": [fault]}
     chosen = explain(rms_norm, torch.ones(2, 8))
     assert chosen.backend == "good"
@@ -224,17 +205,15 @@ def test_of_two_backends_of_one_name_neither_is_loaded_and_both_are_blamed(
     for name in order:
         install(name, third(name="twin"))
     fault = "backend 'twin' must be offered once, got it from plugin 'one' of liger-one and plugin 'two' of liger-two"
-    with pytest.warns(RuntimeWarning) as warned:
-        found = registry()
-    assert messages(warned) == [
+    found, warned = registry_and_warnings()
+    assert warned == [
         f"{fault}. Ignoring the backend of plugin 'one' of liger-one and plugin 'two' of liger-two; "
-        "set LIGER_DISABLE_PLUGINS=one or LIGER_DISABLE_PLUGINS=two to disable one of them"
+        f"{DISABLE}=one or LIGER_DISABLE_PLUGINS=two to disable one of them"
     ]
     assert found.failed == {"one": [fault], "two": [fault]}
     assert explain(rms_norm, torch.ones(2, 8)).backend == "reference"
-    with pytest.raises(
-        BackendError, match=re.escape(f"use('twin'): backend 'twin' must be loaded, it is not: {fault}")
-    ):
+    sentence = f"use('twin'): backend 'twin' must be loaded, it is not: {fault}"
+    with pytest.raises(BackendError, match=re.escape(sentence)):
         use("twin")
 
 
@@ -252,13 +231,11 @@ def test_this_project_keeps_a_name_that_another_plugin_uses(install: Install, pl
     pytest.importorskip("liger_triton")
     install(plugin, third(name="triton"))
     first, second = sorted(["triton", plugin])
-    with pytest.warns(RuntimeWarning) as warned:
-        found = registry()
-    assert messages(warned) == [
+    found, warned = registry_and_warnings()
+    assert warned == [
         f"backend 'triton' must be offered once, got it from plugin {first!r} of liger-{first} and plugin {second!r} "
-        f"of liger-{second}. "
-        f"Ignoring the backend of plugin {plugin!r} of liger-{plugin}; "
-        f"set LIGER_DISABLE_PLUGINS={first} or LIGER_DISABLE_PLUGINS={second} to disable one of them"
+        f"of liger-{second}. Ignoring the backend of plugin {plugin!r} of liger-{plugin}; "
+        f"{DISABLE}={first} or LIGER_DISABLE_PLUGINS={second} to disable one of them"
     ]
     assert found.backends["triton"].distribution == "liger-triton"
     assert found.left_out == {}
@@ -273,16 +250,10 @@ def test_this_project_keeps_a_name_that_another_plugin_uses(install: Install, pl
 )  # fmt: skip
 def test_core_keeps_a_name_that_a_plugin_uses(install: Install, kind: str, name: str, source: str) -> None:
     install("again", source)
-    fault = (
-        f"{kind} {name!r} must be offered once, got it from plugin 'core' of liger-core and plugin 'again' of "
-        "liger-again"
-    )
-    with pytest.warns(RuntimeWarning) as warned:
-        found = registry()
-    assert messages(warned) == [
-        f"{fault}. Ignoring the {kind} of plugin 'again' of liger-again; set LIGER_DISABLE_PLUGINS=again to disable "
-        "the plugin"
-    ]
+    again = "plugin 'again' of liger-again"
+    fault = f"{kind} {name!r} must be offered once, got it from plugin 'core' of liger-core and {again}"
+    found, warned = registry_and_warnings()
+    assert warned == [f"{fault}. Ignoring the {kind} of {again}; {DISABLE}=again to disable the plugin"]
     assert found.failed == {"again": [fault]}
     assert found.ops["rope"] is liger_core.rope
     assert found.backends["reference"].distribution == "liger-core"
@@ -291,12 +262,11 @@ def test_core_keeps_a_name_that_a_plugin_uses(install: Install, kind: str, name:
 @pytest.mark.parametrize(
     ("name", "other", "lost"),
     [
-        pytest.param("triton", "liger-triton", "plugin 'triton' of liger-zzz", id="one_of_this_project"),
-        pytest.param("core", "liger-core", "plugin 'core' of liger-zzz", id="core"),
-        pytest.param(
-            "mine", "liger-other", "plugin 'mine' of liger-other and plugin 'mine' of liger-zzz", id="two_others"
-        ),
+        ("triton", "liger-triton", "plugin 'triton' of liger-zzz"),
+        ("core", "liger-core", "plugin 'core' of liger-zzz"),
+        ("mine", "liger-other", "plugin 'mine' of liger-other and plugin 'mine' of liger-zzz"),
     ],
+    ids=["one_of_this_project", "core", "two_others"],
 )
 def test_two_plugins_of_one_name_are_both_blamed(install: Install, name: str, other: str, lost: str) -> None:
     pytest.importorskip("liger_triton")
@@ -308,9 +278,8 @@ def test_two_plugins_of_one_name_are_both_blamed(install: Install, name: str, ot
     fault = (
         f"plugin {name!r} must be offered once, got it from plugin {name!r} of {other} and plugin {name!r} of liger-zzz"
     )
-    with pytest.warns(RuntimeWarning) as warned:
-        found = registry()
-    assert messages(warned) == [f"{fault}. Ignoring {lost}; set LIGER_DISABLE_PLUGINS={name} to disable the plugin"]
+    found, warned = registry_and_warnings()
+    assert warned == [f"{fault}. Ignoring {lost}; {DISABLE}={name} to disable the plugin"]
     assert found.failed == {name: [fault]}
     assert {backend.distribution for backend in found.backends.values()} <= set(PROJECT)
 
@@ -337,25 +306,10 @@ def test_a_disabled_plugin_is_not_even_imported(install: Install, monkeypatch: p
 def test_a_backend_that_cannot_be_tested_is_one_error(install: Install, name: str, device: str, message: str) -> None:
     site = install("mine", third(name="mine"))
     installed = ", ".join(sorted(registry().backends))
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "tests/conformance",
-            "--backend",
-            name,
-            "--device",
-            device,
-            "-p",
-            "no:cacheprovider",
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-    )
+    words = f"-m pytest tests/conformance --backend {name} --device {device} -p no:cacheprovider".split()
+    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert (
-        done.stderr.strip() == f"ERROR: --backend {name}: {message.format(installed=installed, python=sys.executable)}"
-    )
+    message = message.format(installed=installed, python=sys.executable)
+    assert done.stderr.strip() == f"ERROR: --backend {name}: {message}"

@@ -72,9 +72,8 @@ def private_names_in(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in LIBRARIES:
             for path in (f"{node.module}.{alias.name}" for alias in node.names):
                 listed = ":".join(path.rsplit(".", 1)) in generated.NAMES
-                if listed or (
-                    any(map(is_private, path.split("."))) and not any(path.startswith(allowed) for allowed in ALLOWED)
-                ):
+                private = any(map(is_private, path.split("."))) and not path.startswith(tuple(ALLOWED))
+                if listed or private:
                     yield path
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             path, root = ast.unparse(node), ast.unparse(node.value).partition(".")[0]
@@ -82,12 +81,7 @@ def private_names_in(tree: ast.Module) -> Iterator[str]:
             allowed = STANDARD | {allowed for allowed in ALLOWED if "." in allowed}
             if not mine and node.attr not in STANDARD and not any(name.startswith(path) for name in allowed):
                 yield path
-        elif (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and is_private(node.value)
-            and node.value in KNOWN
-        ):
+        elif isinstance(node, ast.Constant) and str(node.value) in KNOWN and is_private(str(node.value)):
             yield repr(node.value)
 
 
@@ -122,9 +116,8 @@ def test_the_module_of_a_private_name_can_be_imported_without_it(path: str, monk
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_a_model_trains_without_any_private_name(backend: str) -> None:
     command = [sys.executable, "-W", "ignore", str(Path(remove.__code__.co_filename)), backend]
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
     assert done.stdout.split() == ["right"], done.stdout + done.stderr
 
@@ -133,10 +126,8 @@ def test_the_use_of_a_function_that_is_missing_is_an_error() -> None:
     missing = PrivateNames().require("torch:_no_such_function", "Does something.")
 
     assert not missing
-    with pytest.raises(
-        RuntimeError,
-        match=r"Does something: torch must have torch\._no_such_function, got torch .* without it; use a version",
-    ):
+    sentence = r"Does something: torch must have torch\._no_such_function, got torch .* without it; use a version"
+    with pytest.raises(RuntimeError, match=sentence):
         missing(1)
 
 
@@ -146,11 +137,8 @@ def test_the_page_is_current() -> None:
 
 def test_the_installed_versions_are_recorded() -> None:
     """Also where they have lost or gained a name since."""
-    recorded = {
-        name.path: generated.recorded()[name.path]
-        for name in generated.NAMES.values()
-        if generated.libraries(name) is not None
-    }
+    paths = [name.path for name in generated.NAMES.values() if generated.libraries(name) is not None]
+    recorded = {path: generated.recorded()[path] for path in paths}
     installed = {path: generated.probed()[path] for path in recorded}
     known = {version for entry in recorded.values() for version in entry["has"]}
     new = {path for path, entry in installed.items() if {*entry["has"], *entry["lacks"]} - known}

@@ -44,14 +44,8 @@ ONE_WAY = {
     "_divergence.gradient_kernel PARTIAL": "a vocabulary over several ranks",
     "_softmax_loss.scale_kernel ADD": "no sample has a weight with main_grad",
 }
-POINTERS = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-    torch.bool: "*i1",
-}
+POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+POINTERS |= {torch.int64: "*i64", torch.int32: "*i32", torch.bool: "*i1"}
 
 
 class Launched(NamedTuple):
@@ -105,9 +99,8 @@ def _describe(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> La
             types[name] = "i32" if arg < 2**31 else "i64"
             if arg % 16 == 0:
                 divisible.append(name)
-    return Launched(
-        kernel, types, constants, divisible, {name: value for name, value in options.items() if name not in names}
-    )
+    others = {name: value for name, value in options.items() if name not in names}
+    return Launched(kernel, types, constants, divisible, others)
 
 
 def _compile(launched: Launched) -> Any:
@@ -132,9 +125,8 @@ def _launch(op: Op[..., Any], sample: Sample) -> None:
     except Unsupported:
         return
     if outputs:
-        torch.autograd.grad(
-            outputs, [given[n] for n in trained], [torch.randn_like(o) for o in outputs], allow_unused=True
-        )
+        inputs, upstream = [given[n] for n in trained], [torch.randn_like(o) for o in outputs]
+        torch.autograd.grad(outputs, inputs, upstream, allow_unused=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
@@ -146,9 +138,8 @@ def test_every_kernel_that_a_sample_launches_compiles(op: Op[..., Any], dtype: t
     assert kernels or (op.name, dtype) == ("lora_linears", torch.float32)
     compiled = {name: _compile(launched) for name, launched in kernels.items()}
     assert {name: kernel.metadata.shared for name, kernel in compiled.items() if kernel.metadata.shared > SHARED} == {}
-    assert [
-        name for name, kernel in compiled.items() if kernel.metadata.launch_pdl and not _waits(kernel.asm["ptx"])
-    ] == []
+    early = {name: kernel.asm["ptx"] for name, kernel in compiled.items() if kernel.metadata.launch_pdl}
+    assert [name for name, ptx in early.items() if not _waits(ptx)] == []
 
 
 def _waits(ptx: str) -> bool:
@@ -189,16 +180,14 @@ def test_norms_fit_where_programs_have_less_shared_memory(
     x, residual, weight = (torch.zeros(*shape, requires_grad=True) for shape in ((600, width), (600, width), (width,)))
     outputs = TABLE[add_rms_norm].function(x, residual, weight)
     torch.autograd.grad(outputs, [x, residual, weight], [torch.ones_like(o) for o in outputs])
-    assert {
-        name: shared for name, launched in kernels.items() if (shared := _compile(launched).metadata.shared) > small
-    } == {}
+    needed = {name: _compile(launched).metadata.shared for name, launched in kernels.items()}
+    assert {name: shared for name, shared in needed.items() if shared > small} == {}
 
 
 @pytest.mark.parametrize(("width", "warps"), [(16384, 8), (14336, 8), (8192, 8), (4096, 4)])
 def test_long_rows_of_layer_norm_get_the_warps_that_were_measured(width: int, warps: int, kernels: Kernels) -> None:
-    x, weight, bias = (
-        torch.zeros(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((1, width), (width,), (width,))
-    )
+    shapes = ((1, width), (width,), (width,))
+    x, weight, bias = (torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
     y = TABLE[layer_norm].function(x, weight, bias)
     torch.autograd.grad(y, [x, weight, bias], torch.ones_like(y))
     (name,) = (name for name in kernels if name.startswith("_norm_chunks.backward_kernel"))

@@ -45,9 +45,8 @@ def test_another_version_is_named_with_those_that_are_tested(version: str, torch
 
 def test_there_is_one_warning(torch_is: Versions) -> None:
     torch_is("2.15.0")
-    with pytest.warns(
-        UserWarning, match=r"Liger is tested with torch<2\.14,>=2\.11, got 2\.15\.0; install a tested version"
-    ):
+    sentence = r"Liger is tested with torch<2\.14,>=2\.11, got 2\.15\.0; install a tested version"
+    with pytest.warns(UserWarning, match=sentence):
         warn_if_untested("liger-core")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -77,11 +76,8 @@ def test_what_is_installed_here_is_tested() -> None:
 def test_every_library_that_is_depended_on_is_bounded_on_both_sides(distribution: str) -> None:
     from test_architecture import metadata as project
 
-    (found,) = [
-        str(line)
-        for line in project(distribution.replace("-", "_"))["dependencies"]
-        if str(line).startswith(DEPENDED_ON[distribution] + ">")
-    ]  # type: ignore[attr-defined]
+    lines = map(str, project(distribution.replace("-", "_"))["dependencies"])  # type: ignore[call-overload]
+    (found,) = [line for line in lines if line.startswith(DEPENDED_ON[distribution] + ">")]
     assert ">=" in found
     assert ",<" in found
 
@@ -94,12 +90,8 @@ def test_the_doctor_names_untested_versions() -> None:
     )
     said = {}
     for arguments in ((), ("--json",)):
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code, "doctor", *arguments],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        command = [sys.executable, "-W", "ignore", "-c", code, "doctor", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         said[arguments] = done.stdout
     (sentence,) = json.loads(said["--json",])["untested_versions"]
     assert sentence.startswith("Liger is tested with torch<2,>=1, got ")
@@ -114,9 +106,7 @@ def test_an_interpreter_that_numpy_breaks_is_unavailable_and_says_why(triton: st
     from liger_triton.plugin import _interpreter_problem
 
     problem = _interpreter_problem(triton, numpy)
-    assert (problem is None) == works
-    assert (
-        works
-        or problem
-        == "the interpreter of Triton 3.6.0 cannot run loops with numpy 2.4.6; pip install 'numpy<2.4', or a newer Triton"
+    said = (
+        "the interpreter of Triton 3.6.0 cannot run loops with numpy 2.4.6; pip install 'numpy<2.4', or a newer Triton"
     )
+    assert problem == (None if works else said)

@@ -71,9 +71,7 @@ def test_the_classifiers_name_the_supported_pythons_and_the_types(package: str) 
     assert [name for name in found if name.startswith("License ::")] == []
 
 
-@pytest.mark.parametrize(
-    "package", [package for package in PACKAGES if package not in ("liger_triton", "liger_inductor")]
-)
+@pytest.mark.parametrize("package", sorted({*PACKAGES} - {"liger_triton", "liger_inductor"}))
 def test_one_extra_adds_the_kernels(package: str) -> None:
     described, _ = wheel(package)
     version = described["Version"]

@@ -42,16 +42,8 @@ def main(backend: str) -> None:
 
     assert dispatch_stack_length() == 1, "torch's own function was found"
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=37,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-        )
-    )
+    sizes = {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
     ids = torch.randint(37, (2, 7))
 
     def step() -> list[torch.Tensor]:
