@@ -19,6 +19,7 @@ from liger_core.plugins import registry
 
 # Elements of a sample: past these an interpreter takes minutes for all checks together.
 LARGE = 100_000
+AnyOp = Op[..., Any]
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -30,7 +31,7 @@ def word(dtype: torch.dtype) -> str:
 class Case:
     """One sample of one op in one dtype on one device, for one backend."""
 
-    op: Op[..., Any]
+    op: AnyOp
     backend: str
     dtype: torch.dtype
     name: str
@@ -61,7 +62,7 @@ class Case:
                 raise
 
 
-def implementations(device: torch.device, only: str | None) -> Iterator[tuple[Op[..., Any], str, Callable[..., Any]]]:
+def implementations(device: torch.device, only: str | None) -> Iterator[tuple[AnyOp, str, Callable[..., Any]]]:
     """(op, backend, implementation) for the named backend, else for every one that runs on the device and that `auto`
     may select."""
     found = registry()
@@ -74,9 +75,7 @@ def implementations(device: torch.device, only: str | None) -> Iterator[tuple[Op
 
 
 @cache
-def drawn(
-    op: Op[..., Any], device: torch.device, dtype: torch.dtype, seed: int
-) -> dict[str, tuple[Sample, list[Tensor]]]:
+def drawn(op: AnyOp, device: torch.device, dtype: torch.dtype, seed: int) -> dict[str, tuple[Sample, list[Tensor]]]:
     """Name → sample, and the state of the random numbers behind it.
 
     Drawn once: one sample needs all those before it.
@@ -106,22 +105,21 @@ def copy_of(sample: Sample) -> Sample:
         own = storages.setdefault(storage.data_ptr(), storage.clone())
         return value.new_empty(0).set_(own, value.storage_offset(), value.shape, value.stride())
 
-    return replace(
-        sample, args=tuple(map(copied, sample.args)), kwargs={n: copied(v) for n, v in sample.kwargs.items()}
-    )
+    kwargs = {name: copied(value) for name, value in sample.kwargs.items()}
+    return replace(sample, args=tuple(map(copied, sample.args)), kwargs=kwargs)
 
 
-def samples(op: Op[..., Any], device: torch.device, dtype: torch.dtype = torch.float32) -> list[Sample]:
+def samples(op: AnyOp, device: torch.device, dtype: torch.dtype = torch.float32) -> list[Sample]:
     """For reading only."""
     return [sample for sample, _ in drawn(op, device, dtype, 0).values()]
 
 
-def sample_names(op: Op[..., Any], device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
+def sample_names(op: AnyOp, device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     return tuple(sample.name for sample in samples(op, device, dtype))
 
 
 @cache
-def size(op: Op[..., Any], device: torch.device, name: str) -> int:
+def size(op: AnyOp, device: torch.device, name: str) -> int:
     """Elements of the largest tensor of a sample."""
     sample = next(s for s in samples(op, device) if s.name == name)
     return max(v.numel() for v in arguments_of(op, sample).values() if isinstance(v, Tensor))
@@ -136,36 +134,34 @@ def takes_minutes(case: Case) -> bool:
 
 
 @cache
-def form_names(op: Op[..., Any], device: torch.device) -> tuple[str, ...]:
+def form_names(op: AnyOp, device: torch.device) -> tuple[str, ...]:
     """The first sample of every form of call: which arguments are given, and the values of those that are not tensors."""
     return _first_of_each(op, device, lambda value: "Tensor" if isinstance(value, Tensor) else value)
 
 
 @cache
-def pattern_names(op: Op[..., Any], device: torch.device) -> tuple[str, ...]:
+def pattern_names(op: AnyOp, device: torch.device) -> tuple[str, ...]:
     """The first sample of every form of call if numbers make no difference, as they make none to what a call saves for
     the backward pass."""
-    return _first_of_each(
-        op,
-        device,
-        lambda value: "Tensor" if isinstance(value, Tensor) else value if isinstance(value, str | bool) else None,
-    )
+
+    def seen_as(value: Any) -> Any:
+        return "Tensor" if isinstance(value, Tensor) else value if isinstance(value, str | bool) else None
+
+    return _first_of_each(op, device, seen_as)
 
 
-def _first_of_each(op: Op[..., Any], device: torch.device, seen_as: Callable[[Any], Any]) -> tuple[str, ...]:
+def _first_of_each(op: AnyOp, device: torch.device, seen_as: Callable[[Any], Any]) -> tuple[str, ...]:
     """The samples that differ from those before in what `seen_as` makes of their arguments, or in what is frozen; None
     makes no difference."""
     found: dict[str, str] = {}
     for sample in samples(op, device):
-        seen = {name: seen_as(value) for name, value in arguments_of(op, sample).items()}
-        found.setdefault(
-            f"{[pair for pair in seen.items() if pair[1] is not None]} {sorted(sample.frozen)}", sample.name
-        )
+        seen = [(name, seen_as(value)) for name, value in arguments_of(op, sample).items()]
+        found.setdefault(f"{[pair for pair in seen if pair[1] is not None]} {sorted(sample.frozen)}", sample.name)
     return tuple(found.values())
 
 
 @cache
-def active_outputs(op: Op[..., Any], device: torch.device, name: str) -> dict[str, int]:
+def active_outputs(op: AnyOp, device: torch.device, name: str) -> dict[str, int]:
     """Name → dimensions of the outputs of a sample that get a gradient."""
     sample = next(s for s in samples(op, device) if s.name == name)
     arguments = arguments_of(op, sample)
@@ -192,18 +188,21 @@ def _one_of_several(device: torch.device, only: str | None, kind: str) -> Iterat
 
 def mixed_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case, str]]:
     """Every floating-point tensor of an op, in bfloat16 in the first float32 sample that has it."""
-    seen: set[tuple[Op[..., Any], str, str]] = set()
+    seen: set[tuple[AnyOp, str, str]] = set()
     for case in cases(device, only, "form"):
-        sample = next(s for s in samples(case.op, case.device, case.dtype) if s.name == case.name)
-        for name, value in arguments_of(case.op, sample).items():
+        for name, value in arguments_of(case.op, _sample_of(case)).items():
             if isinstance(value, Tensor) and value.is_floating_point() and (case.op, case.backend, name) not in seen:
                 seen.add((case.op, case.backend, name))
                 yield case, name
 
 
+def _sample_of(case: Case) -> Sample:
+    """For reading only."""
+    return next(s for s in samples(case.op, case.device, case.dtype) if s.name == case.name)
+
+
 def _differentiable_of(case: Case) -> list[str]:
-    sample = next(s for s in samples(case.op, case.device, case.dtype) if s.name == case.name)
-    return differentiable(arguments_of(case.op, sample), sample)
+    return differentiable(arguments_of(case.op, _sample_of(case)), _sample_of(case))
 
 
 def output_cases(device: torch.device, only: str | None) -> Iterator[tuple[Case, str]]:
@@ -273,7 +272,7 @@ def cases(device: torch.device, only: str | None, kind: str) -> Iterator[Case]:
                 yield Case(op, backend, dtype, name, device)
 
 
-def arguments_of(op: Op[..., Any], sample: Sample) -> dict[str, Any]:
+def arguments_of(op: AnyOp, sample: Sample) -> dict[str, Any]:
     """Parameter name → argument of a sample, defaults left out."""
     return dict(op.signature.bind(*sample.args, **sample.kwargs).arguments)
 

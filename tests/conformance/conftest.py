@@ -28,14 +28,7 @@ from conftest import device_of
 from liger_core.kernels import Kernel
 from liger_core.plugins import registry
 
-KINDS = {
-    "case": "all",
-    "repeated_case": "repeated",
-    "float32_case": "float32",
-    "form_case": "form",
-    "pattern_case": "pattern",
-    "exact_case": "exact",
-}
+KINDS = {f"{kind}_case": kind for kind in ("repeated", "float32", "form", "pattern", "exact")} | {"case": "all"}
 TAKES_MINUTES = pytest.mark.skip(reason="a large sample takes an interpreter minutes; its accuracy is tested")
 # A case and the variation of it that is tested.
 PAIRS = {
@@ -53,18 +46,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     torch.manual_seed(0)
     for fixture, kind in KINDS.items():
         if fixture in metafunc.fixturenames:
-            found = list(cases(device, only, kind))
             # Accuracy looks at every case; what else is checked does not change with the size of a sample.
-            slow = [fixture != "case" and takes_minutes(case) for case in found]
-            marked = [pytest.param(c, marks=TAKES_MINUTES) if s else c for c, s in zip(found, slow, strict=True)]
-            metafunc.parametrize(fixture, marked, ids=[case.id for case in found], indirect=fixture == "case")
+            found = [(case, case, case.id) for case in cases(device, only, kind)]
+            metafunc.parametrize(fixture, marked(found, fixture != "case"), indirect=fixture == "case")
     for fixture, pairs in PAIRS.items():
         if fixture in metafunc.fixturenames:
-            chosen = list(pairs(device, only))
-            marked_pairs = [
-                pytest.param(pair, marks=TAKES_MINUTES) if takes_minutes(pair[0]) else pair for pair in chosen
-            ]
-            metafunc.parametrize(fixture, marked_pairs, ids=[f"{case.id}-{name}" for case, name in chosen])
+            chosen = [(pair, pair[0], f"{pair[0].id}-{pair[1]}") for pair in pairs(device, only)]
+            metafunc.parametrize(fixture, marked(chosen, True))
     if "implementation" in metafunc.fixturenames:
         triples = list(implementations(device, only))
         metafunc.parametrize("implementation", triples, ids=[f"{backend}-{op.name}" for op, backend, _ in triples])
@@ -72,12 +60,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         wrong = [(op, backend, m.name) for op, backend, _ in implementations(device, only) for m in op.misuses(device)]
         metafunc.parametrize("misuse", wrong, ids=[f"{backend}-{op.name}-{name}" for op, backend, name in wrong])
     if "sharded_op" in metafunc.fixturenames:
-        metafunc.parametrize(
-            "sharded_op", [op.name for op in registry().ops.values() if "vocab" in op.signature.parameters]
-        )
+        sharded = [op.name for op in registry().ops.values() if "vocab" in op.signature.parameters]
+        metafunc.parametrize("sharded_op", sharded)
     if "op" in metafunc.fixturenames:
         ops = list(registry().ops.values())
         metafunc.parametrize("op", ops, ids=[op.name for op in ops])
+
+
+def marked(found: list[tuple[Any, Case, str]], leaves_out: bool) -> list[Any]:
+    """Parameters from (value, case, id); those that take minutes are skipped if `leaves_out`."""
+    return [
+        pytest.param(value, id=name, marks=TAKES_MINUTES if leaves_out and takes_minutes(case) else ())
+        for value, case, name in found
+    ]
 
 
 @pytest.hookimpl(wrapper=True)

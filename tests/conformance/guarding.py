@@ -25,13 +25,8 @@ from liger_core.kernels import Kernel
 GUARD, PATTERN = 1 << 15, 255
 # A value that no kernel computes by accident.
 SENTINEL = -7_777_777
-NEW = (
-    (torch, "empty"),
-    (torch, "empty_like"),
-    (torch, "empty_strided"),
-    (Tensor, "new_empty"),
-    (Tensor, "new_empty_strided"),
-)
+NEW = [(torch, name) for name in ("empty", "empty_like", "empty_strided")]
+NEW += [(Tensor, name) for name in ("new_empty", "new_empty_strided")]
 ZEROED = ((torch, "zeros"), (torch, "zeros_like"), (Tensor, "new_zeros"))
 EMPTY, FULL = torch.empty, torch.full
 
@@ -100,19 +95,16 @@ class GuardedMemory:
                     return tensor.zero_()
                 if tensor.dtype == torch.bool:
                     return tensor
-                return tensor.fill_(
-                    float("nan") if tensor.is_floating_point() else SENTINEL % torch.iinfo(tensor.dtype).max
-                )
+                if tensor.is_floating_point():
+                    return tensor.fill_(torch.nan)
+                return tensor.fill_(SENTINEL % torch.iinfo(tensor.dtype).max)
 
         return made
 
     def _guarded(self, plain: Tensor) -> Tensor:
         """A tensor like this one; not a view, so that autograd takes it for one of its own."""
-        span = (
-            1 + sum((size - 1) * stride for size, stride in zip(plain.shape, plain.stride(), strict=True))
-            if plain.numel()
-            else 0
-        )
+        last = sum((size - 1) * stride for size, stride in zip(plain.shape, plain.stride(), strict=True))
+        span = last + 1 if plain.numel() else 0
         buffer = FULL((2 * GUARD + span * plain.element_size(),), PATTERN, dtype=torch.uint8, device=plain.device)
         storage = buffer.untyped_storage()
         self.held[storage.data_ptr()] = Guarded(buffer, f"{tuple(plain.shape)} made by {_maker()}")

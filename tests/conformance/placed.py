@@ -35,10 +35,8 @@ def placements_of(arguments: Mapping[str, Any], lone: bool) -> Iterator[tuple[st
         every: Placements = {name: Shard(dimension) for name, value in tensors.items() if dimension < value.dim()}
         yield f"dimension {dimension} sharded", whole | every
         # From behind, as tables and weights have the dimensions of rows.
-        yield (
-            f"dimension -{dimension + 1} sharded",
-            whole | {n: Shard(v.dim() - 1 - dimension) for n, v in tensors.items() if n in every},
-        )
+        from_behind = {name: Shard(tensors[name].dim() - 1 - dimension) for name in every}
+        yield f"dimension -{dimension + 1} sharded", whole | from_behind
     for name, value in tensors.items() if lone else ():
         for dimension in range(value.dim()):
             yield f"dimension {dimension} of {name} sharded", whole | {name: Shard(dimension)}
@@ -52,9 +50,7 @@ class Placed:
         self.case, self.mesh, self.placements = case, mesh, placements
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
-        given = {
-            name: self.spread(name, value) if isinstance(value, Tensor) else value for name, value in arguments.items()
-        }
+        given = {n: self.spread(n, value) if isinstance(value, Tensor) else value for n, value in arguments.items()}
         results = self.case.call(given)
         return tuple(map(self.whole, results)) if isinstance(results, tuple) else self.whole(results)
 
@@ -87,14 +83,13 @@ class _Part(torch.autograd.Function):
 def kind_of(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     """What calls have in common that placements treat alike: arguments, and which of their dimensions are empty, of one
     index, or longer."""
-    shapes = {
-        name: tuple(min(size, 2) for size in value.shape)
-        for name, value in arguments.items()
-        if isinstance(value, Tensor)
-    }
-    return tuple(
-        (name, shapes.get(name, value if isinstance(value, str | bool) else None)) for name, value in arguments.items()
-    )
+
+    def seen_as(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return tuple(min(size, 2) for size in value.shape)
+        return value if isinstance(value, str | bool) else None
+
+    return tuple((name, seen_as(value)) for name, value in arguments.items())
 
 
 def accuracy(device: torch.device, backend: str, dtype: torch.dtype, third: int, every: bool) -> list[str]:
@@ -104,9 +99,8 @@ def accuracy(device: torch.device, backend: str, dtype: torch.dtype, third: int,
     """
     mesh = init_device_mesh(device.type, (2,) * (dist.get_world_size() // 2))
     found, checked = [], 0
-    for op in [op for op, name, _ in implementations(device, backend) if op.layout is not None and name == backend][
-        third::THIRDS
-    ]:
+    ops = [op for op, name, _ in implementations(device, backend) if op.layout is not None and name == backend]
+    for op in ops[third::THIRDS]:
         kinds = set()
         for case in (Case(op, backend, dtype, sample, device) for sample in sample_names(op, device, dtype)):
             if takes_minutes(case) or (kinds and not every):
@@ -122,10 +116,8 @@ def accuracy(device: torch.device, backend: str, dtype: torch.dtype, third: int,
                 how = " and ".join(words for words, _ in several)
                 placed = Placed(case, mesh, tuple(placements for _, placements in several))
                 got = run(placed, trial.arguments, trial.names, trial.cotangents)
-                found += [
-                    f"{case.id}, {how}: {complaint} – this sample is for: {trial.why}"
-                    for complaint in trial.complaints(got)
-                ]
+                complaints = trial.complaints(got)
+                found += [f"{case.id}, {how}: {each} – this sample is for: {trial.why}" for each in complaints]
                 checked += 1
     assert checked, f"no op of {backend} takes DTensors"
     return found

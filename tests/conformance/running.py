@@ -75,12 +75,8 @@ def run(
     gradients: tuple[Tensor | None, ...] = (None,) * len(inputs)
     if inputs and weights:
         gradients = torch.autograd.grad([active[n] for n in weights], inputs, list(weights.values()), allow_unused=True)
-    return Result(
-        {n: t.detach() for n, t in outputs.items()},
-        dict(zip(names, gradients, strict=True)),
-        weights,
-        frozenset(active),
-    )
+    detached = {n: t.detach() for n, t in outputs.items()}
+    return Result(detached, dict(zip(names, gradients, strict=True)), weights, frozenset(active))
 
 
 class Trial:
@@ -121,19 +117,13 @@ class Trial:
     def define(self, arguments: Mapping[str, Any]) -> Any:
         return self.case.op.reference(**arguments)
 
-    def defined(
-        self,
-        arguments: Mapping[str, Any],
-        names: list[str],
-        cotangents: Mapping[str, Tensor] | None = None,
-        draw: Callable[[Tensor], Tensor] = cotangent_for,
-    ) -> Result:
-        """The definition's answers.
+    def defined(self, arguments: Mapping[str, Any], names: list[str], *cotangents: Any, **more: Any) -> Result:
+        """The definition's answers, with the other arguments of `run`.
 
         It multiplies in the dtype of the arguments, since plain PyTorch is the yardstick.
         """
         with plain_matmuls():
-            return run(self.define, arguments, names, cotangents, draw)
+            return run(self.define, arguments, names, *cotangents, **more)
 
     def run(self, names: list[str] | None = None, cotangents: Mapping[str, Tensor] | None = None) -> Result:
         chosen = self.names if names is None else names
@@ -150,11 +140,7 @@ class Trial:
         return not floating <= set(got.gradients)
 
     def complaints(
-        self,
-        got: Result,
-        reference: Result | None = None,
-        exact: Result | None = None,
-        dtype: torch.dtype | None = None,
+        self, got: Result, reference: Result | None = None, exact: Result | None = None, dtype: Any = None
     ) -> list[str]:
         """Violations of the criterion, and overwritten inputs; an empty list is a pass."""
         exact, dtype = exact or self.exact, dtype or self.case.dtype
@@ -197,12 +183,11 @@ class Trial:
         return self.defined(in_float64(self.arguments), self.names).gradients
 
 
+Tensors = dict[str, Tensor]
+
+
 def output_complaints(
-    got: dict[str, Tensor],
-    reference: dict[str, Tensor],
-    exact: dict[str, Tensor],
-    dtype: torch.dtype,
-    leeway: float = 1.0,
+    got: Tensors, reference: Tensors, exact: Tensors, dtype: torch.dtype, leeway: float = 1.0
 ) -> list[str]:
     """Violations of the criterion among the outputs."""
     if list(got) != list(reference):
@@ -233,11 +218,9 @@ class KernelCall(NamedTuple):
             for (name, t), need in zip(results, needs, strict=True)
             if t is not None and not need
         ]
-        return found + (
-            [f"{self.kernel.name}: one gradient must be asked for, got needs={self.needs}"]
-            if sum(self.needs) > 1
-            else []
-        )
+        if sum(self.needs) > 1:
+            found.append(f"{self.kernel.name}: one gradient must be asked for, got needs={self.needs}")
+        return found
 
 
 def differences(first: Result, second: Result) -> list[str]:

@@ -51,11 +51,8 @@ class Sharded:
 def _rows(whole: Tensor, start: int, count: int) -> Tensor:
     part = whole[min(start, whole.shape[0]) : start + count]
     # Nobody may read what is padding.
-    return (
-        torch.cat((part, part.new_full((count - part.shape[0], *whole.shape[1:]), torch.nan)))
-        if part.shape[0] < count
-        else part
-    )
+    padding = part.new_full((count - part.shape[0], *whole.shape[1:]), torch.nan)
+    return torch.cat((part, padding)) if len(padding) else part
 
 
 def summed(result: Result) -> Result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -65,15 +66,13 @@ def test_a_second_backward_gives_the_same_gradients(form_case: Case) -> None:
     trial = Trial(form_case)
     given = with_gradients(trial.arguments, trial.names)
     outputs = leaves(form_case.call(given))
-    weights = trial.cotangents
-    inputs = [given[n] for n in trial.names]
+    inputs, upstream = [given[n] for n in trial.names], list(trial.cotangents.values())
+    used = [outputs[n] for n in trial.cotangents]
     first, second = (
-        torch.autograd.grad(
-            [outputs[n] for n in weights], inputs, list(weights.values()), retain_graph=True, allow_unused=True
-        )
+        dict(zip(trial.names, torch.autograd.grad(used, inputs, upstream, True, allow_unused=True), strict=True))
         for _ in range(2)
     )
-    changed = different_bits(dict(zip(trial.names, first, strict=True)), dict(zip(trial.names, second, strict=True)))
+    changed = different_bits(first, second)
     trial.expect([f"gradient of {name}: other bits the second time" for name in changed])
 
 
@@ -126,14 +125,12 @@ def test_autocast_keeps_the_criterion_of_its_precision(form_case: Case) -> None:
     with torch.autocast(form_case.device.type, dtype=torch.bfloat16):
         got = trial.run()
         with plain_matmuls():
-            reference = run(
-                replace(form_case, backend="reference").call, trial.arguments, trial.names, trial.cotangents
-            )
+            plain = replace(form_case, backend="reference").call
+            reference = run(plain, trial.arguments, trial.names, trial.cotangents)
     trial.expect(trial.complaints(got, reference, dtype=torch.bfloat16))
     dtypes = {n: (g.dtype, trial.arguments[n].dtype) for n, g in got.gradients.items() if g is not None}
-    trial.expect(
-        [f"gradient of {n}: dtype {want} expected, got {dtype}" for n, (dtype, want) in dtypes.items() if dtype != want]
-    )
+    wrong = {n: dtype for n, (dtype, want) in dtypes.items() if dtype != want}
+    trial.expect([f"gradient of {n}: dtype {dtypes[n][1]} expected, got {dtype}" for n, dtype in wrong.items()])
 
 
 def test_autocast_takes_every_tensor_in_its_own_dtype_beside_float32(mixed_case: tuple[Case, str]) -> None:
@@ -153,12 +150,8 @@ def test_checkpointing_gives_the_same_bits(pattern_case: Case) -> None:
 
     trial = Trial(pattern_case)
     with use(pattern_case.backend, only=[pattern_case.op]):
-        got = run(
-            lambda given: checkpoint(pattern_case.op, **given, use_reentrant=False),
-            trial.arguments,
-            trial.names,
-            trial.cotangents,
-        )
+        checkpointed = partial(checkpoint, pattern_case.op, use_reentrant=False)
+        got = run(lambda given: checkpointed(**given), trial.arguments, trial.names, trial.cotangents)
     trial.expect(differences(got, trial.run()))
 
 

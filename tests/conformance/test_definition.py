@@ -44,16 +44,10 @@ class _Accumulating(TorchDispatchMode):
         self.found = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function.overloadpacket in (
-            torch.ops.aten.index_put,
-            torch.ops.aten.index_put_,
-            torch.ops.aten._index_put_impl_,
-        ):
-            self.found += bool(
-                dict(zip(("self", "indices", "values", "accumulate"), args, strict=False), **kwargs or {}).get(
-                    "accumulate"
-                )
-            )
+        aten = torch.ops.aten
+        if function.overloadpacket in (aten.index_put, aten.index_put_, aten._index_put_impl_):
+            named = dict(zip(("self", "indices", "values", "accumulate"), args, strict=False), **kwargs or {})
+            self.found += bool(named.get("accumulate"))
         return function(*args, **kwargs or {})
 
 
@@ -109,18 +103,16 @@ def test_samples_have_names_of_their_own_and_say_why(op: Op[..., Any], device: t
 def test_misuses_have_names_of_their_own(op: Op[..., Any], device: torch.device) -> None:
     names = [misuse.name for misuse in op.misuses(device)]
     assert names, f"{op.name}: misuses() must yield at least one wrong call"
-    assert not repeated(names), (
-        f"{op.name}: every misuse must have a name of its own; these occur twice: {repeated(names)}"
-    )
+    twice = repeated(names)
+    assert not twice, f"{op.name}: every misuse must have a name of its own; these occur twice: {twice}"
 
 
 def test_every_dtype_has_the_same_samples(op: Op[..., Any], device: torch.device) -> None:
     expected = [sample.name for sample in op.samples(device, torch.float32)]
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         got = [sample.name for sample in op.samples(device, dtype)]
-        assert got == expected, (
-            f"{op.name}: samples() must yield the same names for every dtype; {dtype} differs from torch.float32"
-        )
+        wanted = "samples() must yield the same names for every dtype"
+        assert got == expected, f"{op.name}: {wanted}; {dtype} differs from torch.float32"
 
 
 def test_every_option_has_a_sample_that_sets_it(op: Op[..., Any], device: torch.device) -> None:
@@ -142,9 +134,8 @@ def test_the_docstring_names_every_tensor_with_its_shape_and_every_error(
     assert re.search(r"^ *returns +\S", text, re.MULTILINE), f"{op.name}: the docstring must have a line `returns  …`"
     errors = {misuse.error.__name__ for misuse in op.misuses(device)} - {"DeviceError"}
     unnamed = [name for name in sorted(errors) if name not in text]
-    assert not unnamed, (
-        f"{op.name}: the docstring must name every error that a misuse raises; it does not name {unnamed}"
-    )
+    wanted = "the docstring must name every error that a misuse raises"
+    assert not unnamed, f"{op.name}: {wanted}; it does not name {unnamed}"
 
 
 def test_work_and_workloads_describe_every_op(op: Op[..., Any]) -> None:
@@ -155,12 +146,11 @@ def test_work_and_workloads_describe_every_op(op: Op[..., Any]) -> None:
     assert quick is not None, f"{op.name}: at least one workload must be quick, for a laptop's CPU"
     args, kwargs = quick.make(torch.device("cpu"), torch.float32)
     work = op.work(*args, **kwargs)
-    assert 0 < work.forward_bytes <= work.full_bytes, (
-        f"{op.name}: work() must give 0 < forward_bytes ≤ full_bytes, got {work}"
+    wanted = (
+        f"{op.name}: work() must give 0 < forward_bytes ≤ full_bytes and 0 ≤ forward_flops ≤ full_flops, got {work}"
     )
-    assert 0 <= work.forward_flops <= work.full_flops, (
-        f"{op.name}: work() must give 0 ≤ forward_flops ≤ full_flops, got {work}"
-    )
+    assert 0 < work.forward_bytes <= work.full_bytes, wanted
+    assert 0 <= work.forward_flops <= work.full_flops, wanted
 
 
 def repeated(names: Iterable[str]) -> list[str]:

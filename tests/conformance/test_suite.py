@@ -32,14 +32,8 @@ def summing_to_one(x: Tensor) -> Tensor:
 
 
 def op_of(reference: Callable[[Tensor], Tensor]) -> Op[..., Any]:
-    return Op(
-        reference,
-        check=lambda x: None,
-        samples=samples,
-        misuses=lambda device: iter(()),
-        workloads=lambda: (),
-        work=lambda x: Work(0, 0),
-    )
+    described: dict[str, Any] = {"check": lambda x: None, "samples": samples, "work": lambda x: Work(0, 0)}
+    return Op(reference, **described, misuses=lambda device: iter(()), workloads=lambda: ())
 
 
 @dataclass(frozen=True)

@@ -110,12 +110,8 @@ def test_an_exported_call_gives_gradients_to_what_was_frozen_when_it_was_exporte
     options = {name: value for name, value in trial.arguments.items() if name not in frozen}
     with use(pattern_case.backend, only=[pattern_case.op]):
         exported = torch.export.export(Called(pattern_case.op, options), (), frozen).module()
-        got = run(
-            lambda given: exported(**{name: given[name] for name in frozen}),
-            trial.arguments,
-            trial.names,
-            trial.cotangents,
-        )
+        given = trial.arguments, trial.names, trial.cotangents
+        got = run(lambda arguments: exported(**{name: arguments[name] for name in frozen}), *given)
     trial.expect(trial.complaints(got))
 
 
@@ -138,9 +134,8 @@ class Partition:
             return []
         forward, backward = self.graphs
         read = {node.name for node in backward.nodes if node.op == "placeholder"}
-        return [
-            node for node in forward.output_node().all_input_nodes if node.op == "call_function" and node.name in read
-        ]
+        computed = [node for node in forward.output_node().all_input_nodes if node.op == "call_function"]
+        return [node for node in computed if node.name in read]
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -155,15 +150,10 @@ def test_a_checkpointed_call_saves_no_result_when_compiled(pattern_case: Case) -
         got = run(compiled, trial.arguments, trial.names, trial.cotangents)
     assert [str(node.target) for node in partition.saved()] == []
     # The graphs call the kernels themselves: one that has to ask autograd first costs the host twice as much.
-    called = {
-        node.target.name()
-        for graph in partition.graphs
-        for node in graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload)
-    }
-    assert [
-        name for name in called if torch._C._dispatch_has_kernel_for_dispatch_key(name, "Autograd") and "liger" in name
-    ] == []
+    targets = [node.target for graph in partition.graphs for node in graph.nodes]
+    called = {target.name() for target in targets if isinstance(target, torch._ops.OpOverload)}
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert [name for name in called if has_kernel(name, "Autograd") and "liger" in name] == []
     trial.expect(trial.complaints(got))
 
 
@@ -177,9 +167,8 @@ def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones(form_case: Case) -
         fakes = {n: mode.from_tensor(v) if isinstance(v, Tensor) else v for n, v in trial.arguments.items()}
         outputs = leaves(form_case.call(with_gradients(fakes, trial.names)))
     real = leaves(form_case.call(trial.arguments))
-    assert {n: (t.shape, t.dtype, t.device) for n, t in outputs.items()} == {
-        n: (t.shape, t.dtype, t.device) for n, t in real.items()
-    }
+    fake, wanted = ({n: (t.shape, t.dtype, t.device) for n, t in found.items()} for found in (outputs, real))
+    assert fake == wanted
 
 
 def copying(name: str) -> tuple[Kernel, Kernel]:

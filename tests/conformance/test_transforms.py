@@ -35,9 +35,7 @@ def _or_refused(run: Callable[[], Any]) -> Any:
     """What a run returns; None where the op refuses it with a sentence of its own, or its backend declines."""
     try:
         return run()
-    except GradientError:
-        return None
-    except pytest.skip.Exception:
+    except (GradientError, pytest.skip.Exception):
         return None
     except BackendError as error:
         if isinstance(error.__cause__, Unsupported):
@@ -52,9 +50,8 @@ def test_forward_mode_ad_is_right_or_refused(form_case: Case) -> None:
         return
     want = _derivative(trial, trial.define)
     dropped = [i for i, (one, other) in enumerate(zip(got, want, strict=True)) if one is None and other is not None]
-    assert not dropped, (
-        f"outputs {dropped} lost their tangents: leave calls in a level of forward-mode AD to the reference, or raise"
-    )
+    advice = "leave calls in a level of forward-mode AD to the reference, or raise"
+    assert not dropped, f"outputs {dropped} lost their tangents: {advice}"
     assert [t is None for t in got] == [t is None for t in want]
     for one, other in zip(got, want, strict=True):
         if one is not None:
@@ -112,9 +109,8 @@ def test_a_batch_of_upstream_gradients_is_right_or_refused(form_case: Case) -> N
     upstream = [torch.stack([torch.randn_like(t) for _ in range(2)]) for t in results]
 
     def gradients(grads: list[Tensor], batched: bool) -> Any:
-        found = torch.autograd.grad(
-            results, inputs, grads, retain_graph=True, is_grads_batched=batched, allow_unused=True
-        )
+        options = {"retain_graph": True, "allow_unused": True, "is_grads_batched": batched}
+        found = torch.autograd.grad(results, inputs, grads, **options)
         return [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs, strict=True)]
 
     try:
