@@ -16,14 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 COMMIT = "0" * 40
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 512}
 # That of Qwen3's checkpoints; the type's default is another.
 ROPE = {"rope_type": "default", "rope_theta": 1e6}
 # Name on the hub → model type, and what the type needs besides.
@@ -63,17 +57,10 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    inner.train_from_iterator([__doc__ or ""], trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        pad_token="<|endoftext|>",
-        bos_token="<|endoftext|>",
-        eos_token="<|im_end|>",
-        chat_template=CHAT,
-    )
+    options = {"special_tokens": SPECIAL, "initial_alphabet": alphabet, "show_progress": False}
+    inner.train_from_iterator([__doc__ or ""], trainers.BpeTrainer(vocab_size=300, **options))
+    tokens = {"pad_token": SPECIAL[0], "bos_token": SPECIAL[0], "eos_token": SPECIAL[2]}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=CHAT, **tokens)
 
 
 @contextmanager

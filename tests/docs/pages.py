@@ -26,6 +26,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +126,9 @@ def evaluate(example: Example, run: Run) -> None:
     elif why := _why_not(block, run):
         run.left.append(why)
     else:
-        action = (
-            (lambda: _bash(block, run))
-            if block.language == "bash"
-            else (lambda: _python(example, example.region.lexemes["source"]))
-        )
+        action = partial(_bash, block, run)
+        if block.language == "python":
+            action = partial(_python, example, example.region.lexemes["source"])
         _expecting(block, action) if "raises" in block.marks else action()
         run.ran.append(block)
 
@@ -179,10 +178,9 @@ def _bash(block: Block, run: Run) -> None:
                 patch.setattr(sys, "argv", words)
                 _here(words)
         return
-    command = ["bash", "-euo", "pipefail", "-c", block.source]
-    done = subprocess.run(
-        command, cwd=run.folder, env={**os.environ, **environment}, capture_output=True, text=True, timeout=SECONDS
-    )
+    command, variables = ["bash", "-euo", "pipefail", "-c", block.source], {**os.environ, **environment}
+    options = {"cwd": run.folder, "env": variables, "timeout": SECONDS}
+    done = subprocess.run(command, **options, capture_output=True, text=True)
     assert done.returncode == 0, f"{block.source}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
@@ -219,18 +217,11 @@ def _comments(document: Document) -> Iterable[Region]:
 
 def _fences(document: Document) -> Iterable[Region]:
     for region in RawFencedCodeBlockLexer(FENCE)(document):
+        language, source, before = region.lexemes["language"], region.lexemes["source"], document.text[: region.start]
         title = re.search(r'title="([^"]*)"', region.lexemes["attributes"])
-        headings = HEADING.findall(
-            re.sub(r"^```.*?^```", "", document.text[: region.start], flags=re.DOTALL | re.MULTILINE)
-        )
-        region.parsed = Block(
-            region.lexemes["language"],
-            title[1] if title else "",
-            region.lexemes["source"],
-            _marks(document.text[: region.start]),
-            document.text.count("\n", 0, region.start) + 1,
-            headings[-1] if headings else "",
-        )
+        prose = re.sub(r"^```.*?^```", "", before, flags=re.DOTALL | re.MULTILINE)
+        heading, line = ["", *HEADING.findall(prose)][-1], before.count("\n") + 1
+        region.parsed = Block(language, title[1] if title else "", source, _marks(before), line, heading)
         yield region
 
 

@@ -46,13 +46,9 @@ def run(
 
 # What docs/start/install.md installs at least: Liger's packages and what they require.
 LIGER = ("liger-core", "liger-triton", "liger-hf")
-WITH_LIGER = {
-    re.split(r"[^\w-]", line)[0].replace("-", "_")
-    for package in LIGER
-    for line in tomllib.loads((pages.ROOT / "packages" / package / "pyproject.toml").read_text())["project"][
-        "dependencies"
-    ]
-}
+PROJECTS = [tomllib.loads((pages.ROOT / "packages" / package / "pyproject.toml").read_text()) for package in LIGER]
+REQUIRED = [line for project in PROJECTS for line in project["project"]["dependencies"]]
+WITH_LIGER = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in REQUIRED}
 WITH_CODE = [path for path in pages.pages() if any(block.runs for block in pages.blocks(path))]
 
 
@@ -86,19 +82,14 @@ def imported(path: Path) -> set[str]:
     nodes = [node for block in blocks for node in ast.walk(ast.parse(block.source))]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
-    return (
-        {name.split(".")[0] for name in names}
-        - sys.stdlib_module_names
-        - {block.title.removesuffix(".py") for block in blocks}
-    )
+    own = {block.title.removesuffix(".py") for block in blocks}
+    return {name.split(".")[0] for name in names} - sys.stdlib_module_names - own
 
 
 @pytest.mark.parametrize("path", WITH_CODE, ids=name)
 def test_a_page_shows_how_to_install_what_it_needs_besides_liger(path: Path) -> None:
-    text = path.read_text()
-    needed = {
-        each for names in re.findall(r"^<!-- needs: (.*) -->$", text, re.MULTILINE) for each in names.split(", ")
-    } | imported(path)
+    named = re.findall(r"^<!-- needs: (.*) -->$", path.read_text(), re.MULTILINE)
+    needed = {each for names in named for each in names.split(", ")} | imported(path)
     needed = {each for each in needed - WITH_LIGER if not each.startswith("liger")}
     installed = {word for words in re.findall(r"pip install ([\w -]+)", shown(path)) for word in words.split()}
     assert needed - installed == set()
@@ -126,18 +117,15 @@ def test_every_notebook_is_what_its_page_makes() -> None:
     code = "import json, notebooks; print(json.dumps({name: notebooks.notebook(name) for name in notebooks.SECTIONS}))"
     folder = pages.ROOT / "docs" / "generate"
     made = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
-    assert {path.stem: path.read_text() for path in NOTEBOOKS} == json.loads(made.stdout), (
-        "run python docs/generate/notebooks.py"
-    )
+    committed = {path.stem: path.read_text() for path in NOTEBOOKS}
+    assert committed == json.loads(made.stdout), "run python docs/generate/notebooks.py"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
 def test_a_notebook_installs_liger_from_the_clone_first_and_shows_no_hidden_code(path: Path) -> None:
     _title, install, *rest = json.loads(path.read_text())["cells"]
-    folders = re.findall(r" (\.\./\S+)", "".join(install["source"]))
-    assert [(path.parent / folder).resolve() for folder in folders] == [
-        pages.ROOT / "packages" / name for name in LIGER
-    ]
+    folders = [(path.parent / folder).resolve() for folder in re.findall(r" (\.\./\S+)", "".join(install["source"]))]
+    assert folders == [pages.ROOT / "packages" / name for name in LIGER]
     assert not [cell for cell in rest if "assert " in "".join(cell["source"]) or cell.get("outputs")]
 
 

@@ -109,10 +109,8 @@ def test_a_narrow_window_shows_everything_without_scrolling_sideways(shown: tupl
     opened, address = shown
     opened.open(address, width=400, scheme=scheme)
     assert opened.value("document.documentElement.scrollWidth") <= 400
-    ink, paper = (
-        opened.value(f"getComputedStyle(document.querySelector('.fit select')).{name}")
-        for name in ("color", "backgroundColor")
-    )
+    style = "getComputedStyle(document.querySelector('.fit select'))"
+    ink, paper = (opened.value(f"{style}.{name}") for name in ("color", "backgroundColor"))
     assert ink != paper
 
 
@@ -158,10 +156,8 @@ def test_every_command_and_script_of_the_page_has_its_options(shown: tuple[Page,
         values = {field.name: parameters[field.name] for field in fields(Setup)}
         assert setup_of(values, 1, device="cuda", ranks=ranks) == setup
         here: dict[str, Any] = {"TrainingArguments": partial(TrainingArguments, str(tmp_path), use_cpu=True)}
-        names = ("torch", "AutoModelForCausalLM", "BitsAndBytesConfig", "LoraConfig", "get_peft_model")
-        here |= dict.fromkeys(
-            (*names, "prepare_model_for_kbit_training", "Trainer", "LigerCallback", "dataset"), MagicMock()
-        )
+        names = "torch AutoModelForCausalLM BitsAndBytesConfig LoraConfig get_peft_model Trainer LigerCallback dataset"
+        here |= dict.fromkeys([*names.split(), "prepare_model_for_kbit_training"], MagicMock())
         exec(arguments, here)
         made = here["args"]
         expected = techniques.arguments(setup)

@@ -69,33 +69,32 @@ def test_a_link_between_pages_of_the_repository_leads_to_their_pages_on_the_site
     assert "[Ops](../reference/ops/index.md)" in (site / "start" / "loop.md").read_text()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_link_of_a_page_leads_somewhere_in_the_repository(page: Path) -> None:
     text = re.sub(r"<!--.*?-->|^ *```.*?^ *```$|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     targets = re.findall(r"\]\(<?([^()\s<>#]+)", text)
-    assert [
-        target for target in targets if not re.match(r"[a-z]+:", target) and not (page.parent / target).exists()
-    ] == []
+    targets = [target for target in targets if not re.match(r"[a-z]+:", target)]
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+def generated(code: str) -> subprocess.CompletedProcess[str]:
+    """Run code beside the generators."""
+    folder = ROOT / "docs" / "generate"
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("generator", ["compatibility", "loss_options", "techniques", "trainers"])
 def test_the_tables_of_a_page_are_those_that_are_generated(generator: str) -> None:
-    made = subprocess.run(
-        [sys.executable, "-c", f"import {generator} as g; print(g.filled(g.PAGE.read_text()) == g.PAGE.read_text())"],
-        cwd=ROOT / "docs" / "generate",
-        capture_output=True,
-        text=True,
-    )
+    made = generated(f"import {generator} as g; print(g.filled(g.PAGE.read_text()) == g.PAGE.read_text())")
     assert made.stdout.strip() == "True", f"run python docs/generate/{generator}.py\n{made.stderr}"
 
 
 def test_the_readme_has_the_figures_of_trl_that_were_measured_last() -> None:
-    made = subprocess.run(
-        [sys.executable, "-c", "import trainers; print(trainers.headline())"],
-        cwd=ROOT / "docs" / "generate",
-        capture_output=True,
-        text=True,
-    )
+    made = generated("import trainers; print(trainers.headline())")
     assert made.stdout.strip() in " ".join((ROOT / "README.md").read_text().split()), made.stderr
 
 
@@ -108,11 +107,7 @@ def parse(command: Any, name: str, arguments: list[str], parent: Any = None) -> 
         parse(inner, rest[0], rest[1:], context)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if COMMAND.search(page.read_text())],
-    ids=lambda page: page.relative_to(ROOT).as_posix(),
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if COMMAND.search(page.read_text())], ids=name)
 def test_every_command_on_a_page_has_options_that_exist(page: Path) -> None:
     """Those that are not run, too: they are parsed, and nothing more."""
     app = typer.Typer()
