@@ -12,18 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CHECKED = [
-    "ARCHITECTURE.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "README.md",
-    "benchmarks",
-    "docs",
-    "examples",
-    "noxfile.py",
-    "packages",
-    "tests",
-]
+CHECKED = ["ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "benchmarks", "docs", "examples"]
+CHECKED += ["noxfile.py", "packages", "tests"]
 SUFFIXES = (".md", ".py", ".toml")
 # Term of the documentation of PyTorch and Hugging Face → wordings that tests refuse; … stands for any ending. A wording
 # is fine inside its term.

@@ -21,23 +21,8 @@ from liger_core.kernels import KERNELS
 from liger_core.losses import top_classes
 
 HALF = torch.bfloat16, torch.float16
-MATMULS = {
-    *[
-        "mm",
-        "addmm",
-        "addmm_",
-        "bmm",
-        "baddbmm",
-        "baddbmm_",
-        "addbmm",
-        "mv",
-        "addmv",
-        "dot",
-        "matmul",
-        "linear",
-        "_grouped_mm",
-    ]
-}
+MATMULS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "addbmm", "mv", "addmv", "dot", "matmul", "linear"}
+MATMULS.add("_grouped_mm")
 CPU = torch.device("cpu")
 # Elements that a pass of a reference over logits or gradients holds in float32.
 BLOCK = 1 << 21
