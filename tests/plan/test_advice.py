@@ -47,12 +47,8 @@ def test_the_checklist_passes_over_what_needs_more_ranks() -> None:
 def test_several_ranks_share() -> None:
     items = list(checklist(Setup("tiny", ranks=4), 0, predicting(counted)))
     assert [item.prediction.setup.shard for item in items if item.prediction][:5] == [
-        "none",
-        "none",
-        "none",
-        "zero2",
-        "zero2",
-    ]
+        "none", "none", "none", "zero2", "zero2",
+    ]  # fmt: skip
 
 
 def test_the_checklist_passes_over_what_excludes_an_earlier_item() -> None:
@@ -106,10 +102,7 @@ def test_a_measured_speed_is_that_of_two_rows_that_differ_by_the_technique(title
 
 # A strategy of an earlier version is the value of --shard.
 OPTIONS = ("model", "batch", "sequence", "ranks", "implementation", *BARE, "adapter", "adapter_rank", "adapter_targets")
-STEPS = dict(CHECKLIST) | {
-    "weights in 4 bits": {"adapter": "qlora"},
-    "no adapters on experts": {"adapter_targets": ""},
-}
+STEPS = dict(CHECKLIST) | {"weights in 4 bits": {"adapter": "qlora"}, "no adapters on experts": {"adapter_targets": ""}}
 
 
 def _rows(path: Path, speed: int) -> list[dict[str, Any]]:

@@ -17,13 +17,9 @@ from liger_train.runs.run import run
 from liger_train.setup import Setup
 
 SIZES = {
-    "vocab_size": 300,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
+    "vocab_size": 300, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
     "bos_token_id": None,
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -156,18 +156,9 @@ def test_every_search_ends_with_a_sentence(
 
 def test_what_does_not_fit_is_an_exit_code_and_a_way_out(plan: Plan) -> None:
     code, output, _ = plan(
-        "--model",
-        "tiny",
-        "--batch",
-        "8",
-        "--sequence",
-        "256",
-        "--liger",
-        "none",
-        "--memory-limit",
-        "768MiB",
+        "--model", "tiny", "--batch", "8", "--sequence", "256", "--liger", "none", "--memory-limit", "768MiB",
         "--no-techniques",
-    )
+    )  # fmt: skip
     assert code == 1
     assert "does not fit" in output
     assert "liger train --model tiny --batch 8 --sequence 256" in output

@@ -17,13 +17,8 @@ from plan.measuring import tiny
 
 # Compiled for minutes, for a GPU, or without a state that could be looked at.
 UNSEEN = (
-    "adamw-torchao-8bit",
-    "adamw-torchao-4bit",
-    "galore-8bit",
-    "galore-layerwise",
-    "paged-adamw",
-    "paged-adamw-8bit",
-)
+    "adamw-torchao-8bit", "adamw-torchao-4bit", "galore-8bit", "galore-layerwise", "paged-adamw", "paged-adamw-8bit",
+)  # fmt: skip
 
 
 class Small(nn.Module):

@@ -41,13 +41,9 @@ def kernels() -> None:
 
 # The smallest Llama whose weights bitsandbytes takes.
 LLAMA = {
-    "vocab_size": 2000,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    "vocab_size": 2000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "bos_token_id": None,
-}
+}  # fmt: skip
 SETUPS = {
     "plain": {"liger": "none"},
     "with Liger": {},
@@ -209,13 +205,9 @@ SHARDED = [row for row in SHARDED if row["strategy"] == "fsdp2" and row["impleme
 @pytest.mark.usefixtures("kernels")
 def test_the_prediction_for_a_rank_on_two_h200s_is_what_was_measured(row: dict[str, Any]) -> None:
     setup = Setup(
-        "llama-3.2-1b",
-        row["batch"],
-        row["sequence"],
-        liger=LIGER[row["implementation"]],
-        shard="fsdp2",
+        "llama-3.2-1b", row["batch"], row["sequence"], liger=LIGER[row["implementation"]], shard="fsdp2",
         ranks=row["ranks"],
-    )
+    )  # fmt: skip
     assert predict(setup).peak_bytes == pytest.approx(row["peak_bytes"], rel=0.02)
 
 

@@ -28,13 +28,9 @@ def shared(setup: Setup) -> float:
 
 
 @given(
-    st.integers(0, 500),
-    st.integers(1, 50),
-    st.integers(0, 300),
-    st.integers(0, 40),
-    st.integers(1, 2000),
+    st.integers(0, 500), st.integers(1, 50), st.integers(0, 300), st.integers(0, 40), st.integers(1, 2000),
     st.integers(1, 99),
-)
+)  # fmt: skip
 def test_the_largest_number_fits_and_one_more_does_not(
     static: int, slope: int, bend: int, steeper: int, limit: int, first: int
 ) -> None:
@@ -127,12 +123,9 @@ def test_where_nothing_fits_the_least_need_is_known(field: str) -> None:
 def test_a_fast_prediction_that_is_a_little_off_does_not_change_the_answer() -> None:
     for error in (0.9, 1.0, 1.1):
         found = answered(
-            Setup("tiny", shard="fsdp2"),
-            70_000,
-            ["batch", "ranks"],
-            predicting(shared),
+            Setup("tiny", shard="fsdp2"), 70_000, ["batch", "ranks"], predicting(shared),
             lambda setup, error=error: error * shared(setup),
-        )
+        )  # fmt: skip
         assert [answer.value for answer in found[1]] == [1, 5]
 
 
@@ -153,21 +146,10 @@ def test_the_table_has_the_values_around_the_answer() -> None:
 
 
 OTHERS: dict[str, Any] = {
-    "device": "cpu",
-    "liger": "rms_norm",
-    "precision": "fp32",
-    "checkpoint": "2",
-    "optimizer": "galore",
-    "shard": "zero3",
-    "offload": "optimizer",
-    "mlp": "tiled",
-    "packing": True,
-    "set": "label_smoothing_factor=0.1",
-    "accumulation": 2,
-    "tp": 2,
-    "cp": 2,
-    "compile": "default",
-}
+    "device": "cpu", "liger": "rms_norm", "precision": "fp32", "checkpoint": "2", "optimizer": "galore",
+    "shard": "zero3", "offload": "optimizer", "mlp": "tiled", "packing": True, "set": "label_smoothing_factor=0.1",
+    "accumulation": 2, "tp": 2, "cp": 2, "compile": "default",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", [*OTHERS.items(), ("ranks", 2)], ids=str)

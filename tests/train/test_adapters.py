@@ -72,13 +72,9 @@ EXPERTS = {
 def experts(small: Setup, request: pytest.FixtureRequest, tmp_path: Path) -> Setup:
     """A model with experts that peft would adapt by itself, or would not."""
     sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8,
+    }  # fmt: skip
     counts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     counts |= {"shared_expert_intermediate_size": 24}
     AutoConfig.for_model(request.param, vocab_size=400, **sizes, **counts, pad_token_id=None).save_pretrained(tmp_path)

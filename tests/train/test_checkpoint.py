@@ -28,12 +28,9 @@ WEIGHTS = "model.safetensors"
 def seeing(small: Setup, tmp_path: Path) -> Setup:
     """A vision-language model, of which AutoModelForCausalLM takes the language model alone."""
     text = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2,
-    }
+    }  # fmt: skip
     text |= {"vocab_size": 400, "head_dim": 8, "layer_types": ["full_attention"] * 2, "eos_token_id": None}
     vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "out_hidden_size": 32}
     config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)

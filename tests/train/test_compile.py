@@ -283,18 +283,11 @@ def test_layers_with_offloaded_inputs_run_without_graphs(small: Setup) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"accumulation": 3},
-        {"checkpoint": "full"},
-        {"checkpoint": "auto", "steps": 16},
-        {"adapter": "lora"},
-        {"precision": "bf16"},
-        {"precision": "fp16", "learning_rate": 1e-3},
-        {"liger": "none"},
-        {"validation": 0.1},
+        {}, {"accumulation": 3}, {"checkpoint": "full"}, {"checkpoint": "auto", "steps": 16}, {"adapter": "lora"},
+        {"precision": "bf16"}, {"precision": "fp16", "learning_rate": 1e-3}, {"liger": "none"}, {"validation": 0.1},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_cuda_graphs_train_to_the_losses_of_eager_mode(small: Setup, options: dict[str, Any]) -> None:
     if options.get("adapter"):
         pytest.importorskip("peft")

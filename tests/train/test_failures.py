@@ -281,14 +281,11 @@ def four_steps(small: Setup, technique: dict[str, Any]) -> Setup:
 @pytest.mark.parametrize(
     "technique",
     [
-        {"precision": "bf16", "checkpoint": "full", "accumulation": 2},
-        {"adapter": "lora"},
-        {"optimizer": "adamw-8bit"},
-        {"optimizer": "galore"},
-        {"optimizer": "apollo-mini"},
+        {"precision": "bf16", "checkpoint": "full", "accumulation": 2}, {"adapter": "lora"},
+        {"optimizer": "adamw-8bit"}, {"optimizer": "galore"}, {"optimizer": "apollo-mini"},
     ],
     ids=lambda technique: "-".join(map(str, technique.values())),
-)
+)  # fmt: skip
 def test_a_run_with_a_technique_resumes_exactly(small: Setup, tmp_path: Path, technique: dict[str, Any]) -> None:
     setup = four_steps(small, technique)
     run(replace(setup, steps=2), folder=tmp_path)
@@ -341,9 +338,7 @@ def test_sharded_adapters_resume_exactly(small: Setup, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "technique",
-    [{"optimizer": "galore-layerwise"}, {"shard": "zero3", "offload": "nvme"}],
-    ids=["layerwise", "nvme"],
+    "technique", [{"optimizer": "galore-layerwise"}, {"shard": "zero3", "offload": "nvme"}], ids=["layerwise", "nvme"]
 )
 def test_a_run_whose_state_is_not_saved_cannot_resume(
     small: Setup, stopped: Path, monkeypatch: pytest.MonkeyPatch, technique: dict[str, Any]

@@ -55,13 +55,9 @@ def test_a_field_that_a_technique_sets_cannot_be_set() -> None:
 
 def test_every_field_that_is_set_reaches_the_trainer(small: Setup, tmp_path: Path) -> None:
     words = [
-        "weight_decay=0.1",
-        "max_grad_norm=0.5",
-        "warmup_ratio=0.25",
-        'lr_scheduler_kwargs={"a": 1}',
-        "lr_scheduler_type=cosine",
-        "logging-first-step=true",
-    ]
+        "weight_decay=0.1", "max_grad_norm=0.5", "warmup_ratio=0.25", 'lr_scheduler_kwargs={"a": 1}',
+        "lr_scheduler_type=cosine", "logging-first-step=true",
+    ]  # fmt: skip
     found = training_arguments(replace(small, set=fields.joined(words)), tmp_path)
     assert (found.weight_decay, found.max_grad_norm, found.warmup_steps) == (0.1, 0.5, 0.25)
     assert (found.lr_scheduler_kwargs, found.lr_scheduler_type, found.logging_first_step) == ({"a": 1}, "cosine", True)

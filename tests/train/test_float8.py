@@ -108,12 +108,8 @@ def test_every_layer_but_the_head_and_odd_ones_is_converted(tmp_path: Path) -> N
         if isinstance(layer, nn.Linear)
     }
     assert {name for name, kind in kinds.items() if kind == "Float8Linear"} == {
-        "q_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    }
+        "q_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    }  # fmt: skip
     assert {name for name, kind in kinds.items() if kind == "Linear"} == {"k_proj", "v_proj", "lm_head"}
     assert built.notes[0] == (
         "--precision fp8-pure: 10 linear layers multiply in float8 with one scale per tensor; left out: "

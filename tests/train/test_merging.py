@@ -55,13 +55,10 @@ def counted(model: nn.Module) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("architecture", "sentence"),
     [
-        ("llama", f"{LAYERS} modules."),
-        ("qwen3", f"{LAYERS} modules."),
-        ("gemma2", f"{LAYERS} modules."),
-        ("qwen2", f"0 modules; left {LAYERS}: {BIASED}."),
-        ("phi3", "0 modules."),
+        ("llama", f"{LAYERS} modules."), ("qwen3", f"{LAYERS} modules."), ("gemma2", f"{LAYERS} modules."),
+        ("qwen2", f"0 modules; left {LAYERS}: {BIASED}."), ("phi3", "0 modules."),
     ],
-)
+)  # fmt: skip
 def test_merged_layers_are_as_accurate_as_separate_ones(architecture: str, sentence: str, dtype: torch.dtype) -> None:
     model = prepared(architecture, dtype)
     plain, exact = step(model, **tokens()), exact_step(model, **tokens())
@@ -191,14 +188,10 @@ class Shapes(nn.Module):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("reads_the_shape", {"x": ["a", "b", "c"]}),
-        ("changes_it", {}),
-        ("takes_another", {}),
-        ("calls_one_twice", {}),
-        ("calls_some", {}),
-        ("has_two", {"z": ["b", "c"]}),
+        ("reads_the_shape", {"x": ["a", "b", "c"]}), ("changes_it", {}), ("takes_another", {}), ("calls_one_twice", {}),
+        ("calls_some", {}), ("has_two", {"z": ["b", "c"]}),
     ],
-)
+)  # fmt: skip
 def test_only_layers_that_surely_read_one_input_share_it(name: str, expected: dict[str, list[str]]) -> None:
     assert {argument: sorted(called) for argument, called in sharing(getattr(Shapes, name)).items()} == expected
 

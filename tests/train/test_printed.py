@@ -27,15 +27,9 @@ WHERE = {
 }
 TINY = Setup("tiny", device="cpu", precision="fp32", checkpoint="none")
 LONG = Setup(
-    "llama-3.2-1b",
-    112,
-    24576,
-    shard="zero3",
-    offload="parameters",
-    precision="fp16",
-    memory_limit=24 << 30,
+    "llama-3.2-1b", 112, 24576, shard="zero3", offload="parameters", precision="fp16", memory_limit=24 << 30,
     optimizer="galore",
-)
+)  # fmt: skip
 MIB = 1 << 20
 
 
@@ -98,11 +92,8 @@ def test_small_memory_has_digits(printed: Callable[[], str]) -> None:
 
 def test_a_run_is_summarized_in_few_lines(printed: Callable[[], str]) -> None:
     parameters = {
-        "parameters": 2_150_000,
-        "trainable_parameters": 33_792,
-        "step_seconds": 0.1,
-        "replaced": "rope 2, swiglu 2",
-    }
+        "parameters": 2_150_000, "trainable_parameters": 33_792, "step_seconds": 0.1, "replaced": "rope 2, swiglu 2",
+    }  # fmt: skip
     command._print(trained("all", 1000.0, **parameters), printed=[])
     text = printed()
     assert cells(text, "parameters")[1] == "2.15 M, 33.8 K of them trained"
@@ -141,15 +132,10 @@ def test_a_comparison_fits_a_terminal(printed: Callable[[], str]) -> None:
 @pytest.mark.parametrize(
     ("count", "words"),
     [
-        (33_792, "33.8 K"),
-        (2_150_000, "2.15 M"),
-        (1_235_814_400, "1.24 B"),
-        (123_456_789, "123 M"),
-        (7, "7"),
-        (0, "0"),
-        (999, "999"),
+        (33_792, "33.8 K"), (2_150_000, "2.15 M"), (1_235_814_400, "1.24 B"), (123_456_789, "123 M"), (7, "7"),
+        (0, "0"), (999, "999"),
     ],
-)
+)  # fmt: skip
 def test_an_amount_has_three_digits(count: int, words: str) -> None:
     assert amount(count) == words
 
@@ -157,13 +143,9 @@ def test_an_amount_has_three_digits(count: int, words: str) -> None:
 @pytest.mark.parametrize(
     ("count", "words"),
     [
-        (24 << 30, "24 GiB"),
-        (1 << 40, "1,024 GiB"),
-        (67_757_454, "64.62 MiB"),
-        (4096, "4 KiB"),
-        (12, "12 bytes"),
+        (24 << 30, "24 GiB"), (1 << 40, "1,024 GiB"), (67_757_454, "64.62 MiB"), (4096, "4 KiB"), (12, "12 bytes"),
         (0, "0 bytes"),
     ],
-)
+)  # fmt: skip
 def test_a_size_has_two_decimals(count: int, words: str) -> None:
     assert size(count) == words

@@ -21,12 +21,8 @@ from liger_train.runs.data import _train_tokenizer, read
 from liger_train.setup import Setup
 
 SIZES = {
-    "vocab_size": 400,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-}
+    "vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+}  # fmt: skip
 CODE = """
 from pathlib import Path
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

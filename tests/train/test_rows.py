@@ -93,14 +93,9 @@ def sft_trainer(template: str, name: str, tokenizer: Any, folder: Path, **option
     by_tags = "messages" in rows[0] and template != CHATML
     rows = split(rows) if "messages" in rows[0] and not by_tags else rows
     arguments = trl.SFTConfig(
-        str(folder / "sft"),
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        max_length=768,
-        assistant_only_loss=by_tags,
+        str(folder / "sft"), report_to="none", use_cpu=True, bf16=False, max_length=768, assistant_only_loss=by_tags,
         **options,
-    )
+    )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     table = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
     return trl.SFTTrainer(model, arguments, train_dataset=table, processing_class=tokenizer)
@@ -259,12 +254,9 @@ OF_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
 def test_a_model_that_mixes_packed_documents_is_refused(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = model_with(TAGS, tmp_path / "model")
     sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2,
-    }
+    }  # fmt: skip
     tokens = {"vocab_size": 400, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config = AutoConfig.for_model(kind, **tokens, **sizes, **options)
     AutoModelForCausalLM.from_config(config).save_pretrained(model)
@@ -428,16 +420,8 @@ def test_some_are_held_out_for_validation_with_their_labels(tmp_path: Path) -> N
         ([{"messages": [{**USER, "train": True}, FOUR]}], "line 2: train must be 0 or 1 .*, and not 1 in others, got True for user"),
     ],
     ids=[
-        "not JSON",
-        "no row",
-        "other keys",
-        "empty",
-        "no list",
-        "no role",
-        "no answer",
-        "refused by the template",
-        "a weight",
-        "a prompt",
+        "not JSON", "no row", "other keys", "empty", "no list", "no role", "no answer", "refused by the template",
+        "a weight", "a prompt",
     ],
 )  # fmt: skip
 def test_the_line_of_a_bad_row_is_named(rows: list[Any], sentence: str, tmp_path: Path) -> None:

@@ -14,15 +14,9 @@ from liger_core.errors import OptionError
 from liger_train.runs import saved_checkpoints
 
 RUN: dict[str, Any] = {
-    "setup": {"model": "tiny"},
-    "known": {"parameters": 7},
-    "text": "a hash",
-    "losses": [10.5, 10.25],
-    "timed": [0.5],
-    "peak_bytes": None,
-    "peak_reserved_bytes": 1 << 30,
-    "static_bytes": 1 << 20,
-}
+    "setup": {"model": "tiny"}, "known": {"parameters": 7}, "text": "a hash", "losses": [10.5, 10.25], "timed": [0.5],
+    "peak_bytes": None, "peak_reserved_bytes": 1 << 30, "static_bytes": 1 << 20,
+}  # fmt: skip
 WRONG: tuple[Any, ...] = (None, 1, "words", ["words"], [], {"a": 1}, {})
 SEALED = json.dumps(RUN | {"files": {}})
 

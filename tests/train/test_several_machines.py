@@ -58,12 +58,9 @@ main()
 def agent(*words: str, module: str = "torch.distributed.run") -> subprocess.Popen[str]:
     """Start torchrun, or another module."""
     return subprocess.Popen(
-        [sys.executable, "-m", module, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-m", module, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-    )
+    )  # fmt: skip
 
 
 def printed(process: subprocess.Popen[str]) -> list[dict[str, Any]]:

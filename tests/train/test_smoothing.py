@@ -56,12 +56,8 @@ def test_a_plan_counts_no_logits_for_a_smoothed_loss() -> None:
 def bart(small: Setup, tmp_path: Path) -> Setup:
     """A model whose forward computes its loss itself."""
     sizes = {
-        "d_model": 32,
-        "decoder_layers": 1,
-        "decoder_attention_heads": 4,
-        "decoder_ffn_dim": 64,
-        "vocab_size": 4000,
-    }
+        "d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 64, "vocab_size": 4000,
+    }  # fmt: skip
     AutoModelForCausalLM.from_config(AutoConfig.for_model("bart", **sizes)).save_pretrained(tmp_path)
     return replace(small, model=str(tmp_path), random_weights=True, set=SMOOTHED)
 

@@ -161,14 +161,10 @@ def test_thinning_points_loses_no_peak() -> None:
 @pytest.mark.parametrize(
     ("size", "category"),
     [
-        (4 * VOCABULARY * 256, LOGITS),
-        (2 * VOCABULARY * 7, LOGITS),
-        (4 * VOCABULARY * HIDDEN, GRADIENTS),
-        (2 * VOCABULARY * HIDDEN, GRADIENTS),
-        (4 * VOCABULARY * 256 + 600, None),
-        (4 * 256 * HIDDEN, None),
+        (4 * VOCABULARY * 256, LOGITS), (2 * VOCABULARY * 7, LOGITS), (4 * VOCABULARY * HIDDEN, GRADIENTS),
+        (2 * VOCABULARY * HIDDEN, GRADIENTS), (4 * VOCABULARY * 256 + 600, None), (4 * 256 * HIDDEN, None),
     ],
-)
+)  # fmt: skip
 def test_logits_are_recognized_by_their_size(size: int, category: str | None) -> None:
     assert logits_sizes(VOCABULARY, HIDDEN, 256)(size, 0.0) == category
 
@@ -185,13 +181,9 @@ def test_the_events_of_a_gpu_show_the_memory_before_them_and_the_failed_allocati
         return {"action": action, "addr": address, "size": size, "time_us": time}
 
     trace = [
-        entry("segment_alloc", 0, 4096, 1),
-        entry("alloc", 512, 100, 2),
-        entry("free_requested", 1024, 300, 3),
-        entry("free_completed", 1024, 300, 3),
-        entry("oom", 2048, 9000, 4),
-        entry("free_requested", 512, 100, 5),
-    ]
+        entry("segment_alloc", 0, 4096, 1), entry("alloc", 512, 100, 2), entry("free_requested", 1024, 300, 3),
+        entry("free_completed", 1024, 300, 3), entry("oom", 2048, 9000, 4), entry("free_requested", 512, 100, 5),
+    ]  # fmt: skip
     blocks = [
         {"size": 512, "requested_size": 500, "address": 0, "state": "active_allocated"},
         {"size": 512, "address": 512, "state": "inactive"},

@@ -147,30 +147,13 @@ def asked(monkeypatch: pytest.MonkeyPatch, liger: InProcess, *arguments: str) ->
         Setup("tiny", device="cpu", precision="fp32", checkpoint="none"),
         Setup("tiny", device="cpu"),
         Setup(
-            "a folder",
-            3,
-            64,
-            "text.txt",
-            "none",
-            "fp16",
-            "4",
-            "galore",
-            "zero3",
-            "nvme",
-            "lora",
-            2,
-            device="cuda",
-            memory_limit=24 * 2**30,
-            steps=7,
-            learning_rate=1e-3,
-            seed=5,
-            nvme_folder="/disk",
-            set="max_grad_norm=0.5 'run_name=a name'",
-            compile="graphs",
+            "a folder", 3, 64, "text.txt", "none", "fp16", "4", "galore", "zero3", "nvme", "lora", 2, device="cuda",
+            memory_limit=24 * 2**30, steps=7, learning_rate=1e-3, seed=5, nvme_folder="/disk",
+            set="max_grad_norm=0.5 'run_name=a name'", compile="graphs",
         ),
     ],
     ids=["bare", "cpu", "cpu_with_the_choices_of_a_gpu", "every_option"],
-)
+)  # fmt: skip
 def test_the_command_of_a_setup_trains_that_setup(
     monkeypatch: pytest.MonkeyPatch, liger: InProcess, setup: Setup
 ) -> None:

@@ -22,17 +22,10 @@ from liger_train.text import Sequences
 
 # Wide enough that weights are split, and that 8-bit optimizers, which leave the smallest alone, have something to do.
 FIELDS = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True, "bos_token_id": None,
     "eos_token_id": None,
-}
+}  # fmt: skip
 STEPS = 3
 
 
@@ -59,13 +52,9 @@ def saved_model(folder: Path, **fields: int) -> Path:
 
 def setup_of(folder: Path, **options: Any) -> Setup:
     plain = {
-        "precision": "fp32",
-        "checkpoint": "none",
-        "liger": "none",
-        "device": "cpu",
-        "steps": STEPS,
+        "precision": "fp32", "checkpoint": "none", "liger": "none", "device": "cpu", "steps": STEPS,
         "learning_rate": 3e-3,
-    }
+    }  # fmt: skip
     return Setup(str(folder), batch=2, sequence=16, **(plain | options))
 
 

@@ -207,15 +207,7 @@ def test_a_wrong_file_of_setups_is_refused(text: str, message: str, tmp_path: Pa
         ({"step": "a.py:b", "liger": False}, "verify: --step is a step of your own; leave out --plain, which is for models"),
     ],
     ids=[
-        "one_setup",
-        "step",
-        "both",
-        "tolerance",
-        "impossible",
-        "heads",
-        "model",
-        "one_of_two_models",
-        "step_and_model",
+        "one_setup", "step", "both", "tolerance", "impossible", "heads", "model", "one_of_two_models", "step_and_model",
         "step_and_plain",
     ],
 )  # fmt: skip
