@@ -149,13 +149,9 @@ ONE, TWO = f"{FOUR_ENDS}\n", f"{SEVEN_ENDS}\n"
     ("template", "name", "answers"),
     [
         (CHATML, "messages", [ONE, TWO, ONE]),
-        (CHATML, "system messages", [ONE, TWO, ONE]),
-        (CHATML, "ShareGPT", [ONE, TWO, ONE]),
         (CHATML, "prompt and completion", [" four<|im_end|>", " seven<|im_end|>"]),
-        (CHATML, "prompt and completion with messages", [TWO, ONE]),
         (CHATML, "tools", [f"{CALLED}\n", ONE, ONE]),
         (TAGS, "messages", [FOUR_ENDS + SEVEN_ENDS, FOUR_ENDS]),
-        (TAGS, "ShareGPT", [FOUR_ENDS + SEVEN_ENDS, FOUR_ENDS]),
         (TAGS, "tools", [CALLED + FOUR_ENDS, FOUR_ENDS]),
         (QWEN3, "messages", [THOUGHT + ONE + THOUGHT + TWO, THOUGHT + ONE]),
         (FORGETFUL, "messages", [ONE, TWO, ONE]),

@@ -33,12 +33,7 @@ WHERE = dict.fromkeys(("machine", "versions", "commit", "date"), "")
 
 @pytest.fixture(scope="module")
 def row(small: Setup) -> Row:
-    return run(small, notes=["A note from before."])
-
-
-def test_a_run_reduces_the_loss(row: Row) -> None:
-    assert len(row.losses) == 6
-    assert row.losses[-1] < row.losses[0] - 0.1
+    return run(small)
 
 
 def test_a_row_carries_its_setup_and_what_was_measured(row: Row, small: Setup) -> None:
@@ -71,13 +66,6 @@ def test_the_peak_before_a_run_was_resumed_counts(small: Setup, row: Row, tmp_pa
     assert progress["peak_bytes"] == pytest.approx(row.peak_bytes, rel=0.01)
     seal.write_text(json.dumps(progress | {"peak_bytes": 1 << 40}))
     assert run(small, folder=tmp_path, resume=True).peak_bytes == 1 << 40
-
-
-def test_a_row_carries_what_was_decided(small: Setup, model: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text((model / "config.json").read_text())
-    row = run(replace(small, model=str(tmp_path), random_weights=True, steps=1), notes=["A note from before."])
-    assert row.notes[0] == "A note from before."
-    assert "cannot be loaded (" in row.notes[1]
 
 
 @pytest.mark.parametrize("parts", [2, 3])
@@ -186,15 +174,9 @@ def test_a_gpu_without_bfloat16_gets_float16(monkeypatch: pytest.MonkeyPatch) ->
     assert command._defaults(words, RunOptions(), torch.device("cuda"))[0]["precision"] == "fp16"
 
 
-def test_given_options_are_not_printed_as_defaults(monkeypatch: pytest.MonkeyPatch, liger: InProcess) -> None:
-    given = ("--device", "cpu", "--liger", "none", "--precision", "bf16", "--checkpoint", "full")
-    assert asked(monkeypatch, liger, "--model", "tiny", *given)[1] == []
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--batch", "many"), "--batch must be a number or auto, got 'many'"),
         (("--batch", "auto"), "--batch auto needs a GPU"),
         (("--sequence", "auto"), "train: --sequence must be a number, got auto; `liger plan --sequence auto` finds one that fits"),
         (("--ranks", "auto"), "train: --ranks must be a number, got auto; `liger plan --ranks auto` finds one that fits"),
@@ -202,7 +184,6 @@ def test_given_options_are_not_printed_as_defaults(monkeypatch: pytest.MonkeyPat
         (("--resume",), "--resume needs --output"),
         (("--save-every", "2"), "--save-every needs --output"),
         (("--memory-limit", "24GiB"), "--memory-limit needs a GPU, got --device cpu"),
-        (("--optimizer", "adam"), "--optimizer must be one of"),
         (("--data", "no/such/file"), "--data must be a file, a folder, a dataset saved by datasets, or library, got no/such/file"),
         (("--data", "/dev/null"), "got /dev/null, which is neither a file nor a folder; save its output to a file"),
     ],
@@ -385,14 +366,6 @@ def checkpoint(small: Setup, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     run(replace(small, steps=1), folder=folder)
     return folder / "checkpoint-1"
-
-
-def test_a_saved_tokenizer_pads_a_batch(checkpoint: Path) -> None:
-    batch = AutoTokenizer.from_pretrained(checkpoint)(["A step", "A step reads a batch of sequences"], padding=True)
-    short, long = batch["input_ids"]
-    assert len(short) == len(long)
-    assert batch["attention_mask"][0][-1] == 0
-    assert short[-1] not in long
 
 
 def test_a_saved_model_knows_the_tokens_of_its_tokenizer(checkpoint: Path) -> None:
