@@ -1,14 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger of a step: allocations, releases, and their categories."""
+"""The ledger of a step: allocations, releases and their categories, what fused losses and optimizers take, and which
+backend would allocate it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from liger_bench.memory import held_bytes, peak_bytes
+from liger_core import linear_cross_entropy, linear_log_prob, swiglu
+from liger_core.kernels import plain_matmuls
+from liger_core.ops import _token_passes
+from liger_core.ops.head import loop
+from liger_core.plugins import registry
+from liger_train.plan import devices
+from liger_train.plan.devices import choosing_as_on
 from liger_train.plan.ledger import GRADIENTS, OTHER, WEIGHTS, Ledger
+from liger_train.plan.optimizers import OPTIMIZERS, weights_of
+from liger_train.runs.arguments import training_arguments
+from liger_train.techniques import TECHNIQUES
+from plan.measuring import tiny
 
 KiB = 1024
 
@@ -93,3 +110,131 @@ def test_the_ledger_agrees_with_torchs_own_tracker() -> None:
     assert ledger.peak().total == pytest.approx(
         theirs.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"], rel=0.001
     )
+
+
+CPU = torch.device("cpu")
+ROWS, WIDTH, CLASSES = 192, 256, 4000
+# Of several chunks, whose gradients of the weight are summed in float32, but in bfloat16 within the budget.
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "sum": partial(linear_cross_entropy, reduction="sum", chunk=64),
+    "each row": partial(linear_cross_entropy, reduction="none", chunk=64),
+    "log-probabilities": partial(linear_log_prob, chunk=64),
+    "log-probabilities, kept": linear_log_prob,
+    "each row, within a budget": partial(linear_cross_entropy, reduction="none", budget=512 << 10),
+}
+NEEDS = {"both": (True, True), "frozen head": (True, False), "only the head": (False, True)}
+
+
+def inputs(needs: tuple[bool, bool]) -> list[Tensor]:
+    hidden = torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=needs[0])
+    weight = torch.zeros(CLASSES, WIDTH, dtype=torch.bfloat16, requires_grad=needs[1])
+    return [hidden, weight, torch.zeros(ROWS, dtype=torch.long)]
+
+
+def step(loss: Callable[..., Tensor], given: list[Tensor]) -> object:
+    return torch.autograd.grad(loss(*given).sum(), [t for t in given if t.requires_grad])
+
+
+@pytest.mark.parametrize("needs", NEEDS.values(), ids=NEEDS)
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_plan_counts_the_memory_of_a_loss(
+    loss: Callable[..., Tensor], needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (_token_passes, loop):
+        monkeypatch.setattr(module, "REFERENCE_BLOCK", 4 * CLASSES)
+    # On a CPU that multiplies matrices of bfloat16 itself, oneDNN copies them into buffers of its own first. On one that
+    # does not, references multiply tiles in float32, whose few megabytes a plan leaves out.
+    with torch.backends.mkldnn.flags(enabled=False), plain_matmuls():
+        measured = peak_bytes(partial(step, loss, inputs(needs)), CPU, collect=False)
+    ledger = Ledger(partial(devices.replace, "cpu"), partial(devices.workspace, "cpu"))
+    with FakeTensorMode(), devices.emulating("cpu"):
+        given = inputs(needs)
+        for tensor in given:
+            ledger.record(tensor, WEIGHTS)
+        with ledger:
+            ledger.begin()
+            step(loss, given)
+    assert ledger.peak().total - ledger.static == pytest.approx(measured, rel=0.02)
+
+
+X = torch.randn(4, 8)
+BACKEND = """
+    import liger_core
+    from liger_core import Backend, hookimpl
+
+    def swiglu(gate, up=None, *, limit=None, alpha=1.0, shift=0.0, gate_scale=1.0, scale=1.0, overwrite=False):
+        return liger_core.swiglu.reference(gate, up) + 1
+
+    @hookimpl
+    def liger_backends():
+        return [Backend("third", ("cuda",), 1000, {liger_core.swiglu: swiglu}, OPTIONS)]
+"""
+
+Install = Callable[[str, str], Path]
+
+
+def test_cpu_tensors_stand_in_for_those_of_a_gpu(install: Install) -> None:
+    install("third", BACKEND.replace("OPTIONS", "supports_fake_tensors=True"))
+    with choosing_as_on("cuda", "cpu") as backends:
+        assert backends[-1] == "third"
+        assert torch.equal(swiglu(X, X), swiglu.reference(X, X) + 1)
+    assert torch.equal(swiglu(X, X), swiglu.reference(X, X))
+
+
+def test_what_stands_in_need_not_be_able_to_run(install: Install) -> None:
+    """Where there is no GPU, Triton's backend is unavailable, but what it would allocate is known."""
+    install("third", BACKEND.replace("OPTIONS", "unavailable=lambda: 'broken', supports_fake_tensors=True"))
+    assert "third" in registry().unavailable
+    with choosing_as_on("cuda", "cpu"):
+        assert torch.equal(swiglu(X, X), swiglu.reference(X, X) + 1)
+
+
+def test_a_backend_without_fake_tensors_does_not_stand_in(install: Install) -> None:
+    install("third", BACKEND.replace("OPTIONS", "supports_fake_tensors=False"))
+    with choosing_as_on("cuda", "cpu") as backends:
+        assert "third" not in backends
+
+
+# Compiled for minutes, for a GPU, or without a state that could be looked at.
+UNSEEN = (
+    "adamw-torchao-8bit", "adamw-torchao-4bit", "galore-8bit", "galore-layerwise", "paged-adamw", "paged-adamw-8bit",
+)  # fmt: skip
+
+
+class Small(nn.Module):
+    """An embedding, a linear layer wide enough for a projection, and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(300, 256)
+        self.layer = nn.Linear(256, 512)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.words(input_ids)).square().mean()
+
+
+def test_every_optimizer_of_train_has_a_size() -> None:
+    assert OPTIMIZERS.keys() == TECHNIQUES["optimizer"].keys()
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in UNSEEN])
+def test_the_memory_of_an_optimizer_is_as_predicted(name: str, tmp_path: Path) -> None:
+    for package in TECHNIQUES["optimizer"][name].packages:
+        pytest.importorskip(package.replace("-", "_"))
+    from transformers import Trainer
+
+    model = Small()
+    trainer = Trainer(model=model, args=training_arguments(tiny(optimizer=name), tmp_path))
+    trainer.create_optimizer()
+    model(torch.arange(8)).backward()
+    trainer.optimizer.step()
+    state = [
+        vars(v) if hasattr(v, "ortho_matrix") else v
+        for values in trainer.optimizer.state.values()
+        for v in values.values()
+    ]
+    tensors = [t for v in state for t in (v.values() if isinstance(v, dict) else [v]) if isinstance(t, torch.Tensor)]
+    said = sum(map(OPTIMIZERS[name].state, weights_of(model)))
+    held = held_bytes(tensors)
+    # Sizes are said in blocks.
+    assert 0.99 * held <= said <= 1.01 * held + 512 * len(tensors)

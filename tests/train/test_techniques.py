@@ -11,10 +11,12 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TextIO
 
 import pytest
 import torch
+from torch.nn import functional
 
 from liger_core.errors import DeviceError, LigerError, OptionError
 from liger_hf.presets import PRESETS, preset
@@ -25,6 +27,7 @@ from liger_train.implementations import PEER
 from liger_train.model import build
 from liger_train.runs import process_group
 from liger_train.runs.arguments import training_arguments
+from liger_train.runs.context_parallel import context_parallel
 from liger_train.setup import Setup
 from liger_train.technique import Technique
 from liger_train.techniques import LIST, NUMBER, TECHNIQUES
@@ -342,3 +345,14 @@ class TestTheSettingsOfDeepSpeed:
         assert "zero_force_ds_cpu_optimizer" not in self.of(shard="zero2", offload="optimizer")
         monkeypatch.setattr(zero, "adam_problem", lambda: "no compiler")
         assert self.of(shard="zero2", offload="optimizer")["zero_force_ds_cpu_optimizer"] is False
+
+
+def test_a_mask_of_one_ranks_tokens_is_refused() -> None:
+    mesh = SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 0)
+    states = [torch.zeros(1, 1, 4, 8) for _ in range(3)]
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    with (
+        context_parallel(mesh, buffers=[], buffer_seq_dims=[]),  # type: ignore[arg-type]
+        pytest.raises(OptionError, match="train: --cp needs attention without a mask"),
+    ):
+        functional.scaled_dot_product_attention(*states, attn_mask=mask, is_causal=False)
