@@ -85,12 +85,8 @@ def test_the_batch_auto_is_the_largest_that_fits(plan: Plan) -> None:
     code, output, _ = plan(*arguments, "--batch", "auto")
     found = json.loads(output)
     assert code == 0
-    assert (
-        found["prediction"]["setup"]["batch"]
-        == found["largest_batch"]
-        == json.loads(plan(*arguments)[1])["largest_batch"]
-        > 1
-    )
+    assert found["prediction"]["setup"]["batch"] == found["largest_batch"] > 1
+    assert found["largest_batch"] == json.loads(plan(*arguments)[1])["largest_batch"]
 
 
 def test_the_batch_auto_is_one_sequence_where_none_fits(plan: Plan) -> None:

@@ -69,8 +69,8 @@ class Head:
         ids = torch.randint(CLASSES, (TOKENS,), generator=generator)
         target = torch.where(torch.arange(TOKENS) % 3 == 0, IGNORED, ids.roll(-1))
         if world.alone:
-            F.cross_entropy(rms_norm(embedding[ids], norm) @ head.mT, target, label_smoothing=self.smoothing).backward()
             loss = F.cross_entropy(rms_norm(embedding[ids], norm) @ head.mT, target, label_smoothing=self.smoothing)
+            loss.backward()
             return loss, {"embedding.weight": embedding.grad, "norm.weight": norm.grad, "head.weight": head.grad}
         rows = torch.arange(TOKENS).chunk(world.ranks)[world.rank]
         x = Gathered.apply(rms_norm(embedding[ids[rows]], norm), rows)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,15 +110,11 @@ def test_a_truth_that_fails_fails_its_comparisons_only(log: Path) -> None:
 
 
 def test_setups_that_share_a_truth_have_the_same_data() -> None:
-    model = type(
-        "Model", (), {"config": type("Config", (), {"get_text_config": lambda self: self, "vocab_size": 50})()}
-    )()
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=50)))
     for training in steps_of(["llama"], matrix.SETUPS, [True]):
         ours, theirs = training.data(model), training.truth.data(model)
-        assert len(ours) == len(theirs)
-        assert all(
-            torch.equal(a.labels, b.labels) and torch.equal(a.ids, b.ids) for a, b in zip(ours, theirs, strict=True)
-        )
+        pairs = zip(ours, theirs, strict=True)
+        assert all(torch.equal(a.labels, b.labels) and torch.equal(a.ids, b.ids) for a, b in pairs)
 
 
 def test_a_matrix_is_every_model_in_every_setup_with_and_without_liger() -> None:
@@ -156,13 +153,9 @@ def test_the_table_ends_with_every_failure_and_the_exit_code_is_1(
         verify(matrix=True)
     assert ended.value.exit_code == 1
     *_, wrong, failed, counts = capfd.readouterr().out.strip().split("\n")
-    assert wrong.startswith(
-        "llama with Liger on 2 ranks: tp 1, cp 1, dp 2, summed, 1 micro-batches: wrong: going back from the loss"
-    )
-    assert (
-        failed
-        == "llama with Liger on 2 ranks: tp 1, cp 1, dp 2, raises, 1 micro-batches: failed: rank 1: ValueError: rank 1 has no data"
-    )
+    setup = "llama with Liger on 2 ranks: tp 1, cp 1, dp 2, {}, 1 micro-batches:"
+    assert wrong.startswith(f"{setup.format('summed')} wrong: going back from the loss")
+    assert failed == f"{setup.format('raises')} failed: rank 1: ValueError: rank 1 has no data"
     assert counts.startswith("1 of 3 comparisons are right, largest relative error 1.0e+00")
 
 

@@ -77,17 +77,9 @@ DECODE = "the prefill agrees and decoded tokens do not: look at the cache and at
 BUGS: dict[str, tuple[Callable[[Any], None], str, str]] = {
     "the cache is off by one": (drop_a_key, DECODE, "layers first differ at layers.0"),
     "positions of decode are off by one": (shift_positions, DECODE, "layers first differ at layers.0"),
-    "left padding without position_ids": (
-        ignore_positions,
-        "each sequence alone agrees, so the batch changes it: look at padding, its mask and position_ids",
-        "layers first differ at layers.0",
-    ),
-    "a bf16 head": (
-        round_the_head,
-        "the tokens after the prefill differ, too: look at what train() and eval() change, and at the head",
-        "all layers agree, so the head differs",
-    ),
-}
+    "left padding without position_ids": (ignore_positions, "each sequence alone agrees, so the batch changes it: look at padding, its mask and position_ids", "layers first differ at layers.0"),
+    "a bf16 head": (round_the_head, "the tokens after the prefill differ, too: look at what train() and eval() change, and at the head", "all layers agree, so the head differs"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("model", MODELS)
