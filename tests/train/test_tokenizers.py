@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from liger_core.errors import OptionError
 from liger_train.runs import data
 from liger_train.runs.data import read
 from liger_train.setup import Setup
+from train.training import refused
 
 pytestmark = pytest.mark.cpu
 
@@ -44,10 +44,7 @@ def test_weights_without_a_tokenizer_are_refused_before_the_text_is_read(
 ) -> None:
     folder = folder_of(tmp_path, model_type, settings)
     monkeypatch.setattr(data, "_documents", lambda *_: pytest.fail("the text was read"))
-    with pytest.raises(
-        OptionError,
-        match=f"train: --model must have a tokenizer, got {folder}, whose .*: {NO_FILE}; save one there with",
-    ):
+    with refused(f"train: --model must have a tokenizer, got {folder}, whose .*: {NO_FILE}; save one there with"):
         read(replace(small, model=str(folder)), vocabulary=400, own_tokenizer=True)
 
 
@@ -56,7 +53,7 @@ def test_a_tokenizer_that_lost_its_words_is_refused(small: Setup, model: Path, t
     saved = json.loads((model / "tokenizer.json").read_text())
     saved["model"] |= {"vocab": {token["content"]: token["id"] for token in saved["added_tokens"]}, "merges": []}
     (folder / "tokenizer.json").write_text(json.dumps(saved))
-    with pytest.raises(OptionError, match=r"cannot be loaded: it has only special tokens; save"):
+    with refused(r"cannot be loaded: it has only special tokens; save"):
         read(replace(small, model=str(folder)), vocabulary=400, own_tokenizer=True)
 
 
@@ -67,7 +64,7 @@ def test_a_damaged_tokenizer_is_refused_with_the_reason_of_transformers(
     folder = folder_of(tmp_path, "gpt2" if file == "vocab.json" else "llama")
     (folder / file).write_bytes(b"half of a file")
     (folder / "merges.txt").touch()
-    with pytest.raises(OptionError, match=r"cannot be loaded: (?!there is no|it has only).+; save one there"):
+    with refused(r"cannot be loaded: (?!there is no|it has only).+; save one there"):
         read(replace(small, model=str(folder)), vocabulary=400, own_tokenizer=True)
 
 

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
+from liger_core.errors import OptionError
 from liger_train import auto_checkpoint, techniques
 from liger_train.model import Built, build
 from liger_train.runs.arguments import training_arguments
@@ -38,6 +40,11 @@ class At(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
             self.do()
+
+
+def refused(sentence: str) -> Any:
+    """Expect an OptionError with this sentence."""
+    return pytest.raises(OptionError, match=sentence)
 
 
 def saved_model(folder: Path, **fields: int) -> Path:
