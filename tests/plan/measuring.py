@@ -16,13 +16,8 @@ CPU = torch.device("cpu")
 
 def tiny(**changes: object) -> Setup:
     """A short run of two layers on the CPU."""
-    return Setup(
-        "tiny",
-        **(
-            {"batch": 2, "sequence": 64, "device": "cpu", "precision": "fp32", "checkpoint": "none", "steps": 1}
-            | changes
-        ),
-    )
+    options = {"batch": 2, "sequence": 64, "device": "cpu", "precision": "fp32", "checkpoint": "none", "steps": 1}
+    return Setup("tiny", **(options | changes))
 
 
 def measured_bytes(setup: Setup) -> int:

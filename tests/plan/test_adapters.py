@@ -51,9 +51,8 @@ def nothing_is_remembered() -> Iterator[None]:
 
 
 def save(kind: str, fields: dict[str, Any], folder: Path) -> None:
-    AutoConfig.for_model(kind, **{**COMMON, "bos_token_id": None, "eos_token_id": None, **fields}).save_pretrained(
-        folder
-    )
+    fields = {**COMMON, "bos_token_id": None, "eos_token_id": None, **fields}
+    AutoConfig.for_model(kind, **fields).save_pretrained(folder)
 
 
 def predict_both(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> list[Prediction]:
@@ -76,9 +75,8 @@ def without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_is_that_of_a_model_that_peft_has_adapted(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    setup = Setup(
-        "tiny", **({"batch": 2, "sequence": 64, "adapter": "lora", "device": "cuda", "checkpoint": "full"} | changes)
-    )
+    options = {"batch": 2, "sequence": 64, "adapter": "lora", "device": "cuda", "checkpoint": "full"}
+    setup = Setup("tiny", **(options | changes))
     with_peft, without = predict_both(setup, monkeypatch)
     assert without == with_peft
 
@@ -105,9 +103,8 @@ def test_a_plan_needs_no_adapter_library(
     device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without_peft(monkeypatch)
-    monkeypatch.setattr(
-        "sys.argv", ["liger", "plan", "--model", "tiny", "--sequence", "64", "--device", device, "--json"]
-    )
+    words = ["liger", "plan", "--model", "tiny", "--sequence", "64", "--device", device, "--json"]
+    monkeypatch.setattr("sys.argv", words)
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code

@@ -142,9 +142,8 @@ def test_the_table_has_the_values_around_the_answer() -> None:
     assert [(row["ranks"], row["sequence"]) for row in rows] == [(2, 256), (2, 512), (2, 1024), (2, 2048)]
     assert [row["batch"] for row in rows] == [(limit - 32_000) // row["sequence"] for row in rows]
     rows = what_fits(setup, limit, ["sequence"], shared)
-    assert [(row["batch"], row["sequence"]) for row in rows] == [
-        (batch, min(2048, 38_000 // batch // 64 * 64)) for batch in (1, 2, 5, 10, 20)
-    ]
+    longest = [(batch, min(2048, 38_000 // batch // 64 * 64)) for batch in (1, 2, 5, 10, 20)]
+    assert [(row["batch"], row["sequence"]) for row in rows] == longest
     rows = what_fits(setup, limit, ["ranks", "batch"], shared)
     assert sorted({row["ranks"] for row in rows}) == [1, 2, 4, 8]
     assert len(rows) == 16
@@ -203,9 +202,8 @@ def test_several_ranks_share() -> None:
 def test_the_checklist_passes_over_what_excludes_an_earlier_item() -> None:
     items = {item.title: item for item in checklist(Setup("tiny", ranks=4), 0, predicting(counted))}
     assert items["GaLore"].prediction is None
-    assert items["GaLore"].problem.startswith(
-        "with the items before it, --optimizer galore cannot be combined with --shard zero2"
-    )
+    problem = "with the items before it, --optimizer galore cannot be combined with --shard zero2"
+    assert items["GaLore"].problem.startswith(problem)
 
 
 def test_the_checklist_passes_over_what_saves_nothing() -> None:
@@ -240,9 +238,8 @@ def test_a_mixture_with_adapters_gets_four_bits_and_then_no_adapters_on_experts(
 def test_a_measured_speed_is_that_of_two_rows_that_differ_by_the_technique(title: str) -> None:
     for measured in SPEEDS[title]:
         paths = [RESULTS / name for name in measured["rows"]]
-        first, last = (
-            _rows(path, speed) for path, speed in zip((paths[0], paths[-1]), measured["tokens_per_second"], strict=True)
-        )
+        ends = zip((paths[0], paths[-1]), measured["tokens_per_second"], strict=True)
+        first, last = (_rows(path, speed) for path, speed in ends)
         assert first, measured
         # A text has no columns. Both 16-bit precisions are as fast.
         alike = {*first[0]} & set(OPTIONS) - {*STEPS[title], "precision"}
@@ -257,9 +254,8 @@ STEPS = dict(CHECKLIST) | {"weights in 4 bits": {"adapter": "qlora"}, "no adapte
 def _rows(path: Path, speed: int) -> list[dict[str, Any]]:
     """Return the rows of a file with this speed."""
     if path.suffix == ".txt":
-        return [
-            {} for words in re.findall(r"([\d,]+) tokens/s", path.read_text()) if int(words.replace(",", "")) == speed
-        ]
+        speeds = re.findall(r"([\d,]+) tokens/s", path.read_text())
+        return [{} for words in speeds if int(words.replace(",", "")) == speed]
     return [row for row in json.loads(path.read_text()) if round(row["tokens_per_second"] or 0) == speed]
 
 
@@ -311,10 +307,7 @@ def test_an_alternative_changes_one_option() -> None:
 
 
 def test_an_unsupported_alternative_has_the_reason() -> None:
-    found = {
-        a.technique.value: a
-        for a in alternatives(Setup("tiny", shard="zero3"), predicting(counted))
-        if a.technique.option == "precision"
-    }
+    others = alternatives(Setup("tiny", shard="zero3"), predicting(counted))
+    found = {other.technique.value: other for other in others if other.technique.option == "precision"}
     assert found["bf16-pure"].prediction is None
     assert "DeepSpeed keeps float32 weights" in found["bf16-pure"].problem

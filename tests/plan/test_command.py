@@ -97,9 +97,8 @@ def test_the_batch_auto_is_one_sequence_where_none_fits(plan: Plan) -> None:
 
 
 def test_the_sequence_auto_is_the_longest_that_fits(plan: Plan) -> None:
-    code, output, _ = plan(
-        "--model", "tiny", "--sequence", "auto", "--memory-limit", "160MiB", "--no-techniques", "--json"
-    )
+    limits = ("--memory-limit", "160MiB", "--no-techniques", "--json")
+    code, output, _ = plan("--model", "tiny", "--sequence", "auto", *limits)
     found = json.loads(output)
     longest, setup = found["longest_sequence"], found["prediction"]["setup"]
     assert code == 0
@@ -179,9 +178,8 @@ def test_a_sweep_is_planned_run_by_run(plan: Plan, tmp_path: Path) -> None:
     runs = [(row["setup"]["batch"], row["setup"]["liger"]) for row in predictions]
     assert code == 0
     assert runs == [(1, "none"), (1, "all"), (2, "none"), (2, "all")]
-    assert [row["peak_bytes"] for row in predictions] == [
-        predict(Setup("tiny", batch, 64, liger=liger)).peak_bytes for batch, liger in runs
-    ]
+    predicted = [predict(Setup("tiny", batch, 64, liger=liger)).peak_bytes for batch, liger in runs]
+    assert [row["peak_bytes"] for row in predictions] == predicted
     assert json.loads((tmp_path / "plan.json").read_text())["predictions"] == predictions
     code, output, _ = plan(*arguments, "--memory-limit", "20MiB")
     assert code == 1
@@ -242,10 +240,8 @@ def test_a_comparison_shows_the_error_and_whether_it_was_right(plan: Plan, tmp_p
     code, output, _ = plan("--compare", str(tmp_path), "--out", str(tmp_path))
     page = (tmp_path / "plan-accuracy.md").read_text()
     assert code == 0
-    assert (
-        "1 peak, with a largest error of 5.0% (10% is allowed). Whether it fits: correct for 2 of 2 setups."
-        in " ".join(output.split())
-    )
+    sentence = "1 peak, with a largest error of 5.0% (10% is allowed). Whether it fits: correct for 2 of 2 setups."
+    assert sentence in " ".join(output.split())
     assert "| +5.0% |" in page
     assert "out of memory" in page
 

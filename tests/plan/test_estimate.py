@@ -44,9 +44,8 @@ def test_a_step_of_an_8b_model_takes_about_what_was_measured_and_liger_as_much_l
 
 
 def test_adapted_layers_count_the_matmuls_with_their_frozen_weights() -> None:
-    (measured,) = (
-        row["tokens_per_second"] for row in json.loads(STEPS.read_text()) if row["implementation"] == "liger"
-    )
+    rows = json.loads(STEPS.read_text())
+    (measured,) = (row["tokens_per_second"] for row in rows if row["implementation"] == "liger")
     setup = Setup("llama-3-8b", 16, 2048, adapter="lora")
     found = estimate(setup, RATES, 41_943_040, 8_072_204_288).seconds
     assert found == pytest.approx(16 * 2048 / measured, rel=0.2)

@@ -107,9 +107,8 @@ def test_the_ledger_agrees_with_torchs_own_tracker() -> None:
             for tensor in (*model.parameters(), x) if watch is ledger else ():
                 ledger.record(tensor)
             model(x).square().sum().backward()
-    assert ledger.peak().total == pytest.approx(
-        theirs.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"], rel=0.001
-    )
+    expected = theirs.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    assert ledger.peak().total == pytest.approx(expected, rel=0.001)
 
 
 CPU = torch.device("cpu")
@@ -228,11 +227,8 @@ def test_the_memory_of_an_optimizer_is_as_predicted(name: str, tmp_path: Path) -
     trainer.create_optimizer()
     model(torch.arange(8)).backward()
     trainer.optimizer.step()
-    state = [
-        vars(v) if hasattr(v, "ortho_matrix") else v
-        for values in trainer.optimizer.state.values()
-        for v in values.values()
-    ]
+    values = [value for of in trainer.optimizer.state.values() for value in of.values()]
+    state = [vars(value) if hasattr(value, "ortho_matrix") else value for value in values]
     tensors = [t for v in state for t in (v.values() if isinstance(v, dict) else [v]) if isinstance(t, torch.Tensor)]
     said = sum(map(OPTIMIZERS[name].state, weights_of(model)))
     held = held_bytes(tensors)

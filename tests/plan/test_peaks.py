@@ -150,9 +150,8 @@ def test_a_combination_that_cannot_be_planned_says_why(name: str, config: str | 
 def test_the_operations_of_a_step_are_those_of_the_tokens_experts(tmp_path: Path) -> None:
     sizes = {"vocab_size": 2000, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
-    AutoConfig.for_model("mixtral", **sizes, **experts, num_attention_heads=4, num_key_value_heads=2).save_pretrained(
-        tmp_path
-    )
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    AutoConfig.for_model("mixtral", **sizes, **experts, **heads).save_pretrained(tmp_path)
     attention, router, mlps, head = 2 * 128 * 128 + 2 * 128 * 64, 8 * 128, 2 * 3 * 128 * 256, 2000 * 128
     layers = 2 * (attention + router + mlps)
     setup = Setup(str(tmp_path), checkpoint="none")
@@ -171,8 +170,7 @@ def test_committed_peaks_are_those_of_the_planner_at_random_setups() -> None:
         held = found.held(*point["call"], point["optimizer"])
         errors.append(abs(sum(held.values()) / point["peak_bytes"] - 1))
     page = " ".join((DOCS / "fit.md").read_text().split())
-    count, bound = re.findall(
-        r"Of (\d+) random setups, the page differs from `liger plan` by at most ([\d.]+) %", page
-    )[0]
+    sentence = r"Of (\d+) random setups, the page differs from `liger plan` by at most ([\d.]+) %"
+    count, bound = re.findall(sentence, page)[0]
     assert len(errors) == int(count) >= 10
     assert max(errors) <= float(bound) / 100 <= ALLOWED

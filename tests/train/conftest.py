@@ -41,9 +41,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "tie_word_embeddings": True,
     }  # fmt: skip
     torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, bos_token_id=None, eos_token_id=None)
-    ).save_pretrained(folder)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).save_pretrained(folder)
     _train_tokenizer([TEXT], 400).save_pretrained(folder)
     return folder
 

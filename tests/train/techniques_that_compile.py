@@ -44,9 +44,8 @@ def test_torchao_trains_with_liger_to_the_losses_without(bits: int, folder: Path
 def test_compiled_layers_train_to_the_losses_of_eager_mode(folder: Path, device: torch.device) -> None:
     setup = setup_of(folder, device=device.type, liger="all")
     expected = trained(setup).losses
-    assert trained(replace(setup, compile="default")).losses == pytest.approx(
-        expected, rel=1e-5 if device.type == "cpu" else 1e-4
-    )
+    rel = 1e-5 if device.type == "cpu" else 1e-4
+    assert trained(replace(setup, compile="default")).losses == pytest.approx(expected, rel=rel)
     # Forward and backward of both layers.
     counters = torch._dynamo.utils.counters["inductor"]
     assert counters["fxgraph_cache_hit"] + counters["fxgraph_cache_miss"] == 2
@@ -75,9 +74,8 @@ def test_weights_on_a_disk_train_to_the_losses_of_those_in_memory(
     # Smaller ones than 1 MiB stay in memory, and more go to the disk than there are buffers.
     wide = saved_model(tmp_path / "model", hidden_size=1024, intermediate_size=1024, num_key_value_heads=4)
     expected = trained(setup_of(wide, device=device.type, learning_rate=1e-4)).losses
-    offloaded = setup_of(
-        wide, device=device.type, learning_rate=1e-4, shard="zero3", offload="nvme", nvme_folder=str(tmp_path)
-    )
+    disk = {"shard": "zero3", "offload": "nvme", "nvme_folder": str(tmp_path)}
+    offloaded = setup_of(wide, device=device.type, learning_rate=1e-4, **disk)
     for liger in ("none", "all"):
         done = trained(replace(offloaded, liger=liger, checkpoint=checkpoint))
         assert done.losses == pytest.approx(expected, rel=1e-4)

@@ -49,11 +49,8 @@ def test_adapters_have_the_rank_the_scale_and_the_places_that_were_asked_for(sma
 
 @pytest.mark.parametrize("liger", ["none", "all"])
 def test_a_run_with_such_adapters_learns(small: Setup, liger: str) -> None:
-    row = run(
-        replace(
-            small, adapter="lora", adapter_rank=4, adapter_targets="q_proj,down_proj", liger=liger, learning_rate=3e-2
-        )
-    )
+    adapters = {"adapter": "lora", "adapter_rank": 4, "adapter_targets": "q_proj,down_proj"}
+    row = run(replace(small, **adapters, liger=liger, learning_rate=3e-2))
     assert not row.failed, row.reason
     assert row.losses[-1] < row.losses[0] - 0.05
     # Two layers with rank 4: 32 to 32 and 64 to 32.
@@ -111,9 +108,8 @@ def test_experts_in_four_bits_are_trained_planned_and_saved_for_peft(experts: Se
     assert planned.notes[0] == built.notes[0]
     assert not row.failed, row.reason
     assert planned.trainable_parameters == row.trainable_parameters
-    assert (
-        f"in float32 ({row.trainable_parameters:,}); the frozen weights are in 4 bits ({packed:,}) and" in row.notes[-2]
-    )
+    trained = f"in float32 ({row.trainable_parameters:,}); the frozen weights are in 4 bits ({packed:,}) and"
+    assert trained in row.notes[-2]
     assert (planned.parameters, packed, 0) == (row.parameters, row.parameters_in_4_bits, row.parameters_in_16_bits)
 
 
@@ -126,9 +122,8 @@ def test_experts_that_are_named_are_trained_and_planned(experts: Setup) -> None:
     assert any("on 4 weights (down_proj, gate_up_proj)" in note for note in row.notes)
     assert planned.trainable_parameters == row.trainable_parameters
     assert (row.parameters_in_4_bits, row.parameters_in_16_bits) == (0, row.parameters - row.trainable_parameters)
-    assert [note for note in planned.notes if "adapters of rank" in note] == [
-        note for note in row.notes if "adapters of rank" in note
-    ]
+    of_plan, of_run = ([n for n in notes if "adapters of rank" in n] for notes in (planned.notes, row.notes))
+    assert of_plan == of_run
 
 
 @pytest.mark.parametrize("experts", ["gpt_oss"], indirect=True)
@@ -189,9 +184,8 @@ def test_experts_in_mxfp4_are_dequantized(experts: Setup, adapter: str) -> None:
     expected = in_mxfp4(Path(experts.model))
     built = build(replace(experts, adapter=adapter, random_weights=False, sequence=8), torch.device("cpu"))
     to = "NF4" if adapter == "qlora" else "float32"
-    assert built.notes[0] == (
-        f"The experts of {experts.model} are in MXFP4; each is dequantized when it is loaded, to {to}."
-    )
+    note = f"The experts of {experts.model} are in MXFP4; each is dequantized when it is loaded, to {to}."
+    assert built.notes[0] == note
     assert not any("leaves out" in note or "lacks" in note for note in built.notes)
     model = built.model if adapter == "none" else built.model.get_base_model()
     for name, matrices in expected.items():

@@ -193,11 +193,8 @@ def trained(model: Any) -> tuple[float, dict[str, torch.Tensor], int]:
         with FlopCounterMode(display=False) as operations:
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()
-    return (
-        float(loss.detach()),
-        {name: weight.grad for name, weight in model.named_parameters()},
-        operations.get_total_flops(),
-    )
+    gradients = {name: weight.grad for name, weight in model.named_parameters()}
+    return float(loss.detach()), gradients, operations.get_total_flops()
 
 
 @pytest.mark.parametrize(

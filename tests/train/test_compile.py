@@ -111,9 +111,8 @@ def test_cuda_graphs_need_a_gpu(small: Setup) -> None:
 
 def test_compiling_for_the_cpu_needs_a_compiler(small: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
-    assert combinations.compiled(replace(small, compile="default")).startswith(
-        "needs a C++ compiler on the CPU, not installed here; "
-    )
+    problem = combinations.compiled(replace(small, compile="default"))
+    assert problem.startswith("needs a C++ compiler on the CPU, not installed here; ")
     assert combinations.compiled(replace(small, compile="default", device="cuda")) == ""
 
 
@@ -167,9 +166,8 @@ class Training:
         self.step = 0
         recorder = self.device if place == "cpu" else None
         eager: Any = lambda inputs, tokens: self._micro(inputs["x"], tokens)  # noqa: E731
-        self.run = (
-            Graphs(eager, self.model, lambda: self.step >= 2, self.notes.append, device=recorder) if graphs else eager
-        )
+        done = lambda: self.step >= 2  # noqa: E731
+        self.run = Graphs(eager, self.model, done, self.notes.append, device=recorder) if graphs else eager
 
     def _micro(self, x: Tensor, tokens: Any) -> Tensor:
         loss = self.model(x).square().sum() / tokens
@@ -183,9 +181,7 @@ class Training:
 
     def one(self) -> None:
         tokens: Any = torch.tensor(sum(self.sizes)) if self.step % 2 else sum(self.sizes) + 1
-        inputs = [
-            torch.full((size, 4), 0.1 * self.step + place, device=self.place) for place, size in enumerate(self.sizes)
-        ]
+        inputs = [torch.full((size, 4), 0.1 * self.step + i, device=self.place) for i, size in enumerate(self.sizes)]
         losses = [self.run({"x": x}, tokens) for x in inputs]
         self.losses += [float(loss) for loss in losses]
         with torch.no_grad():
@@ -260,10 +256,8 @@ def test_recomputed_layers_may_draw_no_random_numbers_in_a_graph(draws: bool, sm
         model.zero_grad()
     assert bool(notes) == draws
     assert all("draw random numbers" in note for note in notes)
-    kept = [
-        layer._gradient_checkpointing_func.keywords.get("preserve_rng_state", True)
-        for layer in checkpointing.layers(model)
-    ]
+    options = [layer._gradient_checkpointing_func.keywords for layer in checkpointing.layers(model)]
+    kept = [each.get("preserve_rng_state", True) for each in options]
     assert kept == [draws, draws]
 
 
@@ -271,9 +265,8 @@ def test_layers_with_offloaded_inputs_run_without_graphs(small: Setup) -> None:
     model = build(replace(small, checkpoint="full"), torch.device("cpu")).model
     checkpointing.layers(model)[0]._gradient_checkpointing_func = lambda function, *args: function(*args)
     notes: list[str] = []
-    graphs = Graphs(
-        lambda inputs, tokens: model(**inputs).loss, model, lambda: True, notes.append, device=StandIn(model)
-    )
+    recorder = StandIn(model)
+    graphs = Graphs(lambda inputs, tokens: model(**inputs).loss, model, lambda: True, notes.append, device=recorder)
     graphs({"input_ids": torch.zeros(2, 16, dtype=torch.int64), "labels": torch.zeros(2, 16, dtype=torch.int64)}, None)
     assert ["offloaded inputs" in note for note in notes] == [True]
 
@@ -320,7 +313,6 @@ def test_a_step_that_waits_for_the_gpu_runs_without_graphs() -> None:
     training = Training((2, 2), graphs=True, place="cuda")
     micro = training.run.step
     training.run.step = lambda inputs, tokens: micro(inputs, tokens) * float(inputs["x"].sum() > 0)
-    assert training.train().losses == pytest.approx(
-        Training((2, 2), graphs=False, place="cuda").train().losses, rel=1e-5
-    )
+    expected = Training((2, 2), graphs=False, place="cuda").train().losses
+    assert training.train().losses == pytest.approx(expected, rel=1e-5)
     assert [note for note in training.notes if "a step must not wait for the GPU, but one does: " in note]

@@ -117,9 +117,8 @@ def test_a_killed_run_resumes_with_the_losses_of_an_uninterrupted_one(
 
 def test_sums_have_one_order_where_that_is_asked_for(small: Setup, whole: list[float]) -> None:
     seen: list[bool] = []
-    row = run(
-        small, deterministic=True, observers=[At(1, lambda: seen.append(torch.are_deterministic_algorithms_enabled()))]
-    )
+    note = lambda: seen.append(torch.are_deterministic_algorithms_enabled())  # noqa: E731
+    row = run(small, deterministic=True, observers=[At(1, note)])
     assert seen == [True]
     assert not torch.are_deterministic_algorithms_enabled()
     assert row.losses == whole
@@ -176,10 +175,8 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_is_used(
     damage(stopped / "checkpoint-4")
     row = run(small, folder=stopped, resume=True, save_every=2)
     assert row.losses == whole
-    assert re.fullmatch(
-        rf"checkpoint-4 was damaged \({problem}\) and is now damaged-checkpoint-4; resuming from the one before it\.",
-        row.notes[-2],
-    )
+    note = rf"checkpoint-4 was damaged \({problem}\) and is now damaged-checkpoint-4; resuming from the one before it\."
+    assert re.fullmatch(note, row.notes[-2])
     assert row.notes[-1] == f"Resumed from step 2, {stopped / 'checkpoint-2'}."
     assert names(stopped) == ["checkpoint-4", "checkpoint-6", "damaged-checkpoint-4"]
 
@@ -214,16 +211,13 @@ def test_two_runs_do_not_write_to_one_folder(
             run(replace(small, seed=1), folder=tmp_path)
         # Whatever loads comes after the refusal.
         monkeypatch.setattr(command, "_train", raising(AssertionError("this run begins")))
-        refused.extend(
-            liger("train", "--model", "tiny", "--device", "cpu", "--output", str(tmp_path), *more)
-            for more in ([], ["--resume"])
-        )
+        words = ("train", "--model", "tiny", "--device", "cpu", "--output", str(tmp_path))
+        refused.extend(liger(*words, *more) for more in ([], ["--resume"]))
 
     assert run(small, folder=tmp_path, save_every=2, observers=[At(3, second_run)]).losses == whole
     sentence = f"got {tmp_path}, in use by process {os.getpid()} on {platform.node()} since {datetime.now():%Y-%m-%d}"
-    assert [(code, sentence in said, "give another folder, or end that run" in said) for code, said in refused] == [
-        (2, True, True)
-    ] * 2
+    found = [(code, sentence in said, "give another folder, or end that run" in said) for code, said in refused]
+    assert found == [(2, True, True)] * 2
     assert names(tmp_path) == ["checkpoint-4", "checkpoint-6"]
 
 
@@ -307,9 +301,8 @@ def test_a_sharded_run_resumes_exactly_and_saves_a_model(small: Setup, tmp_path:
     assert done.returncode == 0, done.stderr
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
     begun = AutoModelForCausalLM.from_pretrained(small.model)
-    moved = [
-        (now - before).abs().max().item() for now, before in zip(model.parameters(), begun.parameters(), strict=True)
-    ]
+    pairs = zip(model.parameters(), begun.parameters(), strict=True)
+    moved = [(now - before).abs().max().item() for now, before in pairs]
     assert all(0 < each < 4.1 * small.learning_rate for each in moved)
 
 
@@ -465,12 +458,8 @@ def one_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True)
-    for name, value in {
-        "WORLD_SIZE": "2",
-        "RANK": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-    }.items():
+    shared = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    for name, value in shared.items():
         monkeypatch.setenv(name, value)
     return store
 

@@ -70,9 +70,8 @@ def test_every_field_that_is_set_reaches_the_trainer(small: Setup, tmp_path: Pat
 
 
 def test_warm_up_needs_no_schedule(small: Setup, tmp_path: Path) -> None:
-    assert (
-        training_arguments(replace(small, set="warmup_steps=2"), tmp_path).lr_scheduler_type == "constant_with_warmup"
-    )
+    found = training_arguments(replace(small, set="warmup_steps=2"), tmp_path)
+    assert found.lr_scheduler_type == "constant_with_warmup"
 
 
 def test_what_is_reported_is_logged(small: Setup, tmp_path: Path) -> None:
@@ -122,9 +121,8 @@ def test_epochs_determine_the_number_of_steps(small: Setup, tmp_path: Path) -> N
 
 def test_an_epoch_is_the_whole_text(small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("liger_train.runs.data.CHARACTERS", 1000)
-    assert len(read(replace(small, set="num_train_epochs=1"), 400, False).sequences) > 2 * len(
-        read(replace(small, steps=1), 400, False).sequences
-    )
+    epoch, step = (replace(small, set="num_train_epochs=1"), replace(small, steps=1))
+    assert len(read(epoch, 400, False).sequences) > 2 * len(read(step, 400, False).sequences)
 
 
 def test_the_row_and_the_command_have_what_was_set(small: Setup) -> None:
@@ -132,11 +130,8 @@ def test_the_row_and_the_command_have_what_was_set(small: Setup) -> None:
     row = run(setup)
     assert row.set == "max_grad_norm=2 'run_name=a name' weight_decay=0.1"
     words = shlex.split(row.command())
-    assert [words[at + 1] for at, word in enumerate(words) if word == "--set"] == [
-        "max_grad_norm=2",
-        "run_name=a name",
-        "weight_decay=0.1",
-    ]
+    sets = [words[at + 1] for at, word in enumerate(words) if word == "--set"]
+    assert sets == ["max_grad_norm=2", "run_name=a name", "weight_decay=0.1"]
 
 
 def test_a_run_cannot_be_resumed_with_other_fields(small: Setup, tmp_path: Path) -> None:

@@ -81,9 +81,8 @@ def test_a_gpu_trains_to_the_losses_of_bfloat16(
         pytest.skip("needs a GPU that multiplies in float8")
     pytest.importorskip("torchao")
     setup = {"steps": STEPS, "device": "cuda", "liger": "all", "checkpoint": checkpoint}
-    expected = trained(
-        setup_of(folder, precision="bf16-pure" if precision.endswith("-pure") else "bf16", **setup)
-    ).losses
+    plain = "bf16-pure" if precision.endswith("-pure") else "bf16"
+    expected = trained(setup_of(folder, precision=plain, **setup)).losses
     found = trained(setup_of(folder, precision=precision, **setup)).losses
     assert found != expected, "nothing is in float8"
     assert found == pytest.approx(expected, abs=NOISE * expected[0])
@@ -102,11 +101,8 @@ def test_every_layer_but_the_head_and_odd_ones_is_converted(tmp_path: Path) -> N
     # Keys and values of 8 columns.
     narrow = saved_model(tmp_path, num_attention_heads=8, num_key_value_heads=1)
     built = build(setup_of(narrow, precision="fp8-pure", liger="all"), CPU)
-    kinds = {
-        name.rpartition(".")[2]: type(layer).__name__
-        for name, layer in built.model.named_modules()
-        if isinstance(layer, nn.Linear)
-    }
+    layers = {name: layer for name, layer in built.model.named_modules() if isinstance(layer, nn.Linear)}
+    kinds = {name.rpartition(".")[2]: type(layer).__name__ for name, layer in layers.items()}
     assert {name for name, kind in kinds.items() if kind == "Float8Linear"} == {
         "q_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     }  # fmt: skip
@@ -159,9 +155,8 @@ def test_a_gpu_that_has_float8_is_taken(options: dict[str, Any], monkeypatch: py
 
 
 def test_a_model_without_a_layer_to_convert_is_refused() -> None:
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("gpt2", vocab_size=128, n_embd=64, n_layer=2, n_head=4)
-    )
+    config = AutoConfig.for_model("gpt2", vocab_size=128, n_embd=64, n_layer=2, n_head=4)
+    model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(OptionError, match="got gpt2 with 8 × other classes of layers, 1 × the LM head"):
         float8.chosen_layers(model, Setup("gpt2", precision="fp8"), [])
 
@@ -195,17 +190,15 @@ def test_float8_is_planned_without_torchao(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(sys.modules, "torchao", None)
     _step.cache_clear()
     small = {"batch": 8, "sequence": 512, "checkpoint": "none"}
-    peaks = {
-        name: predict(Setup("tiny", precision=name, **small)).peak_bytes for name in ("bf16", "bf16-pure", *RECIPES)
-    }
+    names = ("bf16", "bf16-pure", *RECIPES)
+    peaks = {name: predict(Setup("tiny", precision=name, **small)).peak_bytes for name in names}
     # Without a copy of every weight in bfloat16.
     assert peaks["fp8"] < peaks["bf16"]
     assert peaks["fp8-pure"] < peaks["fp8"]
     assert peaks["fp8"] == pytest.approx(peaks["bf16"], rel=0.2)
     assert peaks["fp8-pure"] == pytest.approx(peaks["bf16-pure"], rel=0.2)
-    assert (
-        "multiply in float8 with one scale per row" in predict(Setup("tiny", precision="fp8-rowwise", **small)).notes[0]
-    )
+    notes = predict(Setup("tiny", precision="fp8-rowwise", **small)).notes
+    assert "multiply in float8 with one scale per row" in notes[0]
 
 
 def test_a_plan_of_fsdp2_holds_gathered_weights_in_float8() -> None:

@@ -31,6 +31,7 @@ LONG = Setup(
     optimizer="galore",
 )  # fmt: skip
 MIB = 1 << 20
+SPEEDS = ("tokens_per_second", "low_tokens_per_second", "high_tokens_per_second")
 
 
 @pytest.fixture
@@ -50,22 +51,14 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def trained(liger: str, speed: float, spread: float = 10.0, **results: Any) -> Row:
-    figures = {
-        "tokens_per_second": speed,
-        "low_tokens_per_second": speed - spread,
-        "high_tokens_per_second": speed + spread,
-    }
-    found: dict[str, Any] = (
-        figures | {"peak_bytes": 64 * MIB, "static_bytes": 24 * MIB, "losses": [10.5, 10.25]} | results
-    )
-    return row_of(replace(TINY, liger=liger), WHERE, found)
+    found: dict[str, Any] = {"peak_bytes": 64 * MIB, "static_bytes": 24 * MIB, "losses": [10.5, 10.25]}
+    found |= dict(zip(SPEEDS, (speed, speed - spread, speed + spread), strict=True))
+    return row_of(replace(TINY, liger=liger), WHERE, found | results)
 
 
 def cells(text: str, name: str) -> list[str]:
     """Of the first line with that cell."""
-    lines = [
-        [cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line.startswith("│")
-    ]
+    lines = [[cell.strip() for cell in each.strip("│").split("│")] for each in text.splitlines() if each[:1] == "│"]
     return next(line for line in lines if name in line)
 
 

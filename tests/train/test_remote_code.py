@@ -57,10 +57,8 @@ def model(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     folder = tmp_path / "own"
     LlamaForCausalLM(LlamaConfig(**SIZES, bos_token_id=None, eos_token_id=None)).save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    config |= {
-        "model_type": "its_own",
-        "auto_map": {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnModel"},
-    }
+    config["model_type"] = "its_own"
+    config["auto_map"] = {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnModel"}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "code.py").write_text(CODE.format(marker=str(marker)))
     _train_tokenizer([CODE], SIZES["vocab_size"]).save_pretrained(folder)

@@ -42,12 +42,8 @@ def row(setup: Setup, **results: Any) -> Row:
     """A run whose memory grows with its tokens, up to its limit."""
     bytes_of_each, speed = COSTS[setup.liger]
     peak = setup.batch * setup.sequence * bytes_of_each + GIB
-    found: dict[str, Any] = {
-        "tokens_per_second": speed,
-        "low_tokens_per_second": speed - 50,
-        "high_tokens_per_second": speed + 50,
-    }
-    found |= {"peak_bytes": peak, "static_bytes": GIB, "losses": [11.0, 10.5]}
+    found: dict[str, Any] = {"low_tokens_per_second": speed - 50, "high_tokens_per_second": speed + 50}
+    found |= {"tokens_per_second": speed, "peak_bytes": peak, "static_bytes": GIB, "losses": [11.0, 10.5]}
     if setup.memory_limit and peak > setup.memory_limit:
         found = {"out_of_memory": True, "reason": "out of memory: 2 GiB"}
     return row_of(setup, WHERE, found | results)
@@ -79,17 +75,14 @@ def said(rows: list[Row]) -> dict[str, str]:
 def text_of(rows: list[Row]) -> str:
     records = [each.columns() for each in rows]
     every = sweeps(records)
-    parts = page(
-        records, every, outside_sweeps(records, every), [], Pictures([[] for _ in every]), "liger report results"
-    )
+    left = outside_sweeps(records, every)
+    parts = page(records, every, left, [], Pictures([[] for _ in every]), "liger report results")
     return "\n\n".join(parts)
 
 
 def line(text: str, *wanted: str) -> list[str]:
     """The cells of the first line of a table that has all the wanted ones."""
-    lines = [
-        [cell.strip() for cell in each.strip("|").split("|")] for each in text.splitlines() if each.startswith("|")
-    ]
+    lines = [[cell.strip() for cell in each.strip("|").split("|")] for each in text.splitlines() if each[:1] == "|"]
     return next(cells for cells in lines if set(wanted) <= set(cells))
 
 
@@ -117,9 +110,8 @@ def test_strategies_differ_in_compiling_and_in_the_library() -> None:
 def test_the_last_row_of_a_repeated_run_counts(tmp_path: Path) -> None:
     once = row(IN_24_GIB)
     again = replace(once, steps=20, commit="def", tokens_per_second=7.0)
-    assert [
-        each["tokens_per_second"] for each in read([written(tmp_path / "a", [once]), written(tmp_path / "b", [again])])
-    ] == [7.0]
+    rows = read([written(tmp_path / "a", [once]), written(tmp_path / "b", [again])])
+    assert [each["tokens_per_second"] for each in rows] == [7.0]
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["resumed", "ended_before"])
@@ -137,9 +129,8 @@ def test_rows_that_are_not_of_training_runs_are_refused(tmp_path: Path) -> None:
 
 
 def test_runs_that_all_fit_have_no_first_failure_and_no_share() -> None:
-    stated = said(
-        [replace(each, out_of_memory=False, tokens_per_second=9.0, peak_bytes=GIB) for each in by_batch(8, 16, 32)]
-    )
+    rows = by_batch(8, 16, 32)
+    stated = said([replace(each, out_of_memory=False, tokens_per_second=9.0, peak_bytes=GIB) for each in rows])
     assert stated["Transformers: first OOM"] == "no OOM up to 32"
     assert not any("share" in words for words in stated)
 
@@ -156,10 +147,8 @@ ON_CPU = Setup("tiny", precision="fp32", checkpoint="none", device="cpu")
 
 
 def on_cpu(**results: Any) -> list[Row]:
-    return [
-        replace(each, machine="Some CPU, 2 threads", **results)
-        for each in by_batch(1, 4, base=ON_CPU, strategies=["none", "all"])
-    ]
+    rows = by_batch(1, 4, base=ON_CPU, strategies=["none", "all"])
+    return [replace(each, machine="Some CPU, 2 threads", **results) for each in rows]
 
 
 def test_small_memory_has_a_small_unit() -> None:
@@ -188,11 +177,8 @@ def test_runs_that_ran_out_of_memory_failed_or_were_skipped_have_a_reason() -> N
     left = replace(left, out_of_memory=False, reason=f"{NOT_RUN}, since 16 × 1024 ran out of memory")
     broken = replace(broken, out_of_memory=False, failed=True, reason="ValueError: no such layer")
     text = text_of([small, large, left, broken])
-    assert [line(text, value, "Transformers")[2] for value in ("16", "32", "64")] == [
-        "out of memory",
-        "not run",
-        "failed",
-    ]
+    ends = [line(text, value, "Transformers")[2] for value in ("16", "32", "64")]
+    assert ends == ["out of memory", "not run", "failed"]
     assert "* Transformers at 16: out of memory: 2 GiB" in text
     assert "* Transformers at 64: ValueError: no such layer" in text
     (sweep,) = found([small, large, left, broken])
@@ -222,10 +208,7 @@ def test_a_picture_marks_what_ran_out_of_memory(tmp_path: Path) -> None:
     (fitting,), (all_of_them,) = found(rows), found(failed)
     sweep_picture(fitting, fitting.strategies, tmp_path / "fitting.png")
     sweep_picture(all_of_them, all_of_them.strategies, tmp_path / "failed.png")
-    unmarked = (
-        replace(failed[-1], out_of_memory=False, reason=NOT_RUN),
-        replace(failed[-2], out_of_memory=False, reason=NOT_RUN),
-    )
+    unmarked = [replace(each, out_of_memory=False, reason=NOT_RUN) for each in failed[-2:]]
     (left_out,) = found([*rows, *unmarked])
     sweep_picture(left_out, left_out.strategies, tmp_path / "left.png")
     # Four crosses of strokes that are two points wide.
@@ -242,12 +225,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "setup": {name: getattr(replace(IN_24_GIB, liger=liger), name) for name in SETUP},
             "milliseconds": [0.0, 1.0],
         }
-        record |= {
-            "bytes": {
-                name: [GIB, GIB]
-                for name in ("weights", "gradients", "optimizer", "checkpoints", "logits and loss", "other")
-            }
-        }
+        names = ("weights", "gradients", "optimizer", "checkpoints", "logits and loss", "other")
+        record["bytes"] = {name: [GIB, GIB] for name in names}
         record |= {"steps": [0.0], "asked": 9 * GIB, "peak": dict.fromkeys(record["bytes"], GIB)}
         (made / "snapshots" / f"{liger}.json").write_text(json.dumps(record))
     return made

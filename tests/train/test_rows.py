@@ -47,12 +47,8 @@ AGAIN, SEVEN = {"role": "user", "content": "and three"}, {"role": "assistant", "
 SYSTEM = {"role": "system", "content": "be brief"}
 TURNS = [USER, FOUR, AGAIN, SEVEN]
 CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
-    }
-]
+NUMBERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": NUMBERS}}]
 WITH_TOOLS = [USER, {"role": "assistant", "content": "", "tool_calls": CALLS}, {"role": "tool", "content": "4"}, FOUR]
 NAMES = {"user": "human", "assistant": "gpt", "system": "system"}
 
@@ -76,9 +72,8 @@ CALLED = '<call>{"name": "add", "arguments": {"a": 2}}<|im_end|>'
 def data_of(template: str | None, folder: Path, rows: list[Any] | str, end: str = "<|im_end|>", **options: Any) -> Data:
     model = model_with(template, folder / "model", end)
     source = rows if isinstance(rows, str) else written(folder / "chats.jsonl", rows)
-    return read(
-        replace(setup_of(model, data=source), **({"batch": 1, "sequence": 768} | options)), 400, own_tokenizer=True
-    )
+    setup = replace(setup_of(model, data=source), **({"batch": 1, "sequence": 768} | options))
+    return read(setup, 400, own_tokenizer=True)
 
 
 def trained_on(data: Data) -> list[str]:
@@ -206,12 +201,8 @@ def test_a_step_has_the_loss_of_sft_trainer_however_it_is_split(
 
 def test_compiled_layers_keep_packed_documents_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compiling, "COMPILER", "aot_eager")
-    setup = setup_of(
-        model_with(TAGS, tmp_path / "model"),
-        data=written(tmp_path / "chats.jsonl", MESSAGES * 2),
-        steps=1,
-        packing=True,
-    )
+    model, source = model_with(TAGS, tmp_path / "model"), written(tmp_path / "chats.jsonl", MESSAGES * 2)
+    setup = setup_of(model, data=source, steps=1, packing=True)
     eager, compiled = (run(replace(setup, batch=1, sequence=256, compile=how)) for how in ("none", "default"))
     assert compiled.losses == [pytest.approx(loss, rel=1e-6) for loss in eager.losses]
 
@@ -312,9 +303,8 @@ def test_a_table_without_a_column_to_train_on_is_refused(tmp_path: Path) -> None
 def test_a_column_of_texts_is_text(tmp_path: Path) -> None:
     data = data_of(None, tmp_path, [{"text": "two and two "}, {"text": None}, {"text": "and three"}] * 9, sequence=16)
     assert data.sequences.dim() == 2
-    assert data.tokenizer.decode(data.sequences.flatten()).startswith(
-        "two and two <|im_end|>and three<|im_end|>two and two"
-    )
+    words = data.tokenizer.decode(data.sequences.flatten())
+    assert words.startswith("two and two <|im_end|>and three<|im_end|>two and two")
     with refused(r"line 2: text must be a string, got \[1\]"):
         data_of(None, tmp_path, [{"text": "two"}, {"text": [1]}])
 
@@ -359,9 +349,8 @@ def test_answers_that_do_not_end_are_refused(tmp_path: Path) -> None:
     sentence = r"must end with a token that ends generation \(<\|endoftext\|>\), got 'four' from .*; let the chat template end answers"
     with refused(sentence):
         data_of(GLM, tmp_path, MESSAGES, "<|endoftext|>")
-    ending = GLM.replace(
-        "{% endfor %}", "{% if m.role == 'assistant' and loop.last %}{{ eos_token }}{% endif %}{% endfor %}"
-    )
+    end = "{% if m.role == 'assistant' and loop.last %}{{ eos_token }}{% endif %}{% endfor %}"
+    ending = GLM.replace("{% endfor %}", end)
     data = data_of(ending, tmp_path, MESSAGES, "<|endoftext|>")
     assert trained_on(data) == ["four<|endoftext|>", "seven of course<|endoftext|>", "four<|endoftext|>"]
 
@@ -376,9 +365,8 @@ def test_answers_that_end_with_another_token_are_named(tmp_path: Path) -> None:
 
 def test_long_examples_are_cut_and_those_without_an_answer_left_are_left_out(tmp_path: Path) -> None:
     long = [{"role": "user", "content": "two " * 60}, {"role": "assistant", "content": "four"}]
-    data = data_of(
-        TAGS, tmp_path, [{"messages": turns} for turns in ([USER, FOUR], [USER, FOUR, *long], long)], sequence=64
-    )
+    rows = [{"messages": turns} for turns in ([USER, FOUR], [USER, FOUR, *long], long)]
+    data = data_of(TAGS, tmp_path, rows, sequence=64)
     assert len(data.sequences) == 2
     assert (
         data.notes[2]
@@ -446,10 +434,8 @@ def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
 
 
 def test_prompts_and_completions_need_no_chat_template(tmp_path: Path) -> None:
-    assert trained_on(data_of(None, tmp_path, FORMATS["prompt and completion"])) == [
-        " four<|im_end|>",
-        " seven<|im_end|>",
-    ]
+    data = data_of(None, tmp_path, FORMATS["prompt and completion"])
+    assert trained_on(data) == [" four<|im_end|>", " seven<|im_end|>"]
     with refused("has prompt and completion, which need a model with a tokenizer, got tiny"):
         read(Setup("tiny", data=str(tmp_path / "chats.jsonl")), 400, own_tokenizer=False)
 
@@ -468,9 +454,8 @@ def test_a_missing_library_is_named_with_its_installation(tmp_path: Path, monkey
 def test_the_tokenizer_is_left_as_it_was(tmp_path: Path) -> None:
     model = model_with(TAGS, tmp_path / "model")
     settings = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").write_text(
-        json.dumps({name: value for name, value in settings.items() if name != "pad_token"})
-    )
+    others = {name: value for name, value in settings.items() if name != "pad_token"}
+    (model / "tokenizer_config.json").write_text(json.dumps(others))
     setup = replace(setup_of(model, data=written(tmp_path / "chats.jsonl", MESSAGES)), batch=1, sequence=64)
     assert read(setup, 400, own_tokenizer=True).tokenizer.pad_token is None
 

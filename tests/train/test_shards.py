@@ -51,10 +51,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 checkpointing_enable = checkpointing.enable
 # Two ranks need a GPU each.
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")),
-]
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+DEVICES = ["cpu", pytest.param("cuda", marks=two_gpus)]
 
 
 def enable(model: Any, how: str) -> None:
@@ -66,11 +64,8 @@ def enable(model: Any, how: str) -> None:
 
 def ways(device: str) -> dict[str, dict[str, Any]]:
     """FSDP2 pins host memory for a GPU, and ring attention on GPUs does not support float32."""
-    return {
-        way: options
-        for way, options in WAYS.items()
-        if way != ("cp" if device == "cuda" else "fsdp2-offload-parameters")
-    }
+    other = "cp" if device == "cuda" else "fsdp2-offload-parameters"
+    return {way: options for way, options in WAYS.items() if way != other}
 
 
 def work(rank: int, folder: str, device: str) -> None:

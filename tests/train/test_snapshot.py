@@ -59,11 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def snapshots(folder: Path) -> dict[str, dict[str, Any]]:
     """By strategy, the timeline of a tiny run with checkpointing."""
     for liger in ("none", "all"):
-        trained(
-            Setup("tiny", BATCH, SEQUENCE, TEXT, device="cpu", precision="fp32", steps=3, liger=liger),
-            folder,
-            snapshot=True,
-        )
+        setup = Setup("tiny", BATCH, SEQUENCE, TEXT, device="cpu", precision="fp32", steps=3, liger=liger)
+        trained(setup, folder, snapshot=True)
     return {record["setup"]["liger"]: record for record in read_timelines([folder])}
 
 
@@ -113,9 +110,8 @@ def test_the_strategies_of_a_run_are_side_by_side_with_the_baseline_first(snapsh
 
 
 def test_a_profile_is_a_trace_of_two_steps(tmp_path: Path) -> None:
-    trained(
-        Setup("tiny", 1, 16, TEXT, device="cpu", precision="fp32", checkpoint="none", steps=4), tmp_path, profile=True
-    )
+    setup = Setup("tiny", 1, 16, TEXT, device="cpu", precision="fp32", checkpoint="none", steps=4)
+    trained(setup, tmp_path, profile=True)
     (path,) = (tmp_path / "profiles" / "tiny-1x16-all-fp32-checkpoint-none").glob("*.pt.trace.json.gz")
     names = [event.get("name", "") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]]
     assert sum(name.startswith("Optimizer.step#") for name in names) == 2

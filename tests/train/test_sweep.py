@@ -126,10 +126,8 @@ def test_a_gpu_is_one_of_those_that_are_visible(monkeypatch: pytest.MonkeyPatch)
 
 def test_runs_larger_than_one_that_ran_out_of_memory_can_be_skipped() -> None:
     before = [row_of(TINY, WHERE, {"out_of_memory": True})]
-    found = [
-        result.row
-        for result in sweep.run_all(setups(2, 3), WHERE, options=RunOptions(skip_larger=True), earlier=before)
-    ]
+    results = sweep.run_all(setups(2, 3), WHERE, options=RunOptions(skip_larger=True), earlier=before)
+    found = [result.row for result in results]
     assert [row.reason for row in found] == [f"{NOT_RUN}, since 1 × 1024 ran out of memory"] * 2
     assert not any(row.out_of_memory or row.failed for row in found)
 
@@ -137,9 +135,7 @@ def test_runs_larger_than_one_that_ran_out_of_memory_can_be_skipped() -> None:
 @pytest.mark.parametrize("other", [{"liger": "none"}, {"sequence": 512}, {"checkpoint": "full"}, {"memory_limit": 1}])
 def test_smaller_and_other_runs_are_not_skipped(other: dict[str, Any]) -> None:
     assert reason_to_skip(setups_of(TINY, {"batch": [2]}, ["all"])[0], [row_of(TINY, WHERE, {"out_of_memory": True})])
-    changed = Setup(
-        **({"model": "tiny", "device": "cpu", "precision": "fp32", "checkpoint": "none", "batch": 2} | other)
-    )
+    changed = replace(TINY, **({"batch": 2} | other))
     assert reason_to_skip(changed, [row_of(TINY, WHERE, {"out_of_memory": True})]) == ""
 
 
@@ -166,14 +162,11 @@ def test_a_sweep_over_implementations_sets_what_replaces_the_ops_and_what_compil
 def test_a_table_of_implementations_names_them_and_compares_with_the_first(capsys: pytest.CaptureFixture[str]) -> None:
     setups = setups_of(TINY, {"implementation": ["hf", "liger", "liger-kernel"]}, ["all"])
     results: list[dict[str, Any]] = [{"tokens_per_second": 100.0}, {"tokens_per_second": 150.0}, {"reason": "no GPU"}]
-    where = dict.fromkeys(("machine", "versions", "commit", "date"), "")
-    sweep.print_rows(
-        [row_of(setup, where, one) for setup, one in zip(setups, results, strict=True)], ["implementation"]
-    )
+    rows = [row_of(setup, WHERE, one) for setup, one in zip(setups, results, strict=True)]
+    sweep.print_rows(rows, ["implementation"])
     printed = capsys.readouterr().out
-    assert [line.split("│")[1:4] for line in printed.splitlines() if " 1.50 " in line] == [
-        [" liger          ", "      150 ", " 1.50 "]
-    ]
+    (cells,) = (line.split("│")[1:4] for line in printed.splitlines() if " 1.50 " in line)
+    assert cells == [" liger          ", "      150 ", " 1.50 "]
     assert "liger-kernel: no GPU" in printed
 
 
@@ -303,9 +296,8 @@ def test_a_run_without_results_is_tried_again(
 
 
 def test_a_run_is_not_compared_with_one_that_ran_out_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    where = dict.fromkeys(("machine", "versions", "commit", "date"), "")
-    full = row_of(replace(TINY, liger="none"), where, {"out_of_memory": True, "peak_bytes": 2**30})
-    done = row_of(replace(TINY, liger="all"), where, {"tokens_per_second": 100.0, "peak_bytes": 2**29})
+    full = row_of(replace(TINY, liger="none"), WHERE, {"out_of_memory": True, "peak_bytes": 2**30})
+    done = row_of(replace(TINY, liger="all"), WHERE, {"tokens_per_second": 100.0, "peak_bytes": 2**29})
     sweep.print_rows([full, done], ["batch"])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if " all " in line)
     assert [cell.strip() for cell in line.split("│")[3:7]] == ["100", "–", "0.50", "–"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import logging
+import re
 import sys
 import tomllib
 from dataclasses import replace
@@ -93,24 +94,18 @@ def is_there(technique: Technique, trained: Trained) -> None:
         package = type(optimizer).__module__.partition(".")[0].replace("_", "-")
         assert package == technique.implemented_by.split(",")[0].lower()
     if technique.option == "optimizer" and "8bit" in technique.value:
-        assert any(
-            state.dtype == torch.uint8
-            for of in optimizer.state.values()
-            for state in of.values()
-            if torch.is_tensor(state)
-        )
+        states = [state for of in optimizer.state.values() for state in of.values() if torch.is_tensor(state)]
+        assert torch.uint8 in {state.dtype for state in states}
     if technique.option == "adapter" and technique.value != "none":
-        assert {("lora_" in name, p.dtype) for name, p in model.named_parameters() if p.requires_grad} == {
-            (True, torch.float32)
-        }
+        adapted = {("lora_" in name, p.dtype) for name, p in model.named_parameters() if p.requires_grad}
+        assert adapted == {(True, torch.float32)}
     if technique.value == "qlora":
         assert any(type(p).__name__ == "Params4bit" for p in model.parameters())
     if technique.option == "precision":
         expected = torch.bfloat16 if technique.value == "bf16-pure" else torch.float32
         assert {p.dtype for p in model.parameters()} == {expected}
-        assert trained.trainer.accelerator.mixed_precision == {"bf16": "bf16", "fp16": "fp16"}.get(
-            technique.value, "no"
-        )
+        expected = {"bf16": "bf16", "fp16": "fp16"}.get(technique.value, "no")
+        assert trained.trainer.accelerator.mixed_precision == expected
     if technique.option == "mlp":
         assert ("2 gated MLPs compute at most 12 rows at once." in trained.built.notes) == (technique.value == "tiled")
     if technique.option == "checkpoint":
@@ -279,15 +274,11 @@ def test_the_error_of_a_technique_for_gpus_has_the_reason() -> None:
                 techniques.check(Setup("tiny", device="cpu", **{technique.option: technique.value}))
 
 
-@pytest.mark.parametrize("name", ["llama-3.2-1", ""], ids=["a name on the hub", "a folder without a model"])
-def test_a_model_that_cannot_be_found_raises_a_clear_error(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_a_model_raises_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("liger_hf.hub.hub_is_reachable", lambda: False)
     with pytest.raises(OptionError, match="train: --model must be tiny, ") as raised:
-        config_of(Setup(name or str(tmp_path)))
-    assert ("Did you mean 'llama-3.2-1b'?" in str(raised.value)) == bool(name)
-    assert ("cannot be reached" in str(raised.value)) == bool(name)
+        config_of(Setup(str(tmp_path)))
+    assert not re.search("Did you mean|cannot be reached", str(raised.value))
 
 
 def test_more_checkpointed_layers_than_there_are_is_an_error() -> None:
@@ -317,13 +308,12 @@ class TestTheSettingsOfDeepSpeed:
         assert found["offload_optimizer"] == found["offload_param"] == {"device": "cpu", "pin_memory": True}  # type: ignore[index]
         assert found["stage3_max_live_parameters"] == found["stage3_max_reuse_distance"] == zero.LIVE  # type: ignore[index]
 
-    def test_a_buffer_for_the_disk_holds_the_largest_weight(self, tmp_path: Path) -> None:
+    def test_every_weight_goes_to_the_disk_through_a_buffer_for_the_largest_and_none_keeps_it(
+        self, tmp_path: Path
+    ) -> None:
         found = self.of(shard="zero3", offload="nvme", nvme_folder=str(tmp_path))["zero_optimization"]
         assert found["offload_param"]["buffer_size"] == 128_256 * 2048  # type: ignore[index]
         assert found["offload_optimizer"]["nvme_path"] == str(tmp_path)  # type: ignore[index]
-
-    def test_every_weight_goes_to_the_disk_and_none_keeps_a_buffer(self, tmp_path: Path) -> None:
-        found = self.of(shard="zero3", offload="nvme", nvme_folder=str(tmp_path))["zero_optimization"]
         assert found["offload_param"]["max_in_cpu"] == 0  # type: ignore[index]
         assert found["stage3_max_reuse_distance"] == found["stage3_prefetch_bucket_size"] == 0  # type: ignore[index]
 

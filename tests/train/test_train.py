@@ -118,9 +118,8 @@ def asked(monkeypatch: pytest.MonkeyPatch, liger: InProcess, *arguments: str) ->
     monkeypatch.setattr(command, "_train", trained)
     # The text need not be here.
     monkeypatch.setattr(command, "check_source", lambda source: None)
-    monkeypatch.setattr(
-        machine, "measurable_device", lambda name, device: torch.device("cpu" if device == "cpu" else "cuda")
-    )
+    place = lambda name, device: torch.device("cpu" if device == "cpu" else "cuda")  # noqa: E731
+    monkeypatch.setattr(machine, "measurable_device", place)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     code, said = liger("train", *arguments)
@@ -152,19 +151,21 @@ def test_the_command_of_a_setup_trains_that_setup(
     assert asked(monkeypatch, liger, *words[2:])[0] == setup
 
 
-def test_the_defaults_on_a_gpu_are_bf16_checkpointing_and_liger_and_are_printed(
-    monkeypatch: pytest.MonkeyPatch, liger: InProcess
+@pytest.mark.parametrize(
+    ("words", "defaults", "sentence"),
+    [
+        (("--data", "text.txt"), ("cuda", "bf16", "full", "all"), "NVIDIA Test: --device cuda, --liger all, --precision bf16, --checkpoint full."),
+        (("--device", "cpu"), ("cpu", "fp32", "none", "all"), "the CPU: --liger all, --precision fp32, --checkpoint none."),
+    ],
+    ids=["bf16 and checkpointing on a GPU", "neither on the CPU"],
+)  # fmt: skip
+def test_defaults_depend_on_the_device_and_are_printed(
+    words: tuple[str, ...], defaults: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch, liger: InProcess
 ) -> None:
-    setup, notes, said = asked(monkeypatch, liger, "--model", "llama-3.2-1b", "--data", "text.txt")
-    assert (setup.device, setup.precision, setup.checkpoint, setup.liger) == ("cuda", "bf16", "full", "all")
-    assert notes == ["Defaults for NVIDIA Test: --device cuda, --liger all, --precision bf16, --checkpoint full."]
+    setup, notes, said = asked(monkeypatch, liger, "--model", "llama-3.2-1b", *words)
+    assert (setup.device, setup.precision, setup.checkpoint, setup.liger) == defaults
+    assert notes == [f"Defaults for {sentence}"]
     assert notes[0] in said
-
-
-def test_the_cpu_gets_float32_and_no_checkpointing(monkeypatch: pytest.MonkeyPatch, liger: InProcess) -> None:
-    setup, _, said = asked(monkeypatch, liger, "--model", "tiny", "--device", "cpu")
-    assert (setup.precision, setup.checkpoint) == ("fp32", "none")
-    assert "Defaults for the CPU: --liger all, --precision fp32, --checkpoint none." in said
 
 
 def test_a_gpu_without_bfloat16_gets_float16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,11 +252,8 @@ def test_a_text_is_cut_into_whole_steps(small: Setup, tmp_path: Path) -> None:
 def short_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of a cache of its own, and a standard library of a few files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(
-        text_of_runs,
-        "library",
-        lambda limit: [f"def function_{i}(argument):\n    return argument\n" * 20 for i in range(9)],
-    )
+    texts = [f"def function_{i}(argument):\n    return argument\n" * 20 for i in range(9)]
+    monkeypatch.setattr(text_of_runs, "library", lambda limit: texts)
     return tmp_path / "cache" / "liger"
 
 
@@ -274,10 +272,8 @@ def test_the_tokens_of_the_standard_library_are_kept_for_later_runs(
     assert torch.equal(second.sequences, first.sequences)
     assert second.digest == first.digest
     assert second.tokenizer.backend_tokenizer.to_str() == first.tokenizer.backend_tokenizer.to_str()
-    assert (second.tokenizer.eos_token, second.tokenizer.pad_token) == (
-        first.tokenizer.eos_token,
-        first.tokenizer.pad_token,
-    )
+    for name in ("eos_token", "pad_token"):
+        assert getattr(second.tokenizer, name) == getattr(first.tokenizer, name)
 
 
 def test_a_damaged_cache_is_made_again(small: Setup, short_library: Path) -> None:
@@ -325,9 +321,8 @@ def test_a_model_with_a_tokenizer_is_trained_on_its_own_tokens(small: Setup, mod
     own = data_of(small, text).tokenizer
     own.add_special_tokens({"eos_token": "<end>"})
     own.save_pretrained(tmp_path / "model")
-    data = read(
-        replace(small, model=str(tmp_path / "model"), data=str(text), batch=1), vocabulary=400, own_tokenizer=True
-    )
+    setup = replace(small, model=str(tmp_path / "model"), data=str(text), batch=1)
+    data = read(setup, vocabulary=400, own_tokenizer=True)
     assert data.notes == []
     assert data.tokenizer.eos_token == "<end>"
     with refused("the tokens must be below 100"):

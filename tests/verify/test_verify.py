@@ -84,10 +84,8 @@ def test_an_exception_of_a_rank_is_raised() -> None:
 
 def test_a_mean_over_no_tokens_is_named() -> None:
     report = compare(steps.without_tokens, ranks=2)
-    assert (
-        str(report)
-        == "wrong: the loss is nan, not 1.000000 on rank 1: a mean over the tokens of a rank that has none is 0 / 0"
-    )
+    sentence = "the loss is nan, not 1.000000 on rank 1: a mean over the tokens of a rank that has none is 0 / 0"
+    assert str(report) == f"wrong: {sentence}"
 
 
 @pytest.mark.parametrize(
