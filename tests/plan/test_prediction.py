@@ -25,7 +25,7 @@ from liger_train.runs.data import _train_tokenizer
 from liger_train.runs.run import run
 from liger_train.setup import Setup
 from plan.measuring import CPU, measured_bytes, tiny
-from train.conversations import FOUR, TAGS, USER, model_with, written
+from train.training import FOUR, TAGS, USER, model_with, written
 
 pytestmark = pytest.mark.slow
 

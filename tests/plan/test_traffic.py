@@ -116,7 +116,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 
 
 @pytest.mark.cpu
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+@training.needs_distributed
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[needs_torchao] if "float8" in n else []) for n in SETUPS])
 def test_the_formula_gives_the_bytes_of_the_collectives_of_a_step(
     name: str, counted: tuple[Path, dict[str, Any]]

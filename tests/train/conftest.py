@@ -48,6 +48,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the model of `training.py`, without a tokenizer."""
+    from train.training import saved_model
+
+    return saved_model(tmp_path_factory.mktemp("folder"))
+
+
+@pytest.fixture(scope="session")
 def small(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Setup:
     """Six steps of two sequences of 16 tokens on the CPU."""
     text = tmp_path_factory.mktemp("text") / "text.txt"

@@ -18,11 +18,6 @@ from train.training import saved_model, setup_of, trained, twice
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler, g++")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture(autouse=True)
 def nothing_of_another_training() -> None:
     """As long as accelerate's state has its settings, Transformers makes every model for ZeRO-3."""

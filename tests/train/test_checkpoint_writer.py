@@ -22,11 +22,9 @@ from liger_train.runs import host_memory
 from liger_train.runs.checkpoint_writer import THREAD, CheckpointWriter
 from liger_train.runs.run import run
 from liger_train.setup import Setup
+from train.training import needs_distributed
 
-pytestmark = [
-    pytest.mark.cpu,
-    pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed"),
-]
+pytestmark = [pytest.mark.cpu, needs_distributed]
 GIB = 2**30
 
 

@@ -47,13 +47,11 @@ def inductor() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"accumulation": 2, "checkpoint": "full", "validation": 0.1},
-        {"checkpoint": "1", "liger": "none"},
-        {"adapter": "lora"},
-        {"precision": "bf16"},
+        {"accumulation": 2, "checkpoint": "full", "validation": 0.1}, {"checkpoint": "1", "liger": "none"},
+        {"adapter": "lora"}, {"precision": "bf16"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_compiled_layers_train_to_the_losses_of_eager_mode(small: Setup, options: dict[str, Any]) -> None:
     if options.get("adapter"):
         pytest.importorskip("peft")

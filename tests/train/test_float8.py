@@ -32,11 +32,6 @@ STEPS = 15
 NOISE = 0.02
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved_model(tmp_path_factory.mktemp("model"))
-
-
 def on_the_cpu(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> Trained:
     """PyTorch multiplies in float8 on the CPU, too, where no user would: slowly, and with the same roundings."""
     monkeypatch.setattr(techniques, "check", lambda setup: None)

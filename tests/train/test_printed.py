@@ -20,11 +20,9 @@ from liger_train.runs import command, sweep
 from liger_train.setup import Setup
 
 WHERE = {
-    "machine": "Some CPU, 2 threads",
-    "versions": "python 3.11, liger-core 1, torch 9.9, transformers 5",
-    "commit": "abc",
-    "date": "",
-}
+    "machine": "Some CPU, 2 threads", "versions": "python 3.11, liger-core 1, torch 9.9, transformers 5",
+    "commit": "abc", "date": "",
+}  # fmt: skip
 TINY = Setup("tiny", device="cpu", precision="fp32", checkpoint="none")
 LONG = Setup(
     "llama-3.2-1b", 112, 24576, shard="zero3", offload="parameters", precision="fp16", memory_limit=24 << 30,

@@ -26,11 +26,9 @@ from liger_train.sweep_runs import setups_of
 
 GIB = 1 << 30
 WHERE = {
-    "machine": "NVIDIA H200; Some CPU, 16 threads",
-    "versions": "torch 9.9",
-    "commit": "abc",
+    "machine": "NVIDIA H200; Some CPU, 16 threads", "versions": "torch 9.9", "commit": "abc",
     "date": "2026-11-21T10:00:00+00:00",
-}
+}  # fmt: skip
 IN_24_GIB = Setup("llama-3.2-1b", precision="fp16", shard="zero3", offload="parameters", memory_limit=24 * GIB, steps=6)
 STRATEGIES = ["none", "all-but-loss", "all"]
 # Bytes per token of a step, and tokens per second; not those of any machine.

@@ -24,8 +24,7 @@ from liger_train.runs.labels import MASKED
 from liger_train.runs.run import run
 from liger_train.setup import Setup
 from liger_train.text import Sequences
-from train.conversations import CHATML, FOUR, TAGS, USER, model_with, written
-from train.training import refused, setup_of
+from train.training import CHATML, FOUR, TAGS, USER, model_with, refused, setup_of, written
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -230,13 +229,11 @@ OF_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("mamba", {}),
-        ("lfm2", OF_CONVOLUTIONS),
-        ("opt", {"word_embed_proj_dim": 32, "ffn_dim": 64}),
+        ("mamba", {}), ("lfm2", OF_CONVOLUTIONS), ("opt", {"word_embed_proj_dim": 32, "ffn_dim": 64}),
         ("gpt_oss", OF_EXPERTS),
     ],
     ids=["recurrent", "with convolutions", "with a mask of its own", "whose mask knows no positions"],
-)
+)  # fmt: skip
 def test_a_model_that_mixes_packed_documents_is_refused(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = model_with(TAGS, tmp_path / "model")
     sizes = {

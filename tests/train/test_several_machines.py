@@ -25,12 +25,9 @@ from liger_train.row import Row
 from liger_train.runs import launch
 from liger_train.runs.run import run
 from liger_train.setup import Setup
+from train.training import needs_distributed
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.cpu,
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.cpu, needs_distributed]
 LIMIT = 900
 KILLED = """
 import os, signal

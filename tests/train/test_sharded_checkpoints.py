@@ -33,13 +33,9 @@ from liger_train.runs import checkpoint_writer
 from liger_train.runs.run import run
 from liger_train.setup import Setup
 from liger_train.sharded_loading import SHARD
-from train.training import FIELDS, At, setup_of
+from train.training import FIELDS, At, needs_distributed, setup_of
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.cpu,
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.cpu, needs_distributed]
 # Runs that continue one another, with four sequences per step.
 RUNS: dict[str, dict[str, Any]] = {
     "two": {"shard": "fsdp2", "ranks": 2, "batch": 2, "steps": 2},

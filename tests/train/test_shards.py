@@ -23,13 +23,9 @@ from liger_train.model import build
 from liger_train.runs.run import run
 from liger_train.setup import Setup
 from liger_train.sharded_loading import SHARD
-from train.training import STEPS, Trained, saved_model, setup_of, trained
+from train.training import STEPS, Trained, needs_distributed, saved_model, setup_of, trained
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.cpu,
-    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.cpu, needs_distributed]
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="deepspeed is not installed")
 # One way of each library also computes layers again.

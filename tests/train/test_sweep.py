@@ -204,12 +204,10 @@ def test_a_sweep_over_tensor_and_context_parallelism_starts_as_many_ranks_as_the
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("sequence=512,1024", [512, 1024]),
-        ("memory-limit=24GiB", [24 << 30]),
-        ("learning-rate=1e-4", [1e-4]),
+        ("sequence=512,1024", [512, 1024]), ("memory-limit=24GiB", [24 << 30]), ("learning-rate=1e-4", [1e-4]),
         ("optimizer=adamw,galore", ["adamw", "galore"]),
     ],
-)
+)  # fmt: skip
 def test_values_have_the_type_of_their_option(option: str, value: list[Any]) -> None:
     assert list(swept_values([option]).values()) == [value]
 

@@ -32,7 +32,7 @@ from liger_train.runs.context_parallel import context_parallel
 from liger_train.setup import Setup
 from liger_train.technique import Technique
 from liger_train.techniques import LIST, NUMBER, TECHNIQUES
-from train.training import Trained, saved_model, setup_of, twice
+from train.training import Trained, setup_of, twice
 
 PROJECT = Path(__file__).parents[2] / "packages" / "liger-train" / "pyproject.toml"
 ALL = [technique for values in TECHNIQUES.values() for technique in values.values()]
@@ -42,11 +42,6 @@ VALUES = {NUMBER: "1", LIST: "rms_norm,rope"}
 ALLOWED = {"bf16": 2e-2, "fp16": 5e-3, "bf16-pure": 4e-2, "galore": 1e-3, "galore-layerwise": 1e-3, "galore-8bit": 5e-3}
 # They compile for half a minute: tests/train/techniques_that_compile.py has the optimizers, test_float8.py the rest.
 COMPILED = ("adamw-torchao-8bit", "adamw-torchao-4bit", *RECIPES)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved_model(tmp_path_factory.mktemp("model"))
 
 
 def value_of(technique: Technique) -> str:

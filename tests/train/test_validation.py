@@ -18,8 +18,7 @@ from liger_train.runs.command import _figures
 from liger_train.runs.data import read
 from liger_train.runs.run import run
 from liger_train.setup import Setup
-from train.conversations import CHATML, USER, model_with, written
-from train.training import setup_of
+from train.training import CHATML, USER, model_with, setup_of, written
 
 
 def test_held_out_sequences_are_spread_over_the_text_and_never_trained_on(small: Setup, tmp_path: Path) -> None:
