@@ -43,11 +43,7 @@ PAGE = ROOT / "docs" / "models.md"
 COLUMNS = {
     "norm": ("rms_norm", "layer_norm", "gated_rms_norm", "group_norm", "modulated_rms_norm", "modulated_layer_norm"),
     "residual": ("add_rms_norm", "add_layer_norm", "sinkhorn"),
-    "MLP": (
-        "swiglu",
-        "geglu",
-        "relu_squared",
-    ),
+    "MLP": ("swiglu", "geglu", "relu_squared"),
     "experts": ("experts",),
     "rope": ("rope",),
     "q/k norm + rope": ("qk_norm_rope",),

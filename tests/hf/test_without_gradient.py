@@ -72,9 +72,7 @@ def test_adapters_whose_output_is_detached_have_run(compiled: bool, tmp_path: Pa
 def test_an_adapter_that_is_frozen_in_some_layers_is_a_mistake(tmp_path: Path) -> None:
     model = adapted()
     layers(model)[0].requires_grad_(False)
-    assert warned(model, tmp_path) == [
-        f"8 of 16 adapter weights of model.layers.* got no gradient: {FROZEN}.",
-    ]
+    assert warned(model, tmp_path) == [f"8 of 16 adapter weights of model.layers.* got no gradient: {FROZEN}."]
 
 
 def test_an_adapter_that_is_frozen_as_a_whole_is_none(tmp_path: Path) -> None:

@@ -223,12 +223,7 @@ def test_kto_is_that_of_trl(kind: str) -> None:
     expected = trainer._compute_loss(answers.model, inputs, False)
     baseline = kto_baseline(others.policy, others.reference, mask=others.mask) if kind == "kto" else 0.0
     loss, metrics = kto(
-        answers.policy,
-        answers.reference,
-        answers.desirable,
-        mask=answers.mask,
-        baseline=baseline,
-        weights=(1.0, 1.33),
+        answers.policy, answers.reference, answers.desirable, mask=answers.mask, baseline=baseline, weights=(1.0, 1.33)
     )
     assert_same(loss, expected, answers.leaf)
     logged = trainer._metrics["train"]
