@@ -54,11 +54,8 @@ def changed(value: Any) -> Any:
     """The same with other values, as hooks may return them."""
 
     def other(leaf: Any) -> Any:
-        return (
-            leaf * 1.25
-            if isinstance(leaf, liger_hf.LazyLogits) or (isinstance(leaf, Tensor) and leaf.is_floating_point())
-            else leaf
-        )
+        floating = isinstance(leaf, liger_hf.LazyLogits) or (isinstance(leaf, Tensor) and leaf.is_floating_point())
+        return leaf * 1.25 if floating else leaf
 
     return tree_map(other, value)
 
@@ -133,9 +130,7 @@ def plain() -> Any:
 
 @pytest.fixture(scope="module")
 def patched(plain: Any) -> Any:
-    model = twin(plain)
-    liger_hf.apply(model)
-    return model
+    return patched_twin(plain)
 
 
 def watched_step(
@@ -156,11 +151,8 @@ def watched_step(
 
 def assert_like_plain(plain: Any, patched: Any, path: str, watch: Watch, change: bool, first: str) -> None:
     expected_seen, expected = watched_step(plain, path, watch, change)
-    seen, results = (
-        watched_step(plain, path, watch, change, apply=True)
-        if first == "hook"
-        else watched_step(patched, path, watch, change)
-    )
+    hook_first = first == "hook"
+    seen, results = watched_step(plain if hook_first else patched, path, watch, change, apply=hook_first)
     assert [what for what, _ in seen] == [what for what, _ in expected_seen]
     for (_, got), (_, wanted) in zip(seen, expected_seen, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
@@ -242,6 +234,12 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 OF_ACTIVATION = {"llama": "swiglu", "mixtral": "experts"}
 
 
+def owner_of_activation(model: nn.Module) -> str:
+    return next(
+        name for name, module in model.named_modules() if isinstance(getattr(module, "act_fn", None), nn.Module)
+    )
+
+
 @ORDERS
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("kind", OF_ACTIVATION)
@@ -250,9 +248,7 @@ def test_what_becomes_of_the_activation_counts(kind: str, change: Callable[[Any]
     patched = twin(plain)
     inputs = tokens()
     unchanged = step(plain, **inputs)
-    path = next(
-        name for name, module in plain.named_modules() if isinstance(getattr(module, "act_fn", None), nn.Module)
-    )
+    path = owner_of_activation(plain)
     if first == "liger":
         assert liger_hf.apply(patched).replaced[OF_ACTIVATION[kind]] > 1
     for model in (plain, patched):
@@ -267,10 +263,7 @@ def test_what_becomes_of_the_activation_counts(kind: str, change: Callable[[Any]
 @pytest.mark.parametrize("kind", OF_ACTIVATION)
 def test_a_hook_on_the_activation_when_apply_comes_is_a_reason(kind: str) -> None:
     model, seen = build(kind), []
-    path = next(
-        name for name, module in model.named_modules() if isinstance(getattr(module, "act_fn", None), nn.Module)
-    )
-    model.get_submodule(path).act_fn.register_forward_hook(lambda *args: seen.append(args))
+    model.get_submodule(owner_of_activation(model)).act_fn.register_forward_hook(lambda *args: seen.append(args))
     rows = [row for row in liger_hf.apply(model).rows if row.op == OF_ACTIVATION[kind]]
     assert "the fused op would skip act_fn, which has a hook or its own forward; remove it before `apply`" in {
         row.reason for row in rows if row.verdict == "left"
@@ -391,9 +384,8 @@ def of_another_class(module: nn.Module, forward: bool = True) -> None:
     kind: Any = type(module)
 
     def scaled(self: Any, *args: Any, **options: Any) -> Any:
-        return tree_map(
-            lambda leaf: leaf * self.scale if isinstance(leaf, Tensor) else leaf, kind.forward(self, *args, **options)
-        )
+        output = kind.forward(self, *args, **options)
+        return tree_map(lambda leaf: leaf * self.scale if isinstance(leaf, Tensor) else leaf, output)
 
     module.__class__ = type(f"Other{kind.__name__}", (kind,), {"forward": scaled} if forward else {})
     module.scale = 1.5

@@ -90,38 +90,53 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_get_the_gradients_of_peft(kind: str) -> None:
     plain = adapted(make(tie_word_embeddings=False), **KINDS[kind])
-    patched, inputs = twin(plain), tokens()
+    patched = twin(plain)
     assert liger_hf.apply(patched, **ONLY).replaced == {"lora_linear": 2 if "target_modules" in KINDS[kind] else 14}
-    assert step_disagreements(patched, plain, **inputs) == {}
+    assert step_disagreements(patched, plain) == {}
 
 
 @pytest.mark.matrix
 @pytest.mark.cpu
 @pytest.mark.parametrize("model_type", ADAPTABLE)
 def test_a_type_with_adapters_computes_what_it_does_without_liger(model_type: str) -> None:
-    plain = random_adapters(
-        peft.get_peft_model(sweep.build(model_type), peft.LoraConfig(r=4, target_modules="all-linear"))
-    )
+    config = peft.LoraConfig(r=4, target_modules="all-linear")
+    plain = random_adapters(peft.get_peft_model(sweep.build(model_type), config))
     report, inexact, rounded = sweep._compared(plain, sweep._outcomes(plain))
     assert (inexact, rounded) == ([], [])
     assert report.replaced["lora_linear"] > 0
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"alora_invocation_tokens": [1]}, "its adapter is a variant of LoRA, ALora"),
-        ({"lora_bias": True}, "its adapter does not consist of two Linear without bias"),
-    ],
-    ids=["variant", "bias"],
-)
-def test_what_the_op_does_not_compute_is_left_to_peft_with_the_reason(options: dict[str, Any], reason: str) -> None:
-    bias = {"attention_bias": True} if "lora_bias" in options else {}
-    plain = adapted(make(tie_word_embeddings=False, **bias), target_modules=["q_proj"], **options)
-    patched, inputs = twin(plain), tokens()
-    report = liger_hf.apply(patched)
-    assert [(row.verdict, row.reason) for row in report.rows if row.op == "lora_linear"] == [("left", reason)]
-    assert step_disagreements(patched, plain, **inputs) == {}
+def two_active(model: Any) -> None:
+    model.add_adapter("other", peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    model.base_model.set_adapter(["default", "other"])
+
+
+def swappable(model: Any) -> None:
+    """As before hot swapping into a compiled model: ranks are padded, and scales become tensors."""
+    hotswap.prepare_model_for_compiled_hotswap(model, target_rank=8)
+
+
+# How the model is adapted, what is done to it before `apply`, and the reason.
+LEFT: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str]] = {
+    "variant": ({"alora_invocation_tokens": [1]}, lambda model: None, "its adapter is a variant of LoRA, ALora"),
+    "bias": ({"lora_bias": True}, lambda model: None, "its adapter does not consist of two Linear without bias"),
+    "two_active": ({}, two_active, "it has 2 active adapters, and the op computes one"),
+    "tensor_scales": ({}, swappable, "its scale is a tensor"),
+}
+
+
+@pytest.mark.parametrize(("options", "prepare", "reason"), LEFT.values(), ids=LEFT)
+def test_what_the_op_does_not_compute_is_left_to_peft_with_the_reason(
+    options: dict[str, Any], prepare: Callable[[Any], Any], reason: str
+) -> None:
+    plain = adapted(
+        make(tie_word_embeddings=False, attention_bias="lora_bias" in options), target_modules=["q_proj"], **options
+    )
+    prepare(plain)
+    patched = twin(plain)
+    (row,) = (row for row in liger_hf.apply(patched).rows if row.op == "lora_linear")
+    assert (row.verdict, row.reason.partition(",")[0] if prepare is swappable else row.reason) == ("left", reason)
+    assert step_disagreements(patched, plain) == {}
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -138,10 +153,8 @@ def test_adapters_of_a_model_in_few_bits_get_the_gradients_of_peft(bits: int, tm
         if patch:
             assert liger_hf.apply(model).replaced["lora_linear"] == 4
         results.append(step(model, **tokens()))
-    expected, got = results
-    assert sum("lora_" in name for name in got) == 8
-    for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-3, atol=1e-5)
+    assert sum("lora_" in name for name in results[1]) == 8
+    torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
@@ -167,30 +180,10 @@ def test_dora_needs_no_matrix_of_the_size_of_the_weight_in_float32(monkeypatch: 
     weight, a, b = torch.randn(96, 32).bfloat16(), torch.randn(4, 32), torch.randn(96, 4)
     expected = torch.linalg.vector_norm(weight.double() + 0.5 * b.double() @ a.double(), dim=1)
     monkeypatch.setattr(rule, "NORM_ELEMENTS", 32 * 10)
-    sizes = []
-    addmm = torch.addmm
-    monkeypatch.setattr(
-        torch, "addmm", lambda *args, **options: (sizes.append(args[0].numel()), addmm(*args, **options))[1]
-    )
+    sizes, addmm = [], torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda y, *args, **more: (sizes.append(y.numel()), addmm(y, *args, **more))[1])
     torch.testing.assert_close(rule._norms(weight, a, b, 0.5), expected.float())
     assert max(sizes) == 320
-
-
-def test_two_active_adapters_are_left_to_peft_with_the_reason() -> None:
-    model = adapted(make(), target_modules=["q_proj"])
-    model.add_adapter("other", peft.LoraConfig(r=4, target_modules=["q_proj"]))
-    model.base_model.set_adapter(["default", "other"])
-    (row,) = (row for row in liger_hf.apply(model).rows if row.op == "lora_linear")
-    assert (row.verdict, row.reason) == ("left", "it has 2 active adapters, and the op computes one")
-
-
-def test_adapters_whose_scales_are_tensors_are_left_to_peft_with_the_reason() -> None:
-    plain = adapted(make(tie_word_embeddings=False))
-    swappable(plain)
-    patched, inputs = twin(plain), tokens()
-    (reason,) = {row.reason for row in liger_hf.apply(patched).rows if row.op == "lora_linear"}
-    assert reason.startswith("its scale is a tensor")
-    assert step_disagreements(patched, plain, **inputs) == {}
 
 
 def hooked(*ends: str) -> Callable[[Any], None]:
@@ -200,11 +193,6 @@ def hooked(*ends: str) -> Callable[[Any], None]:
                 module.register_forward_hook(lambda module, args, output: 2 * output)
 
     return hook
-
-
-def swappable(model: Any) -> None:
-    """As before hot swapping into a compiled model: ranks are padded, and scales become tensors."""
-    hotswap.prepare_model_for_compiled_hotswap(model, target_rank=8)
 
 
 # What is done to a model after `apply`, whether the op computes its layers then, and how many it computes together.
@@ -251,8 +239,7 @@ def test_checkpointing_recomputes_with_the_same_dropout(calls: list[Any]) -> Non
     torch.manual_seed(7)
     got = step(model, **tokens())
     assert calls
-    for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, msg=name)
+    torch.testing.assert_close(got, expected)
 
 
 def test_a_layer_that_keeps_its_matmuls_does_not_repeat_those_with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,8 +262,7 @@ def test_a_layer_that_keeps_its_matmuls_does_not_repeat_those_with_adapters(monk
         got = step(model, **tokens())
     # Only the last one of each layer may be launched again, and checkpointing ends before it.
     assert launched == 2 * ["lora_linears", "lora_linear", "lora_linears", "lora_linear"]
-    for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5, msg=name)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_float32_adapters_of_a_bfloat16_model_stay_float32() -> None:
@@ -312,13 +298,10 @@ def test_a_compiled_model_has_no_graph_break(dora: bool, options: dict[str, Any]
     expected = step(model, **inputs)
     liger_hf.apply(model, **options)
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    got = step(compiled, **inputs)
+    got = step(torch.compile(model, backend="aot_eager", fullgraph=True), **inputs)
     assert calls
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            got[name if name == "loss" else f"_orig_mod.{name}"], value, rtol=1e-4, atol=1e-5, msg=name
-        )
+    got = {name.removeprefix("_orig_mod."): value for name, value in got.items()}
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture
@@ -353,10 +336,9 @@ def test_layers_with_one_input_are_computed_together_and_get_the_gradients_of_pe
 ) -> None:
     options, expected = SHARED[kind]
     plain = adapted(make(tie_word_embeddings=False) if model_type == "llama" else sweep.build(model_type), **options)
-    patched, inputs = twin(plain), tokens()
-    liger_hf.apply(patched, exclude=["linear_cross_entropy"])
+    patched = patched_twin(plain, exclude=["linear_cross_entropy"])
     shared.clear()
-    assert step_disagreements(patched, plain, **inputs) == {}
+    assert step_disagreements(patched, plain) == {}
     assert shared == 2 * expected
 
 
@@ -373,11 +355,10 @@ def test_what_is_active_is_looked_at_in_every_call(change: str, calls: list[Any]
     calls.clear(), shared.clear()
     outcomes = []
     for m in (patched, plain):
-        loss = m(**inputs).loss
-        trained = [p for p in m.parameters() if p.requires_grad]
-        outcomes.append(
-            [loss, *torch.autograd.grad(loss, trained, allow_unused=True)] if loss.requires_grad else [loss]
-        )
+        outcomes.append([m(**inputs).loss])
+        if outcomes[-1][0].requires_grad:
+            trained = [p for p in m.parameters() if p.requires_grad]
+            outcomes[-1] += torch.autograd.grad(*outcomes[-1], trained, allow_unused=True)
     assert bool(calls) == runs
     assert expected is None or shared == 2 * expected
     torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-5)
@@ -427,10 +408,8 @@ def test_undo_restores_forwards_that_called_layers_together(options: dict[str, A
     report = liger_hf.apply(model, **options)
     assert "In 2 modules, linear layers with adapters that read the same input read it once." in report.notes
     shared.clear()
-    for name, value in step(model, **inputs).items():
-        torch.testing.assert_close(value, before[name], rtol=1e-4, atol=1e-5, msg=name)
-    assert 3 in shared
-    assert 2 in shared
+    torch.testing.assert_close(step(model, **inputs), before, rtol=1e-4, atol=1e-5)
+    assert {2, 3} <= set(shared)
     second = liger_hf.apply(model, **options)
     assert not any("read it once" in note for note in second.notes)
     report.undo()
@@ -455,11 +434,10 @@ class Forwards(nn.Module):
         return y, self.b(x)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [("in_one_statement", ["abc"]), ("in_a_block", ["bc"]), ("changed_between", [])],
-    ids=lambda value: str(value),
-)
+GROUPS = {"in_one_statement": ["abc"], "in_a_block": ["bc"], "changed_between": []}
+
+
+@pytest.mark.parametrize(("name", "expected"), GROUPS.items(), ids=str)
 def test_only_calls_that_surely_come_with_one_input_are_rewritten(name: str, expected: list[str]) -> None:
     groups: list[str] = []
 
@@ -471,9 +449,8 @@ def test_only_calls_that_surely_come_with_one_input_are_rewritten(name: str, exp
     for child in "abc":
         setattr(module, child, nn.Identity())
         getattr(module, child).name = child
-    function = with_shared_inputs(
-        getattr(Forwards, name), "abc", {"__liger_together__": together, "__liger_take__": joint._take}
-    )
+    names = {"__liger_together__": together, "__liger_take__": joint._take}
+    function = with_shared_inputs(getattr(Forwards, name), "abc", names)
     x = torch.arange(3.0)
     if function is not None:
         torch.testing.assert_close(function(module, x), getattr(module, name)(x))
