@@ -57,15 +57,9 @@ class Given:
 
     def batch(self, per_token: bool = False) -> papers.Batch:
         """For the policy losses."""
-        names = {
-            "policy": self.policy,
-            "old": self.old,
-            "reference": self.reference,
-            "sampling": self.sampling,
-            "entropy": self.entropy,
-        }
+        names = ("policy", "old", "reference", "sampling", "entropy")
         advantages = self.advantages if per_token else self.advantage
-        return papers.Batch(**{name: self.rows(x) for name, x in names.items()}, advantages=self.rows(advantages))
+        return papers.Batch(**{n: self.rows(getattr(self, n)) for n in names}, advantages=self.rows(advantages))
 
 
 @dataclass(frozen=True)
@@ -82,18 +76,37 @@ class Case:
 SUMS = Likelihood(averaging=Averaging("constant", length=1))
 
 
+def alone(name: str, loss: Callable[..., Any], paper: Callable[..., Tensor], **options: Any) -> Case:
+    """A loss of the policy only."""
+    return Case(
+        name,
+        lambda policy, given, **mask: loss(policy, **options, **mask),
+        lambda given: paper(given.rows(given.policy)),
+    )
+
+
+def beside(name: str, paper: Callable[..., Tensor], **options: Any) -> Case:
+    """The loss of DPO, with a reference."""
+    return Case(
+        name,
+        lambda policy, given, **mask: dpo(policy, given.reference, **options, **mask),
+        lambda given: paper(given.rows(given.policy), given.rows(given.reference)),
+    )
+
+
 def preference_cases() -> list[Case]:
     def pair(variant: str, name: str = "", eps: float = 0.0, beta: float = 0.1, **constants: float) -> Case:
         chosen: Any = partial(getattr(pairs, variant.replace("-", "_")), **constants) if constants else variant
-        options = {"variant": chosen, "beta": beta, "label_smoothing": eps}
-        return Case(
-            f"dpo_{name or variant}",
-            lambda policy, given, **mask: dpo(policy, given.reference, **options, **mask),
-            lambda given: papers.dpo(
-                given.rows(given.policy), given.rows(given.reference), variant, beta, eps, **constants
-            ),
-        )
+        paper = partial(papers.dpo, variant=variant, beta=beta, eps=eps, **constants)
+        return beside(f"dpo_{name or variant}", paper, variant=chosen, beta=beta, label_smoothing=eps)
 
+    normalized, likelihood = (
+        partial(papers.normalized_dpo, beta=2.0),
+        partial(papers.dpo_with_likelihood, beta=0.1, alpha=0.5),
+    )
+    shifted = partial(papers.dpo, variant="bco", delta=0.7)
+    smooth_cpo, hinge_cpo = partial(papers.cpo, eps=0.1), partial(papers.cpo, variant="hinge")
+    constants = {"beta": 2.5, "gamma": 0.3}
     return [
         pair("sigmoid"),
         pair("sigmoid", "label_smoothing", eps=0.2, beta=0.3),
@@ -105,61 +118,24 @@ def preference_cases() -> list[Case]:
         pair("nca", beta=0.01),
         pair("sppo"),
         pair("bco"),
-        bco_with_shift(),
+        beside("dpo_bco_shift", shifted, variant=partial(pairs.bco, shift=0.7)),
         pair("apo-zero"),
         pair("apo-down"),
         pair("discopop", beta=0.05),
         pair("discopop", "discopop_tau", beta=0.05, tau=0.3),
-        Case(
-            "dpo_length_normalized",
-            lambda policy, given, **mask: dpo(policy, given.reference, beta=2.0, length_normalized=True, **mask),
-            lambda given: papers.normalized_dpo(given.rows(given.policy), given.rows(given.reference), 2.0),
-        ),
-        Case(
-            "dpo_likelihood",
-            lambda policy, given, **mask: dpo(policy, given.reference, likelihood=Likelihood(0.5), **mask),
-            lambda given: papers.dpo_with_likelihood(given.rows(given.policy), given.rows(given.reference), 0.1, 0.5),
-        ),
-        Case(
-            "cpo",
-            lambda policy, given, **mask: cpo(policy, likelihood=SUMS, **mask),
-            lambda given: papers.cpo(given.rows(given.policy)),
-        ),
-        Case(
-            "cpo_hinge",
-            lambda policy, given, **mask: cpo(policy, variant="hinge", likelihood=SUMS, **mask),
-            lambda given: papers.cpo(given.rows(given.policy), variant="hinge"),
-        ),
-        Case(
-            "cpo_label_smoothing",
-            lambda policy, given, **mask: cpo(policy, label_smoothing=0.1, likelihood=SUMS, **mask),
-            lambda given: papers.cpo(given.rows(given.policy), eps=0.1),
-        ),
-        Case(
-            "simpo",
-            lambda policy, given, **mask: simpo(policy, **mask),
-            lambda given: papers.simpo(given.rows(given.policy), 2.0, 1.0),
-        ),
-        Case(
-            "simpo_constants",
-            lambda policy, given, **mask: simpo(policy, beta=2.5, gamma=0.3, label_smoothing=0.1, **mask),
-            lambda given: papers.simpo(given.rows(given.policy), 2.5, 0.3, 0.1),
-        ),
-        Case(
-            "orpo",
-            lambda policy, given, **mask: orpo(policy, **mask),
-            lambda given: papers.orpo(given.rows(given.policy), 0.1),
-        ),
+        beside("dpo_length_normalized", normalized, beta=2.0, length_normalized=True),
+        beside("dpo_likelihood", likelihood, likelihood=Likelihood(0.5)),
+        alone("cpo", cpo, papers.cpo, likelihood=SUMS),
+        alone("cpo_hinge", cpo, hinge_cpo, variant="hinge", likelihood=SUMS),
+        alone("cpo_label_smoothing", cpo, smooth_cpo, label_smoothing=0.1, likelihood=SUMS),
+        alone("simpo", simpo, partial(papers.simpo, beta=2.0, gamma=1.0)),
+        alone("simpo_constants", simpo, partial(papers.simpo, eps=0.1, **constants), label_smoothing=0.1, **constants),
+        alone("orpo", orpo, partial(papers.orpo, weight=0.1)),
         *likelihood_cases(),
-        *(
-            kto_case(*constants)
-            for constants in (
-                ("kto", 0.0, 0.1, (1.0, 1.0)),
-                ("kto_weights", 0.4, 0.5, (1.0, 1.33)),
-                ("kto_baseline_below_zero", -0.3, 0.5, (1.0, 1.0)),
-                ("kto_length_normalized", 0.1, 2.0, (1.0, 1.33), True),
-            )
-        ),
+        kto_case("kto", 0.0, 0.1, (1.0, 1.0)),
+        kto_case("kto_weights", 0.4, 0.5, (1.0, 1.33)),
+        kto_case("kto_baseline_below_zero", -0.3, 0.5, (1.0, 1.0)),
+        kto_case("kto_length_normalized", 0.1, 2.0, (1.0, 1.33), True),
     ]
 
 
@@ -167,45 +143,33 @@ def likelihood_cases() -> list[Case]:
     """The likelihood term: over tokens, of any loss, of other tokens than the answers, and none."""
     tokens = Likelihood(0.5, Averaging("token"))
 
-    def per_token(given: Given) -> Tensor:
-        return 0.5 * papers.per_token([-own for own in given.rows(given.policy)[:2]])
+    def per_token(policy: papers.Answers) -> Tensor:
+        return papers.per_token([-own for own in policy[:2]])
 
     def other(given: Given) -> Likelihood:
         return Likelihood(0.7, Averaging("token"), policy=given.old[:2], mask=given.mask[:2])
 
+    def of_dpo(policy: papers.Answers, reference: papers.Answers) -> Tensor:
+        return papers.dpo(policy, reference) + 0.5 * per_token(policy)
+
+    def of_simpo(policy: papers.Answers) -> Tensor:
+        return papers.simpo(policy, 2.0, 1.0) + 0.5 * per_token(policy)
+
     return [
-        Case(
-            "dpo_likelihood_of_tokens",
-            lambda policy, given, **mask: dpo(policy, given.reference, likelihood=tokens, **mask),
-            lambda given: papers.dpo(given.rows(given.policy), given.rows(given.reference)) + per_token(given),
-        ),
-        Case(
-            "simpo_likelihood_of_tokens",
-            lambda policy, given, **mask: simpo(policy, likelihood=tokens, **mask),
-            lambda given: papers.simpo(given.rows(given.policy), 2.0, 1.0) + per_token(given),
-        ),
-        Case(
+        beside("dpo_likelihood_of_tokens", of_dpo, likelihood=tokens),
+        alone("simpo_likelihood_of_tokens", simpo, of_simpo, likelihood=tokens),
+        alone(
             "orpo_without_likelihood",
-            lambda policy, given, **mask: orpo(policy, likelihood=Likelihood(0.0), **mask),
-            lambda given: papers.orpo(given.rows(given.policy), 0.1, 0.0),
+            orpo,
+            partial(papers.orpo, weight=0.1, likelihood=0.0),
+            likelihood=Likelihood(0.0),
         ),
         Case(
             "orpo_likelihood_of_other_tokens",
             lambda policy, given, **mask: orpo(policy, likelihood=other(given), **mask),
-            lambda given: (
-                papers.orpo(given.rows(given.policy), 0.1, 0.0)
-                + 0.7 * papers.per_token([-row for row in given.rows(given.old)[:2]])
-            ),
+            lambda given: papers.orpo(given.rows(given.policy), 0.1, 0.0) + 0.7 * per_token(given.rows(given.old)),
         ),
     ]
-
-
-def bco_with_shift() -> Case:
-    return Case(
-        "dpo_bco_shift",
-        lambda policy, given, **mask: dpo(policy, given.reference, variant=partial(pairs.bco, shift=0.7), **mask),
-        lambda given: papers.dpo(given.rows(given.policy), given.rows(given.reference), "bco", 0.1, 0.0, delta=0.7),
-    )
 
 
 def kto_case(name: str, z: float, beta: float, weights: tuple[float, float], normalized: bool = False) -> Case:
@@ -222,33 +186,29 @@ def kto_case(name: str, z: float, beta: float, weights: tuple[float, float], nor
 
 def policy_cases() -> list[Case]:
     def named(name: str, paper: Callable[[papers.Batch], Tensor], per_token: bool = False, **options: Any) -> Case:
-        return Case(
-            f"grpo_{name}",
-            lambda policy, given, **mask: grpo(
-                policy, given.old, given.advantages if per_token else given.advantage, **options, **mask
-            ),
-            lambda given: paper(given.batch(per_token)),
-        )
+        def ours(policy: Any, given: Given, **mask: Tensor) -> Any:
+            return grpo(policy, given.old, given.advantages if per_token else given.advantage, **options, **mask)
+
+        return Case(f"grpo_{name}", ours, lambda given: paper(given.batch(per_token)))
 
     def gains(batch: papers.Batch, low: float = 0.2, high: float = 0.2, delta: float = torch.inf) -> list[Tensor]:
         return papers.minus(papers.token_gains(batch, low, high, delta))
 
+    def clipped(name: str, delta: float = torch.inf) -> Case:
+        options = {"clip": Clip(0.2, 0.2, delta=delta)} if delta < torch.inf else {}
+        return Case(
+            name,
+            lambda policy, given, **mask: ppo(policy, given.old, given.advantages, **options, **mask),
+            lambda given: papers.per_token(gains(given.batch(per_token=True), delta=delta)),
+        )
+
+    constant, groups = Averaging("constant", length=17), Averaging("group", group_size=2)
     return [
         named("grpo", lambda b: papers.per_sequence(gains(b))),
         named("token_advantages", lambda b: papers.per_sequence(gains(b)), per_token=True),
-        named(
-            "dr-grpo",
-            lambda b: papers.constant_length(gains(b), 17),
-            variant="dr-grpo",
-            averaging=Averaging("constant", length=17),
-        ),
+        named("dr-grpo", lambda b: papers.constant_length(gains(b), 17), variant="dr-grpo", averaging=constant),
         named("dapo", lambda b: papers.per_token(gains(b, high=0.28)), variant="dapo"),
-        named(
-            "dapo_groups",
-            lambda b: papers.per_group(gains(b, high=0.28), 2),
-            variant="dapo",
-            averaging=Averaging("group", group_size=2),
-        ),
+        named("dapo_groups", lambda b: papers.per_group(gains(b, high=0.28), 2), variant="dapo", averaging=groups),
         named("two_sided", lambda b: papers.per_sequence(gains(b, 0.1, 0.3, 4.0)), variant=Clip(0.1, 0.3, delta=4.0)),
         named("gspo", lambda b: papers.gspo(b, 3e-4, 4e-4), variant="gspo"),
         named("gspo_token", lambda b: papers.gspo_token(b, 3e-4, 4e-4), per_token=True, variant="gspo"),
@@ -261,87 +221,71 @@ def policy_cases() -> list[Case]:
         named("vespo", lambda b: papers.vespo(b, (2.0, 3.0), (3.0, 2.0)), variant="vespo"),
         named("vespo_powers", lambda b: papers.vespo(b, (1.0, 0.5), (1.5, 0.7)), variant=Vespo((1.0, 0.5), (1.5, 0.7))),
         *(penalized(estimator, level) for estimator in ("k1", "k2", "k3") for level in ("", "token", "sequence")),
-        entropy_bonus(),
+        entropy_bonus,
         *(corrected(mode, level) for mode in ("truncate", "mask") for level in ("token", "sequence")),
         sequences_masked(0.01),
         sequences_masked(0.1),
-        Case(
-            "ppo",
-            lambda policy, given, **mask: ppo(policy, given.old, given.advantages, **mask),
-            lambda given: papers.per_token(gains(given.batch(per_token=True))),
-        ),
-        Case(
-            "ppo_dual_clip",
-            lambda policy, given, **mask: ppo(
-                policy, given.old, given.advantages, clip=Clip(0.2, 0.2, delta=3.0), **mask
-            ),
-            lambda given: papers.per_token(gains(given.batch(per_token=True), delta=3.0)),
-        ),
+        clipped("ppo"),
+        clipped("ppo_dual_clip", 3.0),
     ]
 
 
-def penalized(estimator: str, level: str) -> Case:
-    def ours(policy: Any, given: Given, **mask: Tensor) -> Any:
-        penalty = Penalty(given.reference, beta=0.3, estimator=estimator, unbiased=bool(level), level=level or "token")
-        return grpo(policy, given.old, given.advantage, penalty=penalty, **mask)
+def regularized(
+    name: str, options: Callable[[Given], Any], paper: Callable[[papers.Batch], list[Tensor]], entropy: bool = False
+) -> Case:
+    """GRPO with options that have tensors in them; paper(batch) returns the loss of each token."""
+    return Case(
+        name,
+        lambda policy, given, **mask: grpo(policy, given.old, given.advantage, **options(given), **mask),
+        lambda given: papers.per_sequence(paper(given.batch())),
+        entropy,
+    )
 
-    def paper(given: Given) -> Tensor:
-        batch = given.batch()
-        gains, terms = papers.token_gains(batch, 0.2, 0.2), papers.penalties(batch, estimator, 0.3, level)
-        return papers.per_sequence([-gain + term for gain, term in zip(gains, terms, strict=True)])
+
+def penalties(batch: papers.Batch, *args: Any, **options: Any) -> list[Tensor]:
+    gains, terms = papers.token_gains(batch, 0.2, 0.2), papers.penalties(batch, *args, **options)
+    return [-gain + term for gain, term in zip(gains, terms, strict=True)]
+
+
+def penalized(estimator: Any, level: Any) -> Case:
+    def options(given: Given) -> dict[str, Any]:
+        unbiased = {"unbiased": bool(level), "level": level or "token"}
+        return {"penalty": Penalty(given.reference, beta=0.3, estimator=estimator, **unbiased)}
 
     suffix = {"": "", "token": "_unbiased", "sequence": "_unbiased_sequence"}[level]
-    return Case(f"grpo_{estimator}{suffix}", ours, paper)
+    return regularized(f"grpo_{estimator}{suffix}", options, lambda batch: penalties(batch, estimator, 0.3, level))
 
 
-def entropy_bonus() -> Case:
-    def ours(policy: Any, given: Given, **mask: Tensor) -> Any:
-        return grpo(
-            policy, given.old, given.advantage, penalty=Penalty(given.reference, beta=0.04, entropy=0.5), **mask
-        )
-
-    def paper(given: Given) -> Tensor:
-        batch = given.batch()
-        gains, terms = papers.token_gains(batch, 0.2, 0.2), papers.penalties(batch, "k3", 0.04, entropy=0.5)
-        return papers.per_sequence([-gain + term for gain, term in zip(gains, terms, strict=True)])
-
-    return Case("grpo_entropy", ours, paper, entropy=True)
+entropy_bonus = regularized(
+    "grpo_entropy",
+    lambda given: {"penalty": Penalty(given.reference, beta=0.04, entropy=0.5)},
+    lambda batch: penalties(batch, "k3", 0.04, entropy=0.5),
+    entropy=True,
+)
 
 
-def corrected(mode: str, level: str) -> Case:
-    def ours(policy: Any, given: Given, **mask: Tensor) -> Any:
+def corrected(mode: Any, level: Any) -> Case:
+    def options(given: Given) -> dict[str, Any]:
         off_policy = OffPolicy(given.sampling, weight=mode, level=level, low=0.5, high=2.0)
-        return grpo(policy, given.old, given.advantage, penalty=Penalty(given.reference), off_policy=off_policy, **mask)
+        return {"penalty": Penalty(given.reference), "off_policy": off_policy}
 
-    def paper(given: Given) -> Tensor:
-        batch = given.batch()
+    def paper(batch: papers.Batch) -> list[Tensor]:
         weights = papers.importance_weights(batch, mode, level, 0.5, 2.0)
         rows = zip(papers.token_gains(batch, 0.2, 0.2), weights, papers.penalties(batch, "k3", 0.04), strict=True)
-        return papers.per_sequence([-weight * gain + term for gain, weight, term in rows])
+        return [-weight * gain + term for gain, weight, term in rows]
 
-    return Case(f"grpo_{mode}_{level}", ours, paper)
+    return regularized(f"grpo_{mode}_{level}", options, paper)
 
 
 def sequences_masked(threshold: float) -> Case:
-    def ours(policy: Any, given: Given, **mask: Tensor) -> Any:
-        return grpo(
-            policy,
-            given.old,
-            given.advantage,
-            off_policy=OffPolicy(given.sampling, weight=None, threshold=threshold),
-            **mask,
-        )
-
-    def paper(given: Given) -> Tensor:
-        batch = given.batch()
+    def paper(batch: papers.Batch) -> list[Tensor]:
         rows = zip(papers.token_gains(batch, 0.2, 0.2), papers.sequence_mask(batch, threshold), strict=True)
-        return papers.per_sequence([-gain * kept for gain, kept in rows])
+        return [-gain * kept for gain, kept in rows]
 
-    return Case(f"grpo_sequence_mask_{threshold}", ours, paper)
+    def options(given: Given) -> dict[str, Any]:
+        return {"off_policy": OffPolicy(given.sampling, weight=None, threshold=threshold)}
+
+    return regularized(f"grpo_sequence_mask_{threshold}", options, paper)
 
 
-CASES = [
-    *preference_cases(),
-    *policy_cases(),
-    Case("dft", lambda policy, given, **mask: dft(policy, **mask), lambda given: papers.dft(given.rows(given.policy))),
-]
+CASES = [*preference_cases(), *policy_cases(), alone("dft", dft, papers.dft)]

@@ -9,7 +9,8 @@ run in float64.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,18 +96,12 @@ def discopop_loss(h_w: Tensor, h_l: Tensor, beta: float, eps: float, tau: float 
     return (1 - mixture) * torch.logaddexp(torch.zeros_like(x), -x) + mixture * torch.exp(-x)
 
 
+FORMULAS = (
+    sigmoid_loss, robust_loss, hinge_loss, ipo_loss, exo_loss, nca_loss, sppo_loss, bco_loss, apo_zero_loss,
+    apo_down_loss, discopop_loss,
+)  # fmt: skip
 PAIRS: dict[str, Callable[..., Tensor]] = {
-    "sigmoid": sigmoid_loss,
-    "robust": robust_loss,
-    "hinge": hinge_loss,
-    "ipo": ipo_loss,
-    "exo": exo_loss,
-    "nca": nca_loss,
-    "sppo": sppo_loss,
-    "bco": bco_loss,
-    "apo-zero": apo_zero_loss,
-    "apo-down": apo_down_loss,
-    "discopop": discopop_loss,
+    formula.__name__.removesuffix("_loss").replace("_", "-"): formula for formula in FORMULAS
 }
 
 
@@ -125,13 +120,9 @@ def log_ratios(policy: Answers, reference: Answers) -> list[Tensor]:
 
 
 def dpo(
-    policy: Answers,
-    reference: Answers,
-    variant: str = "sigmoid",
-    beta: float = 0.1,
-    eps: float = 0.0,
+    policy: Answers, reference: Answers, variant: str = "sigmoid", beta: float = 0.1, eps: float = 0.0,
     **constants: float,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     return mean([PAIRS[variant](w, l, beta, eps, **constants) for w, l in pairs_of(log_ratios(policy, reference))])
 
 
@@ -200,7 +191,10 @@ class Batch:
     reference: Answers = ()
     sampling: Answers = ()
     entropy: Answers = ()
-    options: dict[str, float] = field(default_factory=dict)
+
+    def rows(self) -> Any:
+        """Of each answer, the policy, the old one and the advantages."""
+        return zip(self.policy, self.old, self.advantages, strict=True)
 
 
 def clipped(r: Tensor, advantage: Tensor, low: float, high: float, delta: float = torch.inf) -> Tensor:
@@ -209,8 +203,7 @@ def clipped(r: Tensor, advantage: Tensor, low: float, high: float, delta: float 
 
 
 def token_gains(batch: Batch, low: float, high: float, delta: float = torch.inf) -> list[Tensor]:
-    rows = zip(batch.policy, batch.old, batch.advantages, strict=True)
-    return [clipped(ratio(own, old), advantage, low, high, delta) for own, old, advantage in rows]
+    return [clipped(ratio(own, old), advantage, low, high, delta) for own, old, advantage in batch.rows()]
 
 
 def penalties(batch: Batch, estimator: str, beta: float, level: str = "", entropy: float = 0.0) -> list[Tensor]:
@@ -263,14 +256,13 @@ def sequence_ratio(own: Tensor, old: Tensor) -> Tensor:
 
 def gspo(batch: Batch, low: float, high: float) -> Tensor:
     """arXiv:2507.18071, equation 5; one advantage for an answer."""
-    rows = zip(batch.policy, batch.old, batch.advantages, strict=True)
-    return mean([-clipped(sequence_ratio(own, old), advantage[0], low, high) for own, old, advantage in rows])
+    return mean([-clipped(sequence_ratio(own, old), a[0], low, high) for own, old, a in batch.rows()])
 
 
 def gspo_token(batch: Batch, low: float, high: float) -> Tensor:
     """arXiv:2507.18071, section 4.3; one advantage for a token."""
     gains = []
-    for own, old, advantage in zip(batch.policy, batch.old, batch.advantages, strict=True):
+    for own, old, advantage in batch.rows():
         s = sequence_ratio(own, old).detach() * torch.exp(own) / torch.exp(own).detach()
         gains.append(clipped(s, advantage, low, high))
     return per_sequence(minus(gains))
@@ -278,18 +270,12 @@ def gspo_token(batch: Batch, low: float, high: float) -> Tensor:
 
 def luspo(batch: Batch, low: float, high: float) -> Tensor:
     """arXiv:2602.05261, equation 7."""
-    rows = zip(batch.policy, batch.old, batch.advantages, strict=True)
-    return mean(
-        [-clipped(sequence_ratio(own, old), advantage[0], low, high) * len(own) for own, old, advantage in rows]
-    )
+    return mean([-clipped(sequence_ratio(own, old), a[0], low, high) * len(own) for own, old, a in batch.rows()])
 
 
 def cispo(batch: Batch, low: float, high: float) -> Tensor:
     """arXiv:2506.13585."""
-    rows = zip(batch.policy, batch.old, batch.advantages, strict=True)
-    return per_token(
-        [-torch.clamp(ratio(own, old), low, high).detach() * advantage * own for own, old, advantage in rows]
-    )
+    return per_token([-torch.clamp(ratio(own, old), low, high).detach() * a * own for own, old, a in batch.rows()])
 
 
 def sapo(batch: Batch, positive: float, negative: float) -> Tensor:
@@ -299,16 +285,16 @@ def sapo(batch: Batch, positive: float, negative: float) -> Tensor:
         tau = positive if sign(advantage) > 0 else negative
         return sigma(tau * (r - 1)) * 4 / tau
 
-    rows = zip(batch.policy, batch.old, batch.advantages, strict=True)
-    return per_sequence(
-        [-torch.stack([gate(*pair) for pair in zip(ratio(own, old), a, strict=True)]) * a for own, old, a in rows]
-    )
+    def gates(own: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+        return torch.stack([gate(*pair) for pair in zip(ratio(own, old), advantages, strict=True)])
+
+    return per_sequence([-gates(own, old, a) * a for own, old, a in batch.rows()])
 
 
 def vespo(batch: Batch, positive: tuple[float, float], negative: tuple[float, float]) -> Tensor:
     """arXiv:2602.10693, equation 20 and appendix I."""
     terms = []
-    for own, old, advantage in zip(batch.policy, batch.old, batch.advantages, strict=True):
+    for own, old, advantage in batch.rows():
         log_w = torch.clamp((own - old).sum(), max=80.0)
         c1, c2 = positive if sign(advantage[0]) >= 0 else negative
         phi = torch.exp(c2 + c1 * log_w - c2 * torch.exp(log_w)).detach()
@@ -322,9 +308,8 @@ def importance_weights(batch: Batch, mode: str, level: str, low: float, high: fl
     for old, sampling in zip(batch.old, batch.sampling, strict=True):
         log_rho = (old - sampling).detach()
         rho = torch.exp(torch.clamp(log_rho if level == "token" else log_rho.sum().expand_as(log_rho), max=80.0))
-        weights.append(
-            torch.clamp(rho, low, high) if mode == "truncate" else torch.where((rho >= low) & (rho <= high), rho, 0.0)
-        )
+        within = torch.clamp(rho, low, high)
+        weights.append(within if mode == "truncate" else torch.where(rho == within, rho, 0.0))
     return weights
 
 

@@ -28,9 +28,8 @@ def test_micro_batches_with_the_count_of_all_add_up_to_the_whole(rule: dict[str,
     averaging = Averaging(**rule, count=torch.tensor(whole) if on_device else whole)
 
     def loss(rows: slice, averaging: Averaging) -> torch.Tensor:
-        return grpo(
-            batch.policy[rows], batch.old[rows], batch.advantage[rows], mask=batch.mask[rows], averaging=averaging
-        )[0]
+        given = (x[rows] for x in (batch.policy, batch.old, batch.advantage))
+        return grpo(*given, mask=batch.mask[rows], averaging=averaging)[0]
 
     parts = loss(slice(0, 2), averaging) + loss(slice(2, 4), averaging)
     torch.testing.assert_close(parts, loss(slice(0, 4), Averaging(**rule)))
@@ -68,8 +67,7 @@ def test_pairs_of_padding_change_nothing() -> None:
     padded[[2, 5]] = False
     more = dpo(batch.policy[rows], batch.reference[rows], mask=padded)
     plain = dpo(batch.policy, batch.reference, mask=batch.mask)
-    for a, b in ((more[0], plain[0]), (more[1].accuracy, plain[1].accuracy), (more[1].margin, plain[1].margin)):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*((loss, metrics.accuracy, metrics.margin) for loss, metrics in (more, plain)))
 
 
 def test_single_answers_of_padding_change_nothing() -> None:

@@ -62,9 +62,8 @@ def test_another_count_of_tokens_does_not_recompile() -> None:
     graphs = torch._dynamo.testing.CompileCounter()
 
     def loss(count: Tensor) -> Tensor:
-        return grpo(
-            batch.policy, batch.old, batch.advantage, mask=batch.mask, averaging=Averaging("token", count=count)
-        )[0]
+        averaging = Averaging("token", count=count)
+        return grpo(batch.policy, batch.old, batch.advantage, mask=batch.mask, averaging=averaging)[0]
 
     compiled = torch.compile(loss, fullgraph=True, backend=graphs)
     for count in (7, 19):

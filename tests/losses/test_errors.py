@@ -34,20 +34,14 @@ ODD, ODD_MASK = X[:3], MASK[:3]
 GOOD = torch.tensor([True, False, True, False])
 HEAD = Head(torch.randn(3, 2, 4), torch.randn(9, 4), torch.zeros(3, 2, dtype=torch.int64))
 
+ODD_PAIRS: dict[str, Callable[[], Any]] = {
+    "dpo": lambda: dpo(ODD, ODD, mask=ODD_MASK),
+    "cpo": lambda: cpo(ODD, mask=ODD_MASK),
+    "simpo": lambda: simpo(ODD, mask=ODD_MASK),
+    "orpo": lambda: orpo(HEAD),
+}
 WRONG: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
-    **{
-        f"odd_{name}": (
-            call,
-            ShapeError,
-            f"losses.{name}: policy must hold the chosen sequences, then as many rejected ones, got 3 sequences",
-        )
-        for name, call in {
-            "dpo": lambda: dpo(ODD, ODD, mask=ODD_MASK),
-            "cpo": lambda: cpo(ODD, mask=ODD_MASK),
-            "simpo": lambda: simpo(ODD, mask=ODD_MASK),
-            "orpo": lambda: orpo(HEAD),
-        }.items()
-    },
+    **{f"odd_{name}": (call, ShapeError, f"losses.{name}: policy must hold the chosen sequences, then as many rejected ones, got 3 sequences") for name, call in ODD_PAIRS.items()},
     "no_mask": (lambda: dpo(X, X), OptionError, "losses.dpo: mask must be given with log-probabilities: True for the tokens that count; only a Head has its own"),
     "float_mask": (lambda: dpo(X, X, mask=MASK.float()), DtypeError, "losses.dpo: mask must be bool or an integer, got torch.float32"),
     "mask_shape": (lambda: dpo(X, X, mask=MASK[:, :2]), ShapeError, "losses.dpo: mask must have the shape of policy (4, 3), got (4, 2)"),
@@ -65,14 +59,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
     "count_shape": (lambda: Averaging(count=torch.tensor([2.0, 3.0])), ShapeError, "losses.Averaging: count must be one number, got a tensor of shape (2,)"),
     "negative_count": (lambda: Averaging(count=-3), OptionError, "losses.Averaging: count must be a finite number ≥ 0, got -3"),
     "nan_count": (lambda: Averaging(count=float("nan")), OptionError, "losses.Averaging: count must be a finite number ≥ 0, got nan"),
-    "statistics": (
-        lambda: Head(
-            torch.randn(3, 2, 4), torch.randn(9, 4), torch.zeros(3, 2, dtype=torch.int64), return_statistics=True
-        ),
-        OptionError,
-        "losses.Head: return_statistics must be False, since losses take log-probabilities and entropies, got True; "
-        "call linear_log_prob for the rest",
-    ),
+    "statistics": (lambda: Head(HEAD.hidden, HEAD.weight, HEAD.target, return_statistics=True), OptionError, "losses.Head: return_statistics must be False, since losses take log-probabilities and entropies, got True; call linear_log_prob for the rest"),
     "averaging": (lambda: grpo(X, X, X, mask=MASK, averaging="token"), OptionError, "losses.grpo: averaging must be of type Averaging, got 'token'"),
     "dft_averaging": (lambda: losses.dft(X, mask=MASK, averaging="token"), OptionError, "losses.dft: averaging must be of type Averaging, got 'token'"),
     "likelihood": (lambda: cpo(X, mask=MASK, likelihood=1), OptionError, "losses.cpo: likelihood must be of type Likelihood, got 1"),
@@ -98,20 +85,8 @@ WRONG: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
     "grpo_variant": (lambda: grpo(X, X, X, mask=MASK, variant="bnpo"), OptionError, "losses.grpo: variant must be one of 'grpo', 'dr-grpo', 'dapo', 'gspo', 'luspo', 'cispo', 'sapo', 'vespo', got 'bnpo'"),
     "dr_grpo": (lambda: grpo(X, X, X, mask=MASK, variant="dr-grpo"), OptionError, 'losses.grpo: averaging must be Averaging("constant", length=…) with variant="dr-grpo", the longest answer that can be sampled, ' "got None"),
     "advantages": (lambda: ppo(X, X, X[:, :2], mask=MASK), ShapeError, "losses.ppo: advantages must be (4,) or (4, 3) to match policy, got (4, 2)"),
-    "no_entropy": (
-        lambda: grpo(X, X, X, mask=MASK, penalty=Penalty(entropy=0.1)),
-        OptionError,
-        "losses.grpo: policy must bring its entropy: pass a Head, or the pair that linear_log_prob(…, return_entropy=True) returns, "
-        "got log-probabilities",
-    ),
-    "vespo": (
-        lambda: grpo(X, X, X, mask=MASK, variant=Vespo(), off_policy=OffPolicy(X)),
-        OptionError,
-        (
-            "losses.grpo: off_policy must have weight=None with vespo, which corrects by itself: pass the "
-            "log-probabilities of the sampler as old"
-        ),
-    ),
+    "no_entropy": (lambda: grpo(X, X, X, mask=MASK, penalty=Penalty(entropy=0.1)), OptionError, "losses.grpo: policy must bring its entropy: pass a Head, or the pair that linear_log_prob(…, return_entropy=True) returns, got log-probabilities"),
+    "vespo": (lambda: grpo(X, X, X, mask=MASK, variant=Vespo(), off_policy=OffPolicy(X)), OptionError, "losses.grpo: off_policy must have weight=None with vespo, which corrects by itself: pass the log-probabilities of the sampler as old"),
     "delta": (lambda: Clip(0.2, 0.3, delta=1.2), OptionError, "losses.Clip: delta must be above 1 + high = 1.3, got 1.2"),
     "level": (lambda: Clip(level="word"), OptionError, "losses.Clip: level must be one of 'token', 'sequence', got 'word'"),
     "estimator": (lambda: Penalty(X, estimator="k4"), OptionError, "losses.Penalty: estimator must be one of 'k1', 'k2', 'k3', got 'k4'"),
@@ -134,10 +109,8 @@ def test_a_wrong_argument_is_named(wrong: tuple[Callable[[], Any], type[LigerErr
 def test_no_function_has_more_than_eight_parameters() -> None:
     import inspect
 
-    counts = {
-        name: len(inspect.signature(getattr(losses, name)).parameters) for name in losses.__all__ if name != "Head"
-    }
-    assert max(counts[name] for name in counts if not name.endswith("Metrics")) <= 8
+    names = [name for name in losses.__all__ if name != "Head" and not name.endswith("Metrics")]
+    assert max(len(inspect.signature(getattr(losses, name)).parameters) for name in names) <= 8
 
 
 def test_the_losses_are_imported_where_they_are_used() -> None:

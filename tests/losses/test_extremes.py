@@ -17,31 +17,25 @@ from losses.test_papers import from_tensors, in_dtype, random_batch
 # Their loss of an impossible rejected answer is infinite: they pull it back to a finite reward, reward it for being far
 # away, or keep a weight on its logarithm.
 UNBOUNDED = {
-    "dpo_ipo",
-    "dpo_sppo",
-    "grpo_cispo_bounds",
-    "dpo_robust",
-    "dpo_label_smoothing",
-    "cpo_label_smoothing",
+    "dpo_ipo", "dpo_sppo", "grpo_cispo_bounds", "dpo_robust", "dpo_label_smoothing", "cpo_label_smoothing",
     "simpo_constants",
-}
+}  # fmt: skip
 # The divergence of an impossible token is infinite.
 DIVERGING = {
-    "grpo_k1",
-    "grpo_k2",
-    "grpo_k2_unbiased",
-    "grpo_k1_unbiased",
-    "grpo_k1_unbiased_sequence",
-    "grpo_k2_unbiased_sequence",
+    f"grpo_{estimator}{kind}" for estimator in ("k1", "k2") for kind in ("", "_unbiased", "_unbiased_sequence")
 }
+
+
+def of_an_impossible_token(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
+    batch = in_dtype(random_batch(), torch.float32)
+    # A rejected answer, which is also an undesirable one with a negative advantage.
+    batch.policy[2, 3] = -torch.inf
+    return from_tensors(case, batch)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name not in UNBOUNDED | DIVERGING], ids=lambda case: case.name)
 def test_an_impossible_token_leaves_the_loss_and_its_gradients_finite(case: Case) -> None:
-    batch = in_dtype(random_batch(), torch.float32)
-    # A rejected answer, which is also an undesirable one with a negative advantage.
-    batch.policy[2, 3] = -torch.inf
-    loss, gradients = from_tensors(case, batch)
+    loss, gradients = of_an_impossible_token(case)
     assert bool(loss.isfinite())
     assert all(bool(g.isfinite().all()) for g in gradients.values())
 
@@ -50,9 +44,7 @@ def test_an_impossible_token_leaves_the_loss_and_its_gradients_finite(case: Case
     "case", [c for c in CASES if c.name in UNBOUNDED - {"dpo_ipo", "dpo_sppo"}], ids=lambda case: case.name
 )
 def test_an_infinite_loss_still_has_finite_gradients(case: Case) -> None:
-    batch = in_dtype(random_batch(), torch.float32)
-    batch.policy[2, 3] = -torch.inf
-    loss, gradients = from_tensors(case, batch)
+    loss, gradients = of_an_impossible_token(case)
     assert bool(loss.isinf())
     assert all(bool(g.isfinite().all()) for g in gradients.values())
 
@@ -89,21 +81,15 @@ def test_a_clipped_ratio_has_no_gradient_however_far_it_is(sign: float, distance
     assert float(metrics.clipped_high if sign > 0 else metrics.clipped_low) == 1.0
 
 
-def loss_of_a_negative_advantage(log_ratio: float, **options: float) -> tuple[float, float]:
+@pytest.mark.parametrize(("options", "expected"), [({}, 5.54e34), ({"delta": 3.0}, 3.0)], ids=["without", "with"])
+def test_a_ratio_that_float32_cannot_hold_counts_as_e_to_the_80th_or_delta(
+    options: dict[str, float], expected: float
+) -> None:
     policy = torch.full((1, 1), -1.0, requires_grad=True)
-    loss, _ = grpo(
-        policy, policy.detach() - log_ratio, torch.tensor([-1.0]), mask=torch.ones(1, 1).bool(), variant=Clip(**options)
-    )
-    (gradient,) = torch.autograd.grad(loss, policy)
-    return float(loss.detach()), float(gradient)
-
-
-def test_without_delta_a_ratio_that_float32_cannot_hold_counts_as_e_to_the_80th() -> None:
-    assert loss_of_a_negative_advantage(100.0) == (pytest.approx(5.54e34, rel=1e-3), 0.0)
-
-
-def test_with_delta_it_counts_as_delta() -> None:
-    assert loss_of_a_negative_advantage(100.0, delta=3.0) == (pytest.approx(3.0), 0.0)
+    old, mask, advantage = policy.detach() - 100.0, torch.ones(1, 1).bool(), torch.tensor([-1.0])
+    loss, _ = grpo(policy, old, advantage, mask=mask, variant=Clip(**options))
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-3 if not options else 1e-6)
+    assert float(torch.autograd.grad(loss, policy)[0]) == 0.0
 
 
 def test_small_log_ratios_keep_their_digits_in_k3() -> None:

@@ -137,9 +137,5 @@ def test_a_baseline_below_zero_counts_as_it_is_whether_number_or_tensor() -> Non
 
 def test_the_loss_has_the_dtype_of_the_policy_whatever_the_reference_has() -> None:
     policy = head()
-    for reference in (
-        torch.zeros(4, 5, dtype=torch.float64),
-        torch.zeros(4, dtype=torch.float64),
-        torch.zeros(4, 5, dtype=torch.bfloat16),
-    ):
-        assert dpo(policy, reference)[0].dtype == torch.float32
+    for shape, dtype in (((4, 5), torch.float64), ((4,), torch.float64), ((4, 5), torch.bfloat16)):
+        assert dpo(policy, torch.zeros(shape, dtype=dtype))[0].dtype == torch.float32

@@ -45,28 +45,19 @@ def the(x: Any) -> Any:
 
 
 ACCELERATOR = SimpleNamespace(
-    device=CPU,
-    num_processes=1,
-    gather=the,
-    gather_for_metrics=the,
-    parallelism_config=None,
-    reduce=lambda x, reduction: x,
-    sync_gradients=True,
-)
+    device=CPU, num_processes=1, gather=the, gather_for_metrics=the, parallelism_config=None,
+    reduce=lambda x, reduction: x, sync_gradients=True,
+)  # fmt: skip
 
 
 def trainer_of(kind: type, **attributes: Any) -> Any:
     """A trainer with all its methods, whose attributes are set by hand: no model is loaded and no data is read."""
     trainer = kind.__new__(kind)
     common = {
-        "accelerator": ACCELERATOR,
-        "model": SimpleNamespace(training=True),
-        "aux_loss_enabled": False,
-        "_metrics": defaultdict(lambda: defaultdict(list)),
-        "_total_train_tokens": 0,
-        "_tp_size": 1,
+        "accelerator": ACCELERATOR, "model": SimpleNamespace(training=True), "aux_loss_enabled": False,
+        "_metrics": defaultdict(lambda: defaultdict(list)), "_total_train_tokens": 0, "_tp_size": 1,
         "current_gradient_accumulation_steps": 1,
-    }
+    }  # fmt: skip
     for name, value in {**common, **attributes}.items():
         object.__setattr__(trainer, name, value)
     return trainer
@@ -99,13 +90,9 @@ class Answers:
         """What TRL's patched model returns."""
         nothing = torch.zeros_like(self.policy)
         return SimpleNamespace(
-            log_probs=self.policy,
-            entropy=self.entropy,
-            mean_logits=nothing,
-            is_top1=nothing.bool(),
-            label_mask=self.mask,
-            aux_loss=None,
-        )
+            log_probs=self.policy, entropy=self.entropy, mean_logits=nothing, is_top1=nothing.bool(),
+            label_mask=self.mask, aux_loss=None,
+        )  # fmt: skip
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -128,17 +115,10 @@ def assert_same(ours: Tensor, theirs: Tensor, *leaves: Tensor) -> None:
 
 def trl_dpo(answers: Answers, kind: str, beta: float, label_smoothing: float = 0.0) -> tuple[Tensor, dict[str, Any]]:
     trainer = trainer_of(
-        trl.DPOTrainer,
-        beta=beta,
-        label_smoothing=label_smoothing,
-        loss_types=[kind],
-        loss_weights=[1.0],
-        precompute_ref_logps=True,
-        f_divergence_type="reverse_kl",
-        ld_alpha=None,
-        use_weighting=False,
+        trl.DPOTrainer, beta=beta, label_smoothing=label_smoothing, loss_types=[kind], loss_weights=[1.0],
+        precompute_ref_logps=True, f_divergence_type="reverse_kl", ld_alpha=None, use_weighting=False,
         args=SimpleNamespace(discopop_tau=0.05),
-    )
+    )  # fmt: skip
     chosen, rejected = answers.reference.sum(-1).chunk(2)
     inputs = {**answers.inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
     return trainer._compute_loss(answers.model, inputs, False), trainer._metrics["train"]
@@ -162,10 +142,8 @@ DPO = {
 
 def test_the_configurations_of_trl_have_the_names_in_the_table_of_options() -> None:
     table = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate" / "loss_options.py"))["TRL"]
-    modules = [
-        trl,
-        *(importlib.import_module(f"trl.experimental.{m}") for m in ("cpo", "orpo", "gkd", "server_distillation")),
-    ]
+    experimental = ("cpo", "orpo", "gkd", "server_distillation")
+    modules = [trl, *(importlib.import_module(f"trl.experimental.{name}") for name in experimental)]
     for loss, (config, named) in table.items():
         found = [getattr(module, config) for module in modules if config and hasattr(module, config)]
         assert bool(found) == bool(config), config
@@ -182,10 +160,7 @@ def test_dpo_is_that_of_trl(theirs: str) -> None:
     assert_same(loss, expected, answers.leaf)
     if "length_normalized" not in options:
         names = (
-            "rewards/chosen",
-            "rewards/rejected",
-            "rewards/margins",
-            "rewards/accuracies",
+            *(f"rewards/{n}" for n in ("chosen", "rejected", "margins", "accuracies")),
             "logps/chosen",
             "logps/rejected",
         )
@@ -222,71 +197,48 @@ def test_kto_is_that_of_trl(kind: str) -> None:
     }
     expected = trainer._compute_loss(answers.model, inputs, False)
     baseline = kto_baseline(others.policy, others.reference, mask=others.mask) if kind == "kto" else 0.0
-    loss, metrics = kto(
-        answers.policy, answers.reference, answers.desirable, mask=answers.mask, baseline=baseline, weights=(1.0, 1.33)
-    )
+    given, weights = (answers.policy, answers.reference, answers.desirable), (1.0, 1.33)
+    loss, metrics = kto(*given, mask=answers.mask, baseline=baseline, weights=weights)
     assert_same(loss, expected, answers.leaf)
     logged = trainer._metrics["train"]
-    assert [
-        float(metrics.desirable_reward),
-        float(metrics.undesirable_reward),
-        float(metrics.margin),
-        float(metrics.baseline),
-    ] == pytest.approx([logged[name][0] for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "kl")])
+    found = [metrics.desirable_reward, metrics.undesirable_reward, metrics.margin, metrics.baseline]
+    names = ("rewards/chosen", "rewards/rejected", "rewards/margins", "kl")
+    assert list(map(float, found)) == pytest.approx([logged[name][0] for name in names])
 
 
 ARGUMENTS = {
-    "use_bias_correction_kl": False,
-    "delta": None,
-    "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 1.05,
-    "vespo_k_pos": 2.0,
-    "vespo_lambda_pos": 3.0,
-    "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0,
+    "use_bias_correction_kl": False, "delta": None, "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05,
+    "vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0,
     "steps_per_generation": 1,
-}
+}  # fmt: skip
+SETTINGS = {
+    "beta": 0.0, "epsilon_low": 0.2, "epsilon_high": 0.2, "importance_sampling_level": "token",
+    "off_policy_mask_threshold": None, "top_entropy_quantile": 1.0, "use_vllm": False,
+    "vllm_importance_sampling_correction": False, "max_completion_length": 17, "_entropy_bonus_enabled": False,
+    "use_adaptive_entropy": False, "entropy_coef": 0.0,
+}  # fmt: skip
 
 
 def trl_grpo(
     answers: Answers, kind: str, inputs: dict[str, Any] | None = None, **changes: Any
 ) -> tuple[Tensor, dict[str, Any]]:
-    settings = {
-        "loss_type": kind,
-        "beta": 0.0,
-        "epsilon_low": 0.2,
-        "epsilon_high": 0.2,
-        "importance_sampling_level": "token",
-        "off_policy_mask_threshold": None,
-        "top_entropy_quantile": 1.0,
-        "use_vllm": False,
-        "vllm_importance_sampling_correction": False,
-        "max_completion_length": 17,
-        "_entropy_bonus_enabled": False,
-        "use_adaptive_entropy": False,
-        "entropy_coef": 0.0,
-    }
     arguments = {**ARGUMENTS, **{name: changes.pop(name) for name in list(changes) if name in ARGUMENTS}}
     trainer = trainer_of(
         trl.GRPOTrainer,
         args=SimpleNamespace(**arguments),
         _get_per_token_logps_and_entropies=lambda *_, **__: (answers.policy, answers.entropy, None),
-        **{**settings, **changes},
+        **{**SETTINGS, "loss_type": kind, **changes},
     )
-    mask = answers.mask.long()
+    mask, prompt = answers.mask.long(), torch.ones(4, 1, dtype=torch.int64)
     given = {
-        "prompt_ids": torch.ones(4, 1, dtype=torch.int64),
-        "prompt_mask": torch.ones(4, 1, dtype=torch.int64),
-        "completion_ids": torch.ones_like(mask),
-        "completion_mask": mask,
-        "advantages": answers.advantage,
-        "old_per_token_logps": answers.old,
-        "ref_per_token_logps": answers.reference,
+        "prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": torch.ones_like(mask), "completion_mask": mask,
+        "advantages": answers.advantage, "old_per_token_logps": answers.old, "ref_per_token_logps": answers.reference,
         "num_items_in_batch": mask.sum(),
-    }
+    }  # fmt: skip
     return trainer._compute_loss(None, {**given, **(inputs or {})}), trainer._metrics["train"]
 
 
+CORRECTION = {"use_vllm": True, "vllm_importance_sampling_correction": True}
 SEQUENCE = {"importance_sampling_level": "sequence"}
 GRPO: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "grpo": ("grpo", {}, {}),
@@ -318,30 +270,24 @@ def test_grpo_is_that_of_trl(name: str, beta: float) -> None:
         assert found == pytest.approx([logged["clip_ratio/low_mean"][0], logged["clip_ratio/high_mean"][0]])
 
 
-def test_the_unbiased_divergence_is_that_of_trl() -> None:
+@pytest.mark.parametrize("variant", ["dapo", "gspo"])
+def test_the_unbiased_divergence_is_that_of_trl_for_gspo_at_the_level_of_sequences(variant: Any) -> None:
     answers = Answers()
-    expected, _ = trl_grpo(answers, "dapo", beta=0.3, epsilon_high=0.28, use_bias_correction_kl=True)
-    penalty = Penalty(answers.reference, beta=0.3, unbiased=True)
-    loss, _ = grpo(answers.policy, answers.old, answers.advantage, mask=answers.mask, variant="dapo", penalty=penalty)
-    assert_same(loss, expected, answers.leaf)
-
-
-def test_the_unbiased_divergence_of_gspo_is_that_of_trl_at_the_level_of_sequences() -> None:
-    answers = Answers()
-    clip = {"epsilon_low": 3e-4, "epsilon_high": 4e-4, **SEQUENCE}
-    expected, _ = trl_grpo(answers, "grpo", beta=0.3, use_bias_correction_kl=True, **clip)
-    penalty = Penalty(answers.reference, beta=0.3, unbiased=True, level="sequence")
-    loss, _ = grpo(answers.policy, answers.old, answers.advantage, mask=answers.mask, variant="gspo", penalty=penalty)
+    kind, clip, _ = GRPO[variant]
+    expected, _ = trl_grpo(answers, kind, beta=0.3, use_bias_correction_kl=True, **clip)
+    penalty = Penalty(answers.reference, beta=0.3, unbiased=True, level="sequence" if variant == "gspo" else "token")
+    loss, _ = grpo(answers.policy, answers.old, answers.advantage, mask=answers.mask, variant=variant, penalty=penalty)
     assert_same(loss, expected, answers.leaf)
 
 
 def test_the_entropy_bonus_is_that_of_trl_where_tokens_are_averaged() -> None:
     answers = Answers()
     expected, logged = trl_grpo(answers, "bnpo", _entropy_bonus_enabled=True, entropy_coef=0.2)
-    policy, averaging = (answers.policy, answers.entropy), Averaging("token")
-    loss, metrics = grpo(
-        policy, answers.old, answers.advantage, mask=answers.mask, averaging=averaging, penalty=Penalty(entropy=0.2)
+    policy, options = (
+        (answers.policy, answers.entropy),
+        {"averaging": Averaging("token"), "penalty": Penalty(entropy=0.2)},
     )
+    loss, metrics = grpo(policy, answers.old, answers.advantage, mask=answers.mask, **options)
     assert_same(loss, expected, answers.leaf, answers.entropies)
     assert float(metrics.entropy) == pytest.approx(logged["entropy"][0])
 
@@ -354,23 +300,16 @@ def test_importance_weights_enter_the_loss_as_in_trl(kind: str, level: str, mode
     answers = Answers()
     off_policy = OffPolicy(answers.sampling, weight=mode, level=level, low=0.5, high=2.0)
     weights = off_policy.weights(answers.old, answers.sampling)
-    theirs = {
-        "use_vllm": True,
-        "vllm_importance_sampling_correction": True,
-        "beta": 0.3,
-        "epsilon_high": 1.2 if kind == "cispo" else 0.2,
-    }
+    theirs = {**CORRECTION, "beta": 0.3, "epsilon_high": 1.2 if kind == "cispo" else 0.2}
     expected, _ = trl_grpo(answers, kind, {"importance_sampling_ratio": weights}, **theirs)
     options: dict[str, Any] = {
         "mask": answers.mask,
         "penalty": Penalty(answers.reference, beta=0.3),
         "off_policy": off_policy,
+        "variant": Cispo(high=1.2) if kind == "cispo" else Clip(),
+        "averaging": Averaging("sequence" if kind == "grpo" else "token"),
     }
-    variant, averaging = (
-        (Cispo(high=1.2) if kind == "cispo" else Clip()),
-        Averaging("sequence" if kind == "grpo" else "token"),
-    )
-    loss, _ = grpo(answers.policy, answers.old, answers.advantage, variant=variant, averaging=averaging, **options)
+    loss, _ = grpo(answers.policy, answers.old, answers.advantage, **options)
     assert_same(loss, expected, answers.leaf)
 
 
@@ -460,12 +399,8 @@ def test_orpo_is_that_of_trl_where_the_prompt_is_learned_too() -> None:
 
 def test_dft_is_that_of_trl() -> None:
     answers = Answers()
-    trainer = trainer_of(
-        trl.SFTTrainer,
-        args=SimpleNamespace(loss_type="dft", average_tokens_across_devices=False),
-        compute_loss_func=None,
-        label_smoother=None,
-    )
+    args = SimpleNamespace(loss_type="dft", average_tokens_across_devices=False)
+    trainer = trainer_of(trl.SFTTrainer, args=args, compute_loss_func=None, label_smoother=None)
     inputs = {key: answers.inputs[key] for key in ("input_ids", "attention_mask")}
     expected = trainer.compute_loss(answers.model, inputs)
     loss, _ = dft(answers.policy, mask=answers.mask)
@@ -476,12 +411,10 @@ def test_difference_token_weights_of_gspo_weigh_the_gradients_of_their_tokens() 
     answers = Answers()
     off_policy = OffPolicy(answers.sampling)
     weights = off_policy.weights(answers.old, answers.sampling)
-    theirs = {"use_vllm": True, "vllm_importance_sampling_correction": True, **SEQUENCE}
+    theirs = {**CORRECTION, **SEQUENCE}
     expected, _ = trl_grpo(answers, "grpo", {"importance_sampling_ratio": weights}, **theirs)
-    clip = Clip(level="sequence")
-    loss, _ = grpo(
-        answers.policy, answers.old, answers.advantage, mask=answers.mask, variant=clip, off_policy=off_policy
-    )
+    options: dict[str, Any] = {"mask": answers.mask, "variant": Clip(level="sequence"), "off_policy": off_policy}
+    loss, _ = grpo(answers.policy, answers.old, answers.advantage, **options)
     torch.testing.assert_close(loss, expected)
     ours, shared = (torch.autograd.grad(x, answers.leaf)[0] for x in (loss, expected))
     # The sum over an answer is the same; TRL shares it equally.
