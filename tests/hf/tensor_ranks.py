@@ -101,9 +101,8 @@ def _whole(value: Any) -> Tensor:
 
 
 def compare(title: str, got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert got.keys() == expected.keys(), (
-        f"{title}: {sorted(got.keys() ^ expected.keys())} have a gradient in one of the two only"
-    )
+    one = sorted(got.keys() ^ expected.keys())
+    assert not one, f"{title}: {one} have a gradient in one of the two only"
     for name, value in expected.items():
         largest = float((got[name] - value).abs().max() / value.abs().max().clamp(min=1e-30))
         assert largest <= TOLERANCE, f"{title}: {name} is off by {largest:.3g} of its largest element"
@@ -173,10 +172,8 @@ def log_probabilities(rank: int) -> None:
     """Of a head as a module, whether its model is patched or not: no logits are gathered, and gradients are those of
     one process."""
     with ranks(2) as mesh, pytest.MonkeyPatch.context() as patch:
-        hidden, target = (
-            torch.randn(2, 7, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(3)),
-            tokens()["labels"][:, 2:9],
-        )
+        hidden = torch.randn(2, 7, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        target = tokens()["labels"][:, 2:9]
         cotangent = torch.linspace(-1, 1, target.numel(), dtype=torch.float64).reshape(target.shape)
 
         def run(model: Any) -> dict[str, Tensor]:
@@ -192,9 +189,8 @@ def log_probabilities(rank: int) -> None:
             model = distributed(twin(base), mesh)
             if patched:
                 liger_hf.apply(model)
-            patch.setattr(
-                "liger_hf.rules.head.log_prob._in_chunks", lambda *args: pytest.fail("the head made its logits")
-            )
+            chunks = "liger_hf.rules.head.log_prob._in_chunks"
+            patch.setattr(chunks, lambda *args: pytest.fail("the head made its logits"))
             compare(f"patched={patched}", run(model), expected)
 
 
@@ -215,9 +211,7 @@ def memory_of_a_step(rank: int) -> None:
             if patched:
                 assert largest.elements <= max(rows, width) * 1500, f"{largest.elements} elements, {rows}×3000 logits"
             else:
-                assert largest.elements >= rows * 3000, (
-                    "the unpatched model gathers its logits, or this test sees nothing"
-                )
+                assert largest.elements >= rows * 3000, "the unpatched model gathers its logits, or nothing is seen"
 
 
 def applied_before_the_plan(rank: int) -> None:
@@ -246,9 +240,8 @@ def undone(rank: int) -> None:
         assert model.lm_head.__dict__ != head
         liger_hf.apply(model)
         model(**tokens())
-        assert f"Gradients of {len(norms)} norms over the heads of a rank stay right when they are accumulated" in str(
-            report
-        )
+        note = f"Gradients of {len(norms)} norms over the heads of a rank stay right when they are accumulated"
+        assert note in str(report)
         assert hooks() == [(module + 1, weight + 1) for module, weight in before]
         report.undo()
         assert (hooks(), model.lm_head.__dict__) == (before, head)
@@ -268,9 +261,8 @@ def _compare_loaded(name: str, folder: str, config: Any) -> tuple[nn.Module, nn.
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
-    model = liger_hf.AutoLigerModelForCausalLM.from_pretrained(
-        folder, distributed_config=config, dtype=torch.float64
-    ).train()
+    options = {"distributed_config": config, "dtype": torch.float64}
+    model = liger_hf.AutoLigerModelForCausalLM.from_pretrained(folder, **options).train()
     assert model.liger_report.replaced["linear_cross_entropy"] == 1
     with no_logits():
         got = exact(model, (tokens(),))
@@ -310,10 +302,8 @@ def sharded_twice(rank: int) -> None:
                 liger_hf.apply(model)
             for layer in model.model.layers:
                 fully_shard(layer, mesh=mesh["dp"])
-            if alone:
-                fully_shard(model.lm_head, mesh=mesh["dp"])
-            else:
-                fully_shard([model.model.norm, model.lm_head], mesh=mesh["dp"], reshard_after_forward=False)
+            options = {} if alone else {"reshard_after_forward": False}
+            fully_shard(model.lm_head if alone else [model.model.norm, model.lm_head], mesh=mesh["dp"], **options)
             fully_shard(model, mesh=mesh["dp"])
             if patch_last:
                 liger_hf.apply(model)

@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed"),
 ]
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+ZERO = ("zero3",) if HAS_DEEPSPEED else ()
 needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="deepspeed is not installed")
 # Two ranks need a GPU each.
 DEVICES = pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_zero_trains_to_the_losses_of_the_unpatched_model_at_every_stage(
 @DEVICES
 def test_an_adapted_head_and_one_saved_beside_adapters_are_trained(ranks_on: str, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="needs peft")
-    ways = ("fsdp2", "fsdp2_head_alone", *(("zero3",) if HAS_DEEPSPEED else ()))
+    ways = ("fsdp2", "fsdp2_head_alone", *ZERO)
     runs = list(product(("adapted_head", "saved_head"), ways, (False, True)))
     on_two_ranks(train, str(tmp_path / "store"), runs, ranks_on)
 
@@ -65,8 +66,7 @@ def test_an_adapted_head_and_one_saved_beside_adapters_are_trained(ranks_on: str
 @DEVICES
 def test_ranks_may_compute_the_loss_in_different_numbers_of_chunks(ranks_on: str, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="needs peft")
-    ways = ("fsdp2_head_alone", *(("zero3",) if HAS_DEEPSPEED else ()))
-    runs = list(product(TRAINED, ways))
+    runs = list(product(TRAINED, ("fsdp2_head_alone", *ZERO)))
     on_two_ranks(chunks_by_rank, str(tmp_path / "store"), runs, ranks_on)
 
 
@@ -78,9 +78,8 @@ def test_log_probabilities_of_a_sharded_head_have_the_gradients_of_one_process(r
     runs = [("everything", "fsdp2", path) for path in ("losses", "module", "layer")]
     runs += [("everything", "fsdp2_head_alone", path) for path in ("module", "layer")]
     runs += [(kind, way, "module") for kind in ("adapted_head", "saved_head") for way in ("fsdp2", "fsdp2_head_alone")]
-    runs += (
-        [("everything", "zero3", "layer"), *((kind, "zero3", "module") for kind in TRAINED)] if HAS_DEEPSPEED else []
-    )
+    if HAS_DEEPSPEED:
+        runs += [("everything", "zero3", "layer"), *((kind, "zero3", "module") for kind in TRAINED)]
     on_two_ranks(log_probs, str(tmp_path / "store"), runs, ranks_on)
 
 

@@ -96,7 +96,7 @@ def work(rank: int, store: str, ways: tuple[str, ...], patch_last: bool, device:
     with two_processes(rank, store, device):
         base = trained("everything")
         for way in ways:
-            _compare(way, twin(base), Expected(base), rank, patch_last)
+            _compare(way, twin(base), Expected.of(base), rank, patch_last)
 
 
 STEPS = 4
@@ -124,20 +124,27 @@ def trained(kind: str) -> Any:
     return model.train()
 
 
-class Expected:
-    """The gradients of one process that sees both batches: by name, of what is trained."""
+def gathered_gradient(parameter: Any) -> Tensor:
+    return parameter.grad.full_tensor()
 
-    def __init__(self, base: Any) -> None:
-        ranks = [step(twin(base), **batch(rank)) for rank in range(2)]
+
+def zero_gradient(parameter: Any) -> Any:
+    from deepspeed.utils import safe_get_full_grad
+
+    return safe_get_full_grad(parameter)
+
+
+class Expected:
+    """The mean of the gradients of two ranks in one process: by name, of what is trained."""
+
+    def __init__(self, ranks: list[dict[str, Tensor]]) -> None:
         self.gradients = {name: (ranks[0][name] + ranks[1][name]) / 2 for name in ranks[0] if name != "loss"}
 
     @classmethod
-    def of(cls, gradients: dict[str, Tensor]) -> Expected:
-        self = cls.__new__(cls)
-        self.gradients = gradients
-        return self
+    def of(cls, base: Any) -> Expected:
+        return cls([step(twin(base), **batch(rank)) for rank in range(2)])
 
-    def compare(self, way: str, model: Any, gradient_of: Callable[[Any], Any]) -> None:
+    def compare(self, way: str, model: Any, gradient_of: Callable[[Any], Any] = gathered_gradient) -> None:
         """Raises if not exactly these parameters of a model have these gradients; gradient_of a parameter is whole."""
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if trained.keys() != self.gradients.keys():
@@ -163,7 +170,7 @@ def train(rank: int, store: str, runs: list[tuple[str, str, bool]], device: str 
             base = trained(kind)
             expected = _losses_of_one_process(twin(base))[rank]
             begin = _zero(int(way[-1])) if way.startswith("zero") else _fsdp2(way)
-            losses = begin(twin(base), Expected(base), rank, patch_last)
+            losses = begin(twin(base), Expected.of(base), rank, patch_last)
             if max(abs(got / want - 1) for got, want in zip(losses, expected, strict=True)) > tolerance(1e-4):
                 raise AssertionError(f"{kind}, {way}, rank {rank}: the losses are {losses}, they must be {expected}")
 
@@ -192,7 +199,7 @@ def _fsdp2(way: str) -> Run:
                 loss = model(**batch(rank)).loss
                 loss.backward()
             if not losses:
-                gradients.compare(way, model, lambda parameter: parameter.grad.full_tensor())
+                gradients.compare(way, model)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss.detach()))
@@ -223,17 +230,13 @@ def _zero(stage: int) -> Run:
         engine, losses = patched_and_wrapped(model, _engine(stage), patch_last), []
         for name, weight in inside_peft(model).lm_head.named_parameters():
             if (weight.numel() == 0) != (stage == 3):
-                raise AssertionError(
-                    f"ZeRO-{stage}: {name} of the head has {weight.numel()} elements between the steps"
-                )
+                raise AssertionError(f"ZeRO-{stage}: {name} of the head has {weight.numel()} elements between steps")
         for _ in range(STEPS):
             with no_logits():
                 loss = engine(**batch(rank)).loss
                 engine.backward(loss)
             if not losses:
-                from deepspeed.utils import safe_get_full_grad
-
-                gradients.compare(f"ZeRO-{stage}", model, safe_get_full_grad)
+                gradients.compare(f"ZeRO-{stage}", model, zero_gradient)
             engine.step()
             losses.append(float(loss.detach()))
         return losses
@@ -245,11 +248,7 @@ def _compare(way: str, model: Any, gradients: Expected, rank: int, patch_last: b
     wrapped = patched_and_wrapped(model, WAYS[way], patch_last)
     with no_logits():
         wrapped(**batch(rank)).loss.backward()
-    gradients.compare(
-        way,
-        model,
-        lambda parameter: parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad,
-    )
+    gradients.compare(way, model, gathered_gradient if way.startswith("fsdp") else lambda parameter: parameter.grad)
 
 
 def chunks_by_rank(rank: int, store: str, runs: list[tuple[str, str]], device: str = "cpu") -> None:
@@ -259,24 +258,19 @@ def chunks_by_rank(rank: int, store: str, runs: list[tuple[str, str]], device: s
         for kind, way in runs:
             base = trained(kind)
             expected = _mean_gradients(twin(base), lambda model, **inputs: model(**inputs).loss)
-            patch.setitem(
-                liger_hf.rules.head.causal_loss.CHUNK_ELEMENTS, tiny_models.DEVICE.type, 7 * tiny_models.VOCABULARY
-            )
+            in_several_chunks(patch)
             model = twin(base)
             wrap = _engine(3) if way == "zero3" else WAYS[way]
             wrapped = patched_and_wrapped(model, wrap, patch_last=False)
             with no_logits():
                 loss = wrapped(**uneven(rank)).loss
                 (wrapped.backward if way == "zero3" else Tensor.backward)(loss)
-            expected.compare(f"{kind}, {way}", model, _whole_gradient(way))
+            expected.compare(f"{kind}, {way}", model, zero_gradient if way == "zero3" else gathered_gradient)
 
 
-def _whole_gradient(way: str) -> Callable[[Any], Any]:
-    if way != "zero3":
-        return lambda parameter: parameter.grad.full_tensor()
-    from deepspeed.utils import safe_get_full_grad
-
-    return safe_get_full_grad  # type: ignore[no-any-return]
+def in_several_chunks(patch: pytest.MonkeyPatch) -> None:
+    """Of the head, on each rank, and not as many on one as on the other."""
+    patch.setitem(liger_hf.rules.head.causal_loss.CHUNK_ELEMENTS, tiny_models.DEVICE.type, 7 * tiny_models.VOCABULARY)
 
 
 class PerToken(nn.Module):
@@ -314,10 +308,7 @@ def log_probs(rank: int, store: str, runs: list[tuple[str, str, str]], device: s
     runs  what is trained, how it is sharded, and by what the log-probabilities are computed
     """
     with two_processes(rank, store, device), pytest.MonkeyPatch.context() as patch:
-        # Several chunks on each rank, and not as many on one as on the other.
-        patch.setitem(
-            liger_hf.rules.head.causal_loss.CHUNK_ELEMENTS, tiny_models.DEVICE.type, 7 * tiny_models.VOCABULARY
-        )
+        in_several_chunks(patch)
         for kind, way, path in runs:
             base = trained(kind)
             expected = _mean_gradients(PerToken(twin(base), "plain"))
@@ -327,14 +318,11 @@ def log_probs(rank: int, store: str, runs: list[tuple[str, str, str]], device: s
                 layer.weight = model.lm_head.weight
                 model.lm_head = layer
             whole = PerToken(model, path)
-            wrapped = (
-                _engine(3)(whole)
-                if way == "zero3"
-                else _sharded_around(whole, inside_peft(model), way == "fsdp2_head_alone")
-            )
+            alone = way == "fsdp2_head_alone"
+            wrapped = _engine(3)(whole) if way == "zero3" else _sharded_around(whole, inside_peft(model), alone)
             loss = wrapped(**uneven(rank))
             (wrapped.backward if way == "zero3" else Tensor.backward)(loss)
-            expected.compare(f"{kind}, {way}, {path}", whole, _whole_gradient(way))
+            expected.compare(f"{kind}, {way}, {path}", whole, zero_gradient if way == "zero3" else gathered_gradient)
 
 
 def _sharded_around(whole: nn.Module, inner: Any, head_alone: bool) -> nn.Module:
@@ -353,7 +341,7 @@ def _mean_gradients(
         model.zero_grad()
         loss(model, **uneven(rank)).backward()
         found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-    return Expected.of({name: (found[0][name] + found[1][name]) / 2 for name in found[0]})
+    return Expected(found)
 
 
 def trl_head(rank: int, store: str, device: str = "cpu") -> None:
@@ -365,7 +353,7 @@ def trl_head(rank: int, store: str, device: str = "cpu") -> None:
 
         base = trained("everything")
         expected = _mean_gradients(PerToken(twin(base), "plain"))
-        expected = Expected.of({name.removeprefix("model."): gradient for name, gradient in expected.gradients.items()})
+        expected.gradients = {name.removeprefix("model."): value for name, value in expected.gradients.items()}
         model = twin(base)
         add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
         sharded(model)
@@ -373,7 +361,7 @@ def trl_head(rank: int, store: str, device: str = "cpu") -> None:
             outputs = model(**uneven(rank), fused_lm_head=True)
             advantages = torch.linspace(-1, 1, outputs.log_probs.shape[1], device=outputs.log_probs.device)
             ((outputs.log_probs * advantages).sum() - 0.1 * outputs.entropy.sum()).backward()
-        expected.compare("TRL", model, lambda parameter: parameter.grad.full_tensor())
+        expected.compare("TRL", model)
 
 
 def trl_divergence(rank: int, store: str, device: str = "cpu") -> None:
@@ -384,10 +372,8 @@ def trl_divergence(rank: int, store: str, device: str = "cpu") -> None:
         from trl.models.utils import _ForwardRedirection
         from trl.trainer import distillation_trainer, utils
 
-        base, teacher = (
-            trained("everything"),
-            make("llama", hidden_size=96, tie_word_embeddings=False).eval().requires_grad_(False),
-        )
+        base = trained("everything")
+        teacher = make("llama", hidden_size=96, tie_word_embeddings=False).eval().requires_grad_(False)
         accelerator = SimpleNamespace(unwrap_model=lambda model: model, autocast=nullcontext)
         trainer = SimpleNamespace(accelerator=accelerator, teacher_model=teacher, beta=0.3)
 
@@ -414,7 +400,7 @@ def trl_divergence(rank: int, store: str, device: str = "cpu") -> None:
             sharded(model)
             with liger_hf.use_in_trl():
                 loss(model, **uneven(rank)).backward()
-            expected.compare(name, model, lambda parameter: parameter.grad.full_tensor())
+            expected.compare(name, model)
 
 
 def patched_and_wrapped(model: Any, wrap: Callable[[Any], Any], patch_last: bool) -> Any:
@@ -430,14 +416,8 @@ def patched_and_wrapped(model: Any, wrap: Callable[[Any], Any], patch_last: bool
     sharded = any(hasattr(parameter, "ds_id") for name, parameter in model.named_parameters() if "lora_A" in name)
     layers = 0 if patch_last and sharded else sum(name.endswith("q_proj.lora_A") for name, _ in model.named_modules())
     adapted = {"lora_linear": layers} if layers else {}
-    if model.liger_report.replaced != {
-        "rms_norm": 5,
-        **residuals,
-        "rope": 2,
-        "swiglu": 2,
-        "linear_cross_entropy": 1,
-        **adapted,
-    }:
+    others = {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
+    if model.liger_report.replaced != {**others, **residuals, **adapted}:
         raise AssertionError(f"not everything was replaced: {model.liger_report}")
     return wrapped
 
@@ -445,8 +425,7 @@ def patched_and_wrapped(model: Any, wrap: Callable[[Any], Any], patch_last: bool
 @contextmanager
 def no_logits() -> Iterator[None]:
     """All the logits of a training step are not made. (The check of apply makes some.)"""
+    message = "all the logits of a training step were made"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            liger_hf.LazyLogits, "materialize", lambda self: pytest.fail("all the logits of a training step were made")
-        )
+        patch.setattr(liger_hf.LazyLogits, "materialize", lambda self: pytest.fail(message))
         yield
