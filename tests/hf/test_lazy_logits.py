@@ -23,7 +23,17 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import liger_hf
 import liger_hf.rules.head.causal_loss
 from hf.sweep import build
-from hf.tiny_models import VOCABULARY, LargestResult, disagreements, make, patched_twin, tokens, twin
+from hf.test_logits_gradients import TARGET, results
+from hf.tiny_models import (
+    VOCABULARY,
+    LargestResult,
+    disagreements,
+    make,
+    patched_twin,
+    step_disagreements,
+    tokens,
+    twin,
+)
 from liger_hf.rules.head.rule import patches
 
 pytestmark = pytest.mark.cpu
@@ -68,41 +78,29 @@ USES: dict[str, Callable[[Any], Any]] = {
     "split_classes": lambda z: z.view(2, 11, 3, 100) + 0,
     "flatten": lambda z: z.flatten(0, 1) + 0,
     "flatten_all": lambda z: z.flatten(),
-    "cross_entropy": lambda z: F.cross_entropy(z.view(-1, VOCABULARY), TARGET),
     "cross_entropy_ignoring": lambda z: F.cross_entropy(z.view(-1, VOCABULARY), TARGET, ignore_index=7),
     "cross_entropy_module": lambda z: torch.nn.CrossEntropyLoss()(z[..., :-1, :].contiguous().view(-1, VOCABULARY), TARGET[2:]),
     "cross_entropy_smoothed": lambda z: F.cross_entropy(z.flatten(0, 1), TARGET, label_smoothing=0.1),
     "cross_entropy_weighted": lambda z: F.cross_entropy(z.flatten(0, 1), TARGET, weight=torch.arange(1.0, VOCABULARY + 1)),
-    "cross_entropy_summed": lambda z: F.cross_entropy(z.flatten(0, 1), TARGET, reduction="sum"),
     "cross_entropy_per_token": lambda z: F.cross_entropy(z.transpose(1, 2), TARGET.view(2, 11), reduction="none"),
     "cross_entropy_with_probabilities": lambda z: F.cross_entropy(z.flatten(0, 1), torch.full((22, VOCABULARY), 1 / VOCABULARY)),
 }  # fmt: skip
-TARGET = torch.arange(22) % 9
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 def test_use_of_logits_gives_the_plain_values(pair: tuple[Any, Any], use: Callable[[Any], Any]) -> None:
     plain, patched = pair
-    results, expected = (use(model(**tokens()).logits) for model in (patched, plain))
-    torch.testing.assert_close(results.detach(), expected.detach(), rtol=1e-5, atol=1e-6)
+    got, expected = (use(model(**tokens()).logits) for model in (patched, plain))
+    torch.testing.assert_close(got.detach(), expected.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_the_logits_while_training_are_lazy_and_known_by_shape(pair: tuple[Any, Any]) -> None:
     logits = pair[1](**tokens()).logits
     assert isinstance(logits, liger_hf.LazyLogits)
-    assert (logits.shape, logits.size(-1), logits.ndim, logits.numel()) == (
-        (2, 11, VOCABULARY),
-        VOCABULARY,
-        3,
-        22 * VOCABULARY,
-    )
-    assert (logits.dtype, logits.device, logits.requires_grad, len(logits)) == (
-        torch.float32,
-        torch.device("cpu"),
-        True,
-        2,
-    )
+    sizes = (logits.shape, logits.size(-1), logits.ndim, logits.numel(), len(logits))
+    assert sizes == ((2, 11, VOCABULARY), VOCABULARY, 3, 22 * VOCABULARY, 2)
+    assert (logits.dtype, logits.device, logits.requires_grad) == (torch.float32, torch.device("cpu"), True)
     assert "LazyLogits(shape=(2, 11, 300)" in repr(logits)
     assert logits.real is None
 
@@ -150,31 +148,27 @@ def test_moving_to_another_device_waits_until_they_are_computed(pair: tuple[Any,
 
 
 def test_gradients_flow_through_the_logits_beside_the_loss(pair: tuple[Any, Any]) -> None:
-    def both(model: Any) -> dict[str, Tensor]:
-        model.zero_grad()
-        outputs = model(**tokens())
-        loss = outputs.loss + outputs.logits.float().pow(2).mean()
-        loss.backward()
-        return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
+    def both(outputs: Any) -> Tensor:
+        return outputs.loss + outputs.logits.float().pow(2).mean()
 
     plain, patched = pair
-    assert disagreements(both(patched), both(plain), both(twin(plain).double())) == {}
+    assert disagreements(*(results(model, both) for model in (patched, plain, twin(plain).double()))) == {}
 
 
 def test_a_tuple_is_returned_where_one_is_asked_for(pair: tuple[Any, Any]) -> None:
     plain, patched = pair
-    results, expected = (model(**tokens(), return_dict=False) for model in (patched, plain))
-    assert len(results) == len(expected)
-    torch.testing.assert_close(results[1] + 0, expected[1])
+    got, expected = (model(**tokens(), return_dict=False) for model in (patched, plain))
+    assert len(got) == len(expected)
+    torch.testing.assert_close(got[1] + 0, expected[1])
 
 
 @pytest.mark.parametrize("keep", [0, 1, 3])
 def test_only_the_requested_logits_are_computed(pair: tuple[Any, Any], keep: int) -> None:
     plain, patched = pair
     ids = tokens()["input_ids"]
-    results, expected = (model(ids, logits_to_keep=keep).logits for model in (patched, plain))
-    assert isinstance(results, Tensor)
-    assert torch.equal(results, expected)
+    got, expected = (model(ids, logits_to_keep=keep).logits for model in (patched, plain))
+    assert isinstance(got, Tensor)
+    assert torch.equal(got, expected)
 
 
 def test_logits_to_keep_with_labels_that_do_not_fit_is_the_error_of_the_unpatched_model(pair: tuple[Any, Any]) -> None:
@@ -190,8 +184,8 @@ def test_another_ignore_index_is_honoured(pair: tuple[Any, Any]) -> None:
     plain, patched = pair
     inputs = tokens()
     inputs["labels"] = inputs["labels"].clamp(min=7)
-    results, expected = (model(**inputs, ignore_index=7).loss for model in (patched, plain))
-    torch.testing.assert_close(results, expected)
+    got, expected = (model(**inputs, ignore_index=7).loss for model in (patched, plain))
+    torch.testing.assert_close(got, expected)
 
 
 def test_a_batch_without_a_counted_label_has_loss_and_gradients_zero(pair: tuple[Any, Any]) -> None:
@@ -208,10 +202,8 @@ def test_a_batch_without_a_counted_label_has_loss_and_gradients_zero(pair: tuple
 def test_without_labels_the_loss_function_says_what_is_missing(pair: tuple[Any, Any]) -> None:
     patched = pair[1]
     assert patched(tokens()["input_ids"]).loss is None
-    with pytest.raises(
-        liger_hf.LogitsError,
-        match="labels or shift_labels must be given, got neither; call the model with labels=input_ids",
-    ):
+    message = "labels or shift_labels must be given, got neither; call the model with labels=input_ids"
+    with pytest.raises(liger_hf.LogitsError, match=message):
         patched.loss_function(torch.zeros(2, 11, VOCABULARY), None, VOCABULARY)
 
 
@@ -267,10 +259,8 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_writing_into_lazy_logits_is_an_error(pair: tuple[Any, Any], write: Callable[[Any], Any]) -> None:
-    with pytest.raises(
-        liger_hf.LogitsError,
-        match=r"must not change logits that are computed on demand.*take a copy with logits\.clone\(\)",
-    ):
+    message = r"must not change logits that are computed on demand.*take a copy with logits\.clone\(\)"
+    with pytest.raises(liger_hf.LogitsError, match=message):
         write(pair[1](**tokens()).logits)
 
 
@@ -279,9 +269,7 @@ def test_vmap_takes_the_logits_themselves(pair: tuple[Any, Any]) -> None:
     logits = patched(**tokens()).logits
     with pytest.raises(ValueError, match="LazyLogits"):
         torch.vmap(torch.sum)(logits)
-    torch.testing.assert_close(
-        torch.vmap(torch.sum)(logits.materialize()), torch.vmap(torch.sum)(plain(**tokens()).logits)
-    )
+    torch.testing.assert_close(*(torch.vmap(torch.sum)(z) for z in (logits.materialize(), plain(**tokens()).logits)))
 
 
 def test_logits_are_computed_without_the_autocast_of_where_they_are_read(pair: tuple[Any, Any]) -> None:
@@ -309,46 +297,38 @@ def test_a_loss_function_may_be_checkpointed(pair: tuple[Any, Any], loss: str, r
         rows = logits[:, :-1].reshape(-1, VOCABULARY).float()
         return F.cross_entropy(rows, labels[:, 1:].reshape(-1), label_smoothing=smoothing)
 
-    results = []
+    def total(outputs: Any) -> Tensor:
+        if not read:
+            return outputs.loss
+        outputs.logits.argmax(-1)
+        return outputs.loss + outputs.logits.square().mean()
+
+    found = []
     for model in pair:
-        model.loss_function = lambda logits, labels, *rest, **options: checkpoint(
+        model.loss_function = lambda logits, labels, *_, **__: checkpoint(
             of_logits, logits, labels, use_reentrant=False
         )
-        outputs = model(**tokens())
-        if read:
-            outputs.logits.argmax(-1)
-            (outputs.loss + outputs.logits.square().mean()).backward()
-        else:
-            outputs.loss.backward()
-        results.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+        found.append(results(model, total))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
 def test_a_forward_that_writes_into_its_logits_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.llama import modeling_llama
-
     def forward(self: Any, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
         hidden = self.model(input_ids=input_ids).last_hidden_state
-        logits = self.lm_head(hidden)
-        logits = logits * 2
+        logits = self.lm_head(hidden) * 2
         logits[..., :5] = -50.0
-        loss = (
-            None
-            if labels is None
-            else self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
-        )
-        return modeling_llama.CausalLMOutputWithPast(loss=loss, logits=logits)
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
 
-    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", forward)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     plain = make().train()
     patched = twin(plain)
     reason = next(row.reason for row in liger_hf.apply(patched).rows if row.op == "linear_cross_entropy")
     assert "it reads them itself" in reason
     for patch in patches(patched, patched.lm_head):
         patch.install()
-    results, expected = patched(**tokens()), plain(**tokens())
-    torch.testing.assert_close(results.loss, expected.loss)
-    torch.testing.assert_close(results.logits + 0, expected.logits)
+    got, expected = patched(**tokens()), plain(**tokens())
+    torch.testing.assert_close((got.loss, got.logits + 0), (expected.loss, expected.logits))
 
 
 @dataclass
@@ -362,11 +342,9 @@ def test_logits_beside_the_first_ones_are_treated_alike(monkeypatch: pytest.Monk
         hidden = self.model(input_ids=input_ids).last_hidden_state
         logits, next_logits, unused = self.lm_head(hidden), self.lm_head(hidden * 2), self.lm_head(hidden * 3)
         size = self.config.vocab_size
-        loss = (
-            self.loss_function(logits, labels, size) + self.loss_function(next_logits, labels, size)
-            if labels is not None
-            else None
-        )
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, size) + self.loss_function(next_logits, labels, size)
         return TwoLogits(loss=loss, logits=logits, next_logits=next_logits, unused_logits=unused)
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
@@ -388,22 +366,14 @@ def test_logits_beside_the_first_ones_are_treated_alike(monkeypatch: pytest.Monk
 
 
 def test_steps_that_the_op_does_not_know_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.models.llama import modeling_llama
-
     def forward(self: Any, input_ids: Tensor, labels: Tensor, **options: Any) -> Any:
         logits = torch.tanh(torch.tanh(self.lm_head(self.model(input_ids=input_ids).last_hidden_state))) * 3
-        return modeling_llama.CausalLMOutputWithPast(
-            loss=self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size), logits=logits
-        )
+        loss = self.loss_function(logits, labels, self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
 
-    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", forward)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     monkeypatch.setitem(liger_hf.rules.head.causal_loss.CHUNK_ELEMENTS, "cpu", 5 * VOCABULARY)
     plain = make().train()
     patched = patched_twin(plain)
-    results = []
-    for model in (patched, plain, twin(plain).double()):
-        outputs = model(**tokens())
-        outputs.loss.backward()
-        results.append({"loss": outputs.loss.detach(), **{name: p.grad for name, p in model.named_parameters()}})
     assert isinstance(patched(**tokens()).logits, liger_hf.LazyLogits)
-    assert disagreements(*results) == {}
+    assert step_disagreements(patched, plain) == {}

@@ -23,17 +23,9 @@ pytestmark = pytest.mark.cpu
 TARGET = torch.arange(22) % 9
 
 
-def without_gradients(look: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def without_gradients(look: Callable[[Any], Any], mode: Any = torch.no_grad) -> Callable[[Any], Any]:
     def looked(outputs: Any) -> Any:
-        with torch.no_grad():
-            return look(outputs)
-
-    return looked
-
-
-def in_inference_mode(look: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def looked(outputs: Any) -> Any:
-        with torch.inference_mode():
+        with mode():
             return look(outputs)
 
     return looked
@@ -43,7 +35,7 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda outputs: None,
     "argmax": lambda outputs: outputs.logits.argmax(-1),
     "accuracy_without_gradients": without_gradients(lambda outputs: (outputs.logits.argmax(-1).flatten() == TARGET).float().mean()),
-    "accuracy_in_inference_mode": in_inference_mode(lambda outputs: (outputs.logits.argmax(-1).flatten() == TARGET).float().mean()),
+    "accuracy_in_inference_mode": without_gradients(lambda outputs: (outputs.logits.argmax(-1).flatten() == TARGET).float().mean(), torch.inference_mode),
     "cross_entropy_without_gradients": without_gradients(lambda outputs: F.cross_entropy(outputs.logits.flatten(0, 1), TARGET)),
     "materialize_without_gradients": without_gradients(lambda outputs: getattr(outputs.logits, "materialize", lambda: None)()),
     "detach": lambda outputs: outputs.logits.detach(),
@@ -71,10 +63,8 @@ def results(model: Any, loss_of: Callable[[Any], Tensor], **inputs: Any) -> dict
     model.zero_grad()
     loss = loss_of(model(**(inputs or tokens())))
     loss.backward()
-    return {
-        "loss": loss.detach(),
-        **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
-    }
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **gradients}
 
 
 @pytest.fixture(scope="module", params=["llama-tied", "llama-untied", "gemma2-tied"])
@@ -165,9 +155,8 @@ WATCHES: dict[str, Callable[[Any], Any]] = {
 def test_a_gradient_of_the_logits_without_the_loss_is_refused(
     models: tuple[Any, Any, Any], watch: Callable[[Any], Any]
 ) -> None:
-    with pytest.raises(
-        liger_hf.LogitsError, match=r"the loss is computed without them, .* call the model without labels"
-    ):
+    message = r"the loss is computed without them, .* call the model without labels"
+    with pytest.raises(liger_hf.LogitsError, match=message):
         watch(models[0](**tokens()))
 
 
@@ -223,10 +212,8 @@ FUNCTIONS: dict[str, Callable[[Any], Tensor]] = {
 def test_an_autograd_function_that_would_get_no_gradient_is_refused(
     models: tuple[Any, Any, Any], function: Callable[[Any], Tensor]
 ) -> None:
-    with pytest.raises(
-        liger_hf.LogitsError,
-        match=r"a custom autograd function, .* must be given a tensor, .* call the model with keep_logits=True",
-    ):
+    message = r"a custom autograd function, .* must be given a tensor, .* call the model with keep_logits=True"
+    with pytest.raises(liger_hf.LogitsError, match=message):
         function(models[0](**tokens()).logits)
 
 
@@ -271,15 +258,12 @@ def test_a_model_that_runs_inside_an_autograd_function_is_served(models: tuple[A
 
 
 def test_a_look_under_autocast_changes_no_gradient(models: tuple[Any, Any, Any]) -> None:
-    def beside_the_loss(outputs: Any) -> Tensor:
-        return LOSSES["beside_the_loss"](outputs)
-
     def after_a_look(outputs: Any) -> Tensor:
         LOOKS["accuracy_without_gradients"](outputs)
-        return beside_the_loss(outputs)
+        return LOSSES["beside_the_loss"](outputs)
 
     seen = []
-    for loss in (after_a_look, beside_the_loss):
+    for loss in (after_a_look, LOSSES["beside_the_loss"]):
         # One context each: autocast remembers the weights that it has cast.
         with torch.autocast("cpu", torch.bfloat16):
             seen.append(results(models[0], loss))

@@ -9,6 +9,7 @@ import io
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,19 +65,16 @@ OPTIMIZERS_OF_OTHERS: dict[str, Callable[[Any], Any]] = {
     "accelerate": lambda parameters: Accelerator(cpu=True).prepare(torch.optim.AdamW(parameters, lr=0.1, fused=True)),
 }
 OPTIMIZERS_OF_TORCH: dict[str, Callable[[Any], Any]] = {
-    f"{kind.__name__.lower()}{'_'.join(['', *options])}": lambda parameters, kind=kind, options=options: kind(
-        parameters, lr=0.1, **options
-    )  # type: ignore[misc]
+    f"{kind.__name__.lower()}{'_'.join(['', *options])}": partial(kind, lr=0.1, **options)
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
     for options in ({}, {"foreach": True}, {"fused": True})
 }
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [*OPTIMIZERS_OF_TORCH.values(), *OPTIMIZERS_OF_OTHERS.values()],
-    ids=[*OPTIMIZERS_OF_TORCH, *OPTIMIZERS_OF_OTHERS],
-)
+ALL_OPTIMIZERS = {**OPTIMIZERS_OF_TORCH, **OPTIMIZERS_OF_OTHERS}
+
+
+@pytest.mark.parametrize("optimizer", ALL_OPTIMIZERS.values(), ids=ALL_OPTIMIZERS)
 def test_logits_cannot_be_read_after_a_step_of_any_optimizer(patched: Any, optimizer: Callable[[Any], Any]) -> None:
     made = optimizer(patched.parameters())
     outputs = patched(**tokens())
@@ -85,13 +83,12 @@ def test_logits_cannot_be_read_after_a_step_of_any_optimizer(patched: Any, optim
     fresh = patched(**tokens())
     fresh.loss.backward()
     made.step()
-    for read in (
-        lambda z: z.argmax(-1),
-        lambda z: F.cross_entropy(z.view(-1, VOCABULARY), tokens()["labels"].flatten()),
-    ):
-        with pytest.raises(
-            liger_hf.LogitsError, match=r"has been updated since the forward pass; read outputs\.logits before"
-        ):
+    message, target = (
+        r"has been updated since the forward pass; read outputs\.logits before",
+        tokens()["labels"].flatten(),
+    )
+    for read in (lambda z: z.argmax(-1), lambda z: F.cross_entropy(z.view(-1, VOCABULARY), target)):
+        with pytest.raises(liger_hf.LogitsError, match=message):
             read(fresh.logits)
     # What was read before is there.
     with torch.no_grad():
@@ -184,15 +181,13 @@ def test_logits_cannot_be_read_after_the_hidden_states_were_changed_in_place(pat
     outputs = patched(**tokens(), output_hidden_states=True)
     with torch.no_grad():
         outputs.hidden_states[-1].mul_(2)
+    message = "before the hidden states that the output head was called with are changed in place"
     for read in (
         lambda z: z.argmax(-1),
         lambda z: z[:, -1].argmax(-1),
         lambda z: F.cross_entropy(z.flatten(0, 1), torch.ones(22).long()),
     ):
-        with pytest.raises(
-            liger_hf.LogitsError,
-            match="before the hidden states that the output head was called with are changed in place",
-        ):
+        with pytest.raises(liger_hf.LogitsError, match=message):
             read(outputs.logits)
 
 
@@ -200,10 +195,9 @@ def others(model: Any, kind: str) -> dict[str, Tensor]:
     """Other weights for the model."""
     generator = torch.Generator().manual_seed(7)
     made = {name: p.detach() + 0.1 * torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
-    return {
-        name: nn.Parameter(p) if kind == "parameters" else p.requires_grad_(kind == "tensors")
-        for name, p in made.items()
-    }
+    if kind == "parameters":
+        return {name: nn.Parameter(p) for name, p in made.items()}
+    return {name: p.requires_grad_(kind == "tensors") for name, p in made.items()}
 
 
 KINDS = pytest.mark.parametrize("kind", ["parameters", "tensors", "constants"])
@@ -226,11 +220,8 @@ def test_functional_call_uses_the_given_weights_for_loss_and_logits(
     patched = patched_twin(plain)
     given = others(plain, kind)
     found = []
-    for which, weights in (
-        (patched, given),
-        (plain, given),
-        (twin(plain).double(), {name: p.double() for name, p in given.items()}),
-    ):
+    exact = {name: p.double() for name, p in given.items()}
+    for which, weights in ((patched, given), (plain, given), (twin(plain).double(), exact)):
         leaves = {name: p.detach().requires_grad_(p.requires_grad) for name, p in weights.items()}
         value = loss(torch.func.functional_call(which, leaves, kwargs=tokens()))
         if kind != "constants":
@@ -276,10 +267,10 @@ def test_logits_can_be_read_after_undo() -> None:
     report = liger_hf.apply(model)
     outputs = model(**tokens())
     report.undo()
-    loss = outputs.loss + outputs.logits.square().mean()
+    loss = LOSSES["beside_the_loss"](outputs)
     torch.testing.assert_close(outputs.logits.detach(), plain(**tokens()).logits.detach())
     loss.backward()
-    expected = results(plain, lambda outputs: outputs.loss + outputs.logits.square().mean())
+    expected = results(plain, LOSSES["beside_the_loss"])
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)
 
