@@ -46,19 +46,10 @@ def by_weight(model: Any, **inputs: Any) -> tuple[Tensor, Tensor]:
 
 def by_trl(model: Any, **inputs: Any) -> tuple[Tensor, Tensor]:
     hidden, target = body(model, **inputs)
-    counted = target != -100
-    weight = model.get_output_embeddings().weight
-    given = (
-        hidden[counted],
-        weight,
-        None,
-        target[counted],
-        OPTIONS["temperature"],
-        512,
-        OPTIONS["softcap"],
-        OPTIONS["logit_scale"],
-    )
-    found = liger_hf.trl._Function(torch.autograd.Function).apply(*given, ("log_probs", "entropy"))[:2]
+    counted, (temperature, softcap, scale) = target != -100, OPTIONS.values()
+    given = hidden[counted], model.get_output_embeddings().weight, None, target[counted]
+    options = temperature, 512, softcap, scale, ("log_probs", "entropy")
+    found = liger_hf.trl._Function(torch.autograd.Function).apply(*given, *options)[:2]
     return tuple(value.new_zeros(target.shape).masked_scatter(counted, value) for value in found)  # type: ignore[union-attr,return-value]
 
 
@@ -140,9 +131,8 @@ def test_what_is_not_quantized_gets_the_gradients_of_plain_pytorch(
     if adapter is not None:
         plain = adapted(plain, adapter)
     got = step(twin(plain), by_module, **tokens())
-    assert got.keys() - {"log_prob", "entropy"} == {
-        name for name, parameter in plain.named_parameters() if parameter.requires_grad
-    }
+    trained = {name for name, parameter in plain.named_parameters() if parameter.requires_grad}
+    assert got.keys() - {"log_prob", "entropy"} == trained
     assert_same(got, step(plain, plainly, **tokens()))
 
 
@@ -153,20 +143,18 @@ def test_trl_runs_with_a_weight_that_dequantizes_itself() -> None:
 
 def test_a_quantized_weight_is_an_error_of_the_op_that_says_what_to_do() -> None:
     model = QUANTIZED["torchao_int8"](make(tie_word_embeddings=False, intermediate_size=128)).train()
-    with pytest.raises(
-        DtypeError,
-        match=r"^linear_log_prob: tensors must be plain, got weight as Int8Tensor; pass what its dequantize\(\) returns$",
-    ):
+    message = (
+        r"^linear_log_prob: tensors must be plain, got weight as Int8Tensor; pass what its dequantize\(\) returns$"
+    )
+    with pytest.raises(DtypeError, match=message):
         by_weight(model, **tokens())
 
 
 @pytest.mark.parametrize("kind", ["bitsandbytes_4bit", "bitsandbytes_8bit"])
 def test_a_weight_of_packed_integers_is_an_error_that_says_what_to_do(kind: str) -> None:
     model = QUANTIZED[kind](make(tie_word_embeddings=False, intermediate_size=128)).train()
-    with pytest.raises(
-        OptionError,
-        match=r"^use_in_trl: the head's weight must have a floating dtype, got torch\.u?int8; leave lm_head out of ",
-    ):
+    message = r"^use_in_trl: the head's weight must have a floating dtype, got torch\.u?int8; leave lm_head out of "
+    with pytest.raises(OptionError, match=message):
         by_trl(model, **tokens())
 
 
@@ -187,13 +175,8 @@ def test_another_head_is_computed_in_chunks(kind: str, place: torch.device, monk
 def test_a_head_on_the_disk_passes_gradients_on_to_the_adapters(tmp_path: Path) -> None:
     plain = adapted(make(tie_word_embeddings=False), "q_proj")
     ours = twin(plain)
-    dispatch_model(
-        ours.base_model.model,
-        {"": "cpu", "lm_head": "disk"},
-        main_device="cpu",
-        offload_dir=str(tmp_path),
-        force_hooks=True,
-    )
+    options = {"main_device": "cpu", "offload_dir": str(tmp_path), "force_hooks": True}
+    dispatch_model(ours.base_model.model, {"": "cpu", "lm_head": "disk"}, **options)
     assert ours.get_output_embeddings().weight.is_meta
     assert_same(step(ours, by_module, **tokens()), step(plain, plainly, **tokens()))
 
@@ -207,18 +190,16 @@ def test_several_targets_and_temperatures_of_tokens_reach_another_head() -> None
     log = (head(hidden) / temperature[..., None]).log_softmax(-1)
     several = torch.where(several == -100, 7, several)
     expected = torch.where(several == 7, 0.0, log.gather(-1, several))
-    torch.testing.assert_close(
-        head_log_prob(head, hidden, several, temperature=temperature, ignore_index=7), expected, rtol=1e-4, atol=1e-5
-    )
+    got = head_log_prob(head, hidden, several, temperature=temperature, ignore_index=7)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.cpu
 def test_another_head_has_the_errors_of_the_op() -> None:
     model = adapted(make(tie_word_embeddings=False), "lm_head")
     hidden, target = body(model, **tokens())
-    with pytest.raises(
-        TargetError, match=r"^linear_log_prob: every target must be in \[0, 300\) or ignore_index=-100, got 300$"
-    ):
+    message = r"^linear_log_prob: every target must be in \[0, 300\) or ignore_index=-100, got 300$"
+    with pytest.raises(TargetError, match=message):
         head_log_prob(model.get_output_embeddings(), hidden, torch.full_like(target, 300))
 
 

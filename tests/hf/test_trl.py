@@ -23,16 +23,9 @@ datasets = pytest.importorskip("datasets")
 pytestmark = [pytest.mark.slow, pytest.mark.cpu]
 LAYERS = {"rms_norm": 5, "add_rms_norm": 2, "rope": 2, "swiglu": 2}
 SETTINGS: dict[str, Any] = {
-    "max_steps": 2,
-    "per_device_train_batch_size": 2,
-    "logging_steps": 1,
-    "learning_rate": 1e-3,
-    "report_to": [],
-    "save_strategy": "no",
-    "use_cpu": True,
-    "bf16": False,
-    "disable_tqdm": True,
-}
+    "max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1, "learning_rate": 1e-3, "report_to": [],
+    "save_strategy": "no", "use_cpu": True, "bf16": False, "disable_tqdm": True,
+}  # fmt: skip
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -47,43 +40,30 @@ def sentence(seed: int, count: int = 6) -> str:
     return " ".join(f"w{i}" for i in ids.tolist())
 
 
+def of_rows(rows: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+    return {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer(), **options}
+
+
 def sft(model: Any, folder: Path, **options: Any) -> Any:
-    rows = datasets.Dataset.from_list([{"text": sentence(i, 5 + i % 3)} for i in range(8)])
-    return trl.SFTTrainer(
-        model, trl.SFTConfig(str(folder), **SETTINGS), train_dataset=rows, processing_class=tokenizer(), **options
-    )
+    rows = [{"text": sentence(i, 5 + i % 3)} for i in range(8)]
+    return trl.SFTTrainer(model, trl.SFTConfig(str(folder), **SETTINGS), **of_rows(rows, **options))
 
 
-def dpo(model: Any, folder: Path, **options: Any) -> Any:
+def dpo(model: Any, folder: Path, reference: Any = None, **options: Any) -> Any:
     rows = [
         {"prompt": sentence(i), "chosen": " " + sentence(i + 50), "rejected": " " + sentence(i + 90)} for i in range(8)
     ]
-    data = datasets.Dataset.from_list(rows)
-    reference = options.pop("reference", None) or make(tie_word_embeddings=False)
-    return trl.DPOTrainer(
-        model,
-        reference,
-        trl.DPOConfig(str(folder), **SETTINGS),
-        train_dataset=data,
-        processing_class=tokenizer(),
-        **options,
-    )
+    reference = reference or make(tie_word_embeddings=False)
+    return trl.DPOTrainer(model, reference, trl.DPOConfig(str(folder), **SETTINGS), **of_rows(rows, **options))
 
 
 def grpo(model: Any, folder: Path, **options: Any) -> Any:
     def reward(completions: list[str], **_: Any) -> list[float]:
         return [float(sum(map(ord, text)) % 7) for text in completions]
 
-    rows = datasets.Dataset.from_list([{"prompt": sentence(i)} for i in range(8)])
-    settings = {**SETTINGS, "num_generations": 2, "max_completion_length": 4, "beta": 0.0}
-    return trl.GRPOTrainer(
-        model,
-        reward,
-        trl.GRPOConfig(str(folder), **settings),
-        train_dataset=rows,
-        processing_class=tokenizer(),
-        **options,
-    )
+    rows = [{"prompt": sentence(i)} for i in range(8)]
+    config = trl.GRPOConfig(str(folder), **SETTINGS, num_generations=2, max_completion_length=4, beta=0.0)
+    return trl.GRPOTrainer(model, reward, config, **of_rows(rows, **options))
 
 
 TRAINERS: dict[str, Callable[..., Any]] = {"sft": sft, "dpo": dpo, "grpo": grpo}
@@ -118,16 +98,8 @@ def test_a_trainer_of_trl_has_the_losses_of_the_unpatched_model_and_keeps_its_he
 
 def kto(model: Any, folder: Path, **options: Any) -> Any:
     rows = [{"prompt": sentence(i), "completion": " " + sentence(i + 50), "label": i % 2 == 0} for i in range(8)]
-    reference = make(tie_word_embeddings=False)
-    settings = trl.KTOConfig(str(folder), **SETTINGS)
-    return trl.KTOTrainer(
-        model,
-        reference,
-        settings,
-        train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=tokenizer(),
-        **options,
-    )
+    config, reference = trl.KTOConfig(str(folder), **SETTINGS), make(tie_word_embeddings=False)
+    return trl.KTOTrainer(model, reference, config, **of_rows(rows, **options))
 
 
 @pytest.mark.parametrize("name", [*TRAINERS, "kto"])
@@ -135,11 +107,9 @@ def test_a_trainer_of_trl_runs_on_our_head_and_comes_to_the_same_weights(name: s
     trainers = {**TRAINERS, "kto": kto}
     plain = make(tie_word_embeddings=False).train()
     other, calls = twin(plain), []
-    original = liger_hf.trl.linear_log_prob
+    op = liger_hf.trl.linear_log_prob
     with pytest.MonkeyPatch.context() as patched, liger_hf.use_in_trl():
-        patched.setattr(
-            liger_hf.trl, "linear_log_prob", lambda *args, **options: calls.append(1) or original(*args, **options)
-        )
+        patched.setattr(liger_hf.trl, "linear_log_prob", lambda *args, **more: calls.append(1) or op(*args, **more))
         losses = history(trainers[name](other, tmp_path))
     assert calls != []
     assert losses == pytest.approx(history(trainers[name](plain, tmp_path)), abs=1e-5)
@@ -150,12 +120,12 @@ def test_a_trainer_of_trl_runs_on_our_head_and_comes_to_the_same_weights(name: s
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
-@pytest.mark.parametrize(
-    "asked", [OUTPUTS, ("log_probs",), ("log_probs", "entropy"), ("log_probs", "is_top1")], ids="+".join
-)
-@pytest.mark.parametrize(
-    "options", [(1.0, None, 1.0), (0.7, 5.0, 0.5)], ids=["plain", "temperature, softcap and scale"]
-)
+ASKED = (OUTPUTS, ("log_probs",), ("log_probs", "entropy"), ("log_probs", "is_top1"))
+OPTIONS = {"plain": (1.0, None, 1.0), "temperature, softcap and scale": (0.7, 5.0, 0.5)}
+
+
+@pytest.mark.parametrize("asked", ASKED, ids="+".join)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_our_head_gives_trl_what_its_own_gives(asked: tuple[str, ...], options: tuple[Any, ...]) -> None:
     temperature, softcap, scale = options
     targets = torch.randint(50, (7,))
@@ -215,9 +185,8 @@ def test_another_version_of_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> None: ...
 
     monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", Other)
-    with pytest.raises(
-        Unsupported, match=r"^use_in_trl knows TRL 1\.16, got .*Function is missing or takes other arguments$"
-    ):
+    message = r"^use_in_trl knows TRL 1\.16, got .*Function is missing or takes other arguments$"
+    with pytest.raises(Unsupported, match=message):
         liger_hf.use_in_trl()
 
 
@@ -226,11 +195,8 @@ def test_a_head_of_trl_that_was_there_before_is_left_and_named() -> None:
     trl.trainer.utils.add_fused_lm_head(model)
     report = liger_hf.apply(model)
     assert report.replaced == LAYERS
-    reasons = {row.op: row.reason for row in report.rows}
-    assert (
-        reasons["linear_cross_entropy"]
-        == "its forward was already replaced on this instance, by code in trl.trainer.utils"
-    )
+    (reason,) = (row.reason for row in report.rows if row.op == "linear_cross_entropy")
+    assert reason == "its forward was already replaced on this instance, by code in trl.trainer.utils"
 
 
 def test_undo_at_the_end_leaves_a_trainer_of_trl_as_it_was(tmp_path: Path) -> None:

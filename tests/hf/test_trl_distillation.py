@@ -29,15 +29,9 @@ CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 def distillation(model: Any, teacher: Any, folder: Path, **settings: Any) -> Any:
     rows = datasets.Dataset.from_list([{"prompt": sentence(i, 3 + i % 3)} for i in range(8)])
-    settings = {**SETTINGS, "max_completion_length": 5, **settings}
-    return trl.DistillationTrainer(
-        model,
-        teacher,
-        trl.DistillationConfig(str(folder), **settings),
-        train_dataset=rows,
-        eval_dataset=rows,
-        processing_class=tokenizer(),
-    )
+    config = trl.DistillationConfig(str(folder), **{**SETTINGS, "max_completion_length": 5, **settings})
+    data = {"train_dataset": rows, "eval_dataset": rows, "processing_class": tokenizer()}
+    return trl.DistillationTrainer(model, teacher, config, **data)
 
 
 def gkd(model: Any, teacher: Any, folder: Path, **settings: Any) -> Any:
@@ -51,14 +45,8 @@ def gkd(model: Any, teacher: Any, folder: Path, **settings: Any) -> Any:
     ]
     rows = datasets.Dataset.from_list([{"messages": chat} for chat in chats])
     settings = {**SETTINGS, "max_new_tokens": 5, "max_length": 32, "lmbda": 0.5, "temperature": 0.9, **settings}
-    return GKDTrainer(
-        model,
-        teacher,
-        GKDConfig(str(folder), **settings),
-        train_dataset=rows,
-        eval_dataset=rows,
-        processing_class=words,
-    )
+    data = {"train_dataset": rows, "eval_dataset": rows, "processing_class": words}
+    return GKDTrainer(model, teacher, GKDConfig(str(folder), **settings), **data)
 
 
 TRAINERS = {"distillation": distillation, "gkd": gkd}
