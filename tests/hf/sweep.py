@@ -43,7 +43,11 @@ PAGE = ROOT / "docs" / "models.md"
 COLUMNS = {
     "norm": ("rms_norm", "layer_norm", "gated_rms_norm", "group_norm", "modulated_rms_norm", "modulated_layer_norm"),
     "residual": ("add_rms_norm", "add_layer_norm", "sinkhorn"),
-    "MLP": ("swiglu", "geglu", "relu_squared"),
+    "MLP": (
+        "swiglu",
+        "geglu",
+        "relu_squared",
+    ),
     "experts": ("experts",),
     "rope": ("rope",),
     "q/k norm + rope": ("qk_norm_rope",),
@@ -56,16 +60,41 @@ ON_REQUEST = ("embedding",)
 # What people call the models, and their model types.
 FAMILIES = {
     "Llama 1 to 4, and models of their architecture": ("llama", "llama4_text"),
-    "Qwen 2 to 3.5, dense and mixture of experts": ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    "Qwen 2 to 3.5, dense and mixture of experts": (
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+    ),
     "Mistral, Ministral, Mixtral": ("mistral", "ministral", "ministral3", "mixtral"),
     "Gemma 1 to 4": ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text"),
     "DeepSeek V2 and V3, Kimi Linear": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_linear"),
     "Phi-3 and Phi-4, Phi MoE": ("phi3", "phimoe"),
     "GLM 4, gpt-oss, MiniMax": ("glm4", "glm4_moe", "gpt_oss", "minimax", "minimax_m2"),
-    "OLMo 1 to 3, SmolLM 3, Granite, Cohere": ("olmo", "olmo2", "olmo3", "smollm3", "granite", "granitemoe", "cohere", "cohere2"),
-    "Mamba 2, Jamba, Bamba, Nemotron, Falcon H1, LFM 2": ("mamba2", "jamba", "bamba", "nemotron", "nemotron_h", "falcon_h1", "lfm2"),
+    "OLMo 1 to 3, SmolLM 3, Granite, Cohere": (
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "smollm3",
+        "granite",
+        "granitemoe",
+        "cohere",
+        "cohere2",
+    ),
+    "Mamba 2, Jamba, Bamba, Nemotron, Falcon H1, LFM 2": (
+        "mamba2",
+        "jamba",
+        "bamba",
+        "nemotron",
+        "nemotron_h",
+        "falcon_h1",
+        "lfm2",
+    ),
     "GPT-2, GPT-NeoX (Pythia), OPT, BLOOM, Falcon, MPT": ("gpt2", "gpt_neox", "opt", "bloom", "falcon", "mpt"),
-}  # fmt: skip
+}
 CLASSES: dict[str, Any] = {
     "": AutoModelForCausalLM,
     "vision": AutoModelForImageTextToText,
@@ -120,8 +149,10 @@ def _checked(model_type: str) -> Result:
         other = build(model_type, draw)
         _, inexact, rounded = _compared(other, _outcomes(other))
     if problems := inexact + rounded:
-        more = f"; {len(problems) - 3} more" if len(problems) > 3 else ""
-        result.verdict, result.detail = WRONG, "; ".join(problems[:3]) + more
+        result.verdict, result.detail = (
+            WRONG,
+            "; ".join(problems[:3]) + (f"; {len(problems) - 3} more" if len(problems) > 3 else ""),
+        )
     return result
 
 
@@ -141,8 +172,11 @@ def _compared(plain: Any, expected: dict[str, Tensor]) -> tuple[liger_hf.Report,
         problems = []
     rounded = differences(_outcomes(patched), exact, expected)
     report.undo()
-    after = _outcomes(patched)
-    problems += [f"after undo, {name} differs" for name in after if not torch.equal(after[name], expected[name])]
+    problems += [
+        f"after undo, {name} differs"
+        for name, value in _outcomes(patched).items()
+        if not torch.equal(value, expected[name])
+    ]
     return report, problems, rounded
 
 
@@ -156,18 +190,16 @@ def differences(got: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[st
     """
     if got.keys() != exact.keys():
         return [f"{name} on one side only" for name in sorted(got.keys() ^ exact.keys())]
-
-    def norm(x: Tensor) -> float:
-        return float(x.double().square().mean().sqrt())
-
-    scale = max((norm(value) for name, value in exact.items() if "gradient" in name), default=0.0)
+    scale = max(
+        (float(v.double().square().mean().sqrt()) for name, v in exact.items() if "gradient" in name), default=0.0
+    )
     problems = []
     for name, value in got.items():
         true = exact[name].double()
-        size = max(norm(true), 1e-3 * scale if "gradient" in name else 0.0) or 1.0
+        size = max(float(true.square().mean().sqrt()), 1e-3 * scale if "gradient" in name else 0.0) or 1.0
 
         def error(result: Tensor, true: Tensor = true, size: float = size) -> float:
-            return norm(result.double() - true) / size
+            return float((result.double() - true).square().mean().sqrt()) / size
 
         allowed = 1e-9 if plain is None else 3 * error(plain[name]) + floor(torch.float32)
         if value.shape != true.shape or not error(value) <= allowed:
@@ -216,8 +248,9 @@ def _outcome(model: nn.Module, mode: str) -> dict[str, Tensor]:
     model.zero_grad()
     with torch.set_grad_enabled(mode == "training"):
         # A model of two parts may not accept use_cache.
-        options = {} if model.config.is_encoder_decoder else {"use_cache": False}
-        outputs = model(input_ids=ids, labels=labels, **options)
+        outputs = model(
+            input_ids=ids, labels=labels, **({} if model.config.is_encoder_decoder else {"use_cache": False})
+        )
     results = {"loss": outputs.loss.detach(), "logits": outputs.logits.detach()}
     if mode == "training":
         outputs.loss.backward()
@@ -238,24 +271,30 @@ def count(result: Result, report: liger_hf.Report) -> None:
         result.reasons[column] = [reason for reason, _ in reasons.most_common()]
 
 
-REQUIRES = "its forward requires {}, and the sweep has text only"
 # What an exception of a model that was not compared means; the first that matches.
 NOT_COMPARED = (
     (r"requires the (\w+) library|No module named '(\w+)'", "the package {} is not installed"),
-    (r"missing \d+ required positional arguments?: '(\w+)'", REQUIRES),
-    (r"one of encoder_outputs or (\w+)", REQUIRES),
-    (r"[Yy]ou (?:have to|must) specify[^`\w]*(?:either |exactly one of )?`?(\w+)", REQUIRES),
-    (r"Exactly 1 of (\w+)|^(Bbox) is required", REQUIRES),
+    (r"missing \d+ required positional arguments?: '(\w+)'", "its forward requires {}, and the sweep has text only"),
+    (r"one of encoder_outputs or (\w+)", "its forward requires {}, and the sweep has text only"),
+    (
+        r"[Yy]ou (?:have to|must) specify[^`\w]*(?:either |exactly one of )?`?(\w+)",
+        "its forward requires {}, and the sweep has text only",
+    ),
+    (r"Exactly 1 of (\w+)|^(Bbox) is required", "its forward requires {}, and the sweep has text only"),
     (r"input batch_size \(0\)", "its loss is that of what follows an image, and the sweep has text only"),
-    (r"sub-configurations|Field 'text_encoder'|class <class 'NoneType'>", "its configuration class does not say which models its parts are"),
+    (r"sub-configurations|Field 'text_encoder'", "its configuration class does not say which models its parts are"),
+    (r"class <class 'NoneType'>", "its configuration class does not say which models its parts are"),
     (r"configuration class <class '[\w.]+\.(\w+)'>", "no auto class makes a language model from {}"),
-    (r"element of type (None)Type|(None)Type' (?:has no len|object is not subscriptable)|dtype=(None)Type", "a size in its default configuration is {}"),
+    (
+        r"element of type (None)Type|(None)Type' (?:has no len|object is not subscriptable)|dtype=(None)Type",
+        "a size in its default configuration is {}",
+    ),
     (r"Class validation error", "its configuration class refuses the small sizes of its parts"),
     (r"shared_kv_states cannot be None", "it only drafts for another model"),
     (r"set the (pad_token_id) attribute", "its default configuration has no {}"),
     (r"OutputWithPast' object has no attribute", "its forward fails without images"),
     (r"'\w+' object has no attribute '(\w+)'", "its default configuration has no {}"),
-)  # fmt: skip
+)
 
 
 def why_not(problem: BaseException) -> str:
@@ -307,8 +346,11 @@ def main() -> int:
 
 def fingerprint() -> str:
     """A digest of everything that a result depends on."""
-    packages = sorted((ROOT / "packages").glob("liger-[ch]*/src/**/*.py"))
-    sources = [*packages, Path(__file__), Path(__file__).with_name("tiny_configs.py")]
+    sources = [
+        *sorted((ROOT / "packages").glob("liger-[ch]*/src/**/*.py")),
+        Path(__file__),
+        Path(__file__).with_name("tiny_configs.py"),
+    ]
     text = b"".join(path.read_bytes() for path in sources) + f"{torch.__version__} {transformers.__version__}".encode()
     return hashlib.sha256(text).hexdigest()[:16]
 
@@ -383,7 +425,9 @@ def families(results: list[Result]) -> list[str]:
         for column in COLUMNS:
             counts = [(t, known[t].columns.get(column, (0, 0))) for t in types if t in known]
             done, remaining = (any(count[part] for _, count in counts) for part in (0, 1))
-            cells.append(("partly" if remaining else "✓") if done else "left" if remaining else "–")
+            cells.append(
+                {(True, False): "✓", (True, True): "partly", (False, True): "left"}.get((done, remaining), "–")
+            )
             left += [f"{column} of {t}" for t, (_, remaining) in counts if remaining]
         rows.append(f"| {name} | {' | '.join(cells)} | {', '.join(left) or 'nothing'} |")
     return rows
@@ -394,14 +438,18 @@ def read(text: str) -> list[Result]:
     found: dict[str, Result] = {}
     for name, model, cells, verdict in re.findall(r"^\| (\S+) \| (\w+) \| (.*) \| (\w+) \|$", text, re.MULTILINE):
         counts = [[int(number) for number in re.findall(r"\d+", cell)] for cell in cells.split(" | ")]
-        columns = {column: (c[0], c[-1] - c[0]) for column, c in zip(COLUMNS, counts, strict=True) if c}
+        columns = {
+            column: (c[0], c[1] - c[0] if len(c) > 1 else 0) for column, c in zip(COLUMNS, counts, strict=True) if c
+        }
         found[name] = Result(name, verdict, model, columns=columns)
     reasons, _, unbuilt = text.partition("## Why modules were left")[2].partition("## Not compared")
     for column, reason, types in re.findall(r"^\* (.+?) – (.*) \(([^()]*)\)$", reasons, re.MULTILINE):
         for name in types.split(", "):
             found[name].reasons.setdefault(column, []).append(reason)
-    for name, detail in re.findall(r"^\* (\S+): (.*)$", unbuilt, re.MULTILINE):
-        found[name] = Result(name, UNBUILT, detail=detail)
+    found |= {
+        name: Result(name, UNBUILT, detail=detail)
+        for name, detail in re.findall(r"^\* (\S+): (.*)$", unbuilt, re.MULTILINE)
+    }
     return [found[name] for name in (*TYPES, *COMPOSITES) if name in found]
 
 
@@ -433,7 +481,10 @@ def page(results: list[Result]) -> str:
         "",
         "## Model types",
         "",
-        f"`nox -s sweep` compares every causal language model type of Transformers {transformers.__version__}, as a tiny random model, with and without Liger.",
+        (
+            f"`nox -s sweep` compares every causal language model type of Transformers {transformers.__version__}, as a "
+            "tiny random model, with and without Liger."
+        ),
         "It compares loss, logits and the gradient of every parameter, in training and in evaluation.",
         "",
         "* In float64, both must agree to 1e-9.",
@@ -448,8 +499,14 @@ def page(results: list[Result]) -> str:
         "| n of m | the others are not, for [the reasons below](#why-modules-were-left) |",
         "| – | no module has the structure that is [replaced](../packages/liger-hf/README.md#what-is-replaced) |",
         "",
-        "For norm, MLP (SiLU and GELU gates, squared ReLUs), experts and rope, – means that the model has none. Every model adds residuals: – means that no forward passes such a sum directly to a norm.",
-        "Some layers norm the terms of a sum (OLMo 2, EXAONE 4), or add in a function (BLOOM). GPT-2 has statements between sum and norm, and Falcon has one norm for two sums.",
+        (
+            "For norm, MLP (SiLU and GELU gates, squared ReLUs), experts and rope, – means that the model has none. Every "
+            "model adds residuals: – means that no forward passes such a sum directly to a norm."
+        ),
+        (
+            "Some layers norm the terms of a sum (OLMo 2, EXAONE 4), or add in a function (BLOOM). GPT-2 has statements "
+            "between sum and norm, and Falcon has one norm for two sums."
+        ),
         "",
         *heading,
         *(line(r) for r in parts[0] if r.verdict != UNBUILT),

@@ -10,6 +10,7 @@ import torch
 
 import liger_hf
 from hf import tiny_models
+from hf.test_breakage import pair
 from hf.tiny_models import (
     ARCHITECTURES,
     LAYERS,
@@ -39,8 +40,7 @@ def architecture(request: pytest.FixtureRequest) -> str:
 def test_loss_and_gradients_are_as_accurate_as_those_of_the_unpatched_model(
     architecture: str, items: dict[str, Any]
 ) -> None:
-    plain = make(architecture).train()
-    patched = patched_twin(plain)
+    patched, plain = pair(architecture)
     assert step_disagreements(patched, plain, **tokens(), **items) == {}
 
 
@@ -80,16 +80,14 @@ def test_a_training_step_makes_no_tensor_of_all_the_logits(architecture: str) ->
 
 
 def test_bfloat16_training_is_as_accurate_as_the_unpatched_model() -> None:
-    plain = make("llama", torch.bfloat16).train()
-    patched = patched_twin(plain)
+    patched, plain = pair("llama", torch.bfloat16)
     inputs = tokens(batch=4, length=24)
     assert step_disagreements(patched, plain, **inputs) == {}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
 def test_autocast_training_stays_within_the_noise_of_autocast(architecture: str) -> None:
-    plain = make(architecture).train()
-    patched = patched_twin(plain)
+    patched, plain = pair(architecture)
     inputs = tokens(batch=4, length=24)
     exact = exact_step(plain, **inputs)
     with torch.autocast(tiny_models.DEVICE.type, dtype=torch.bfloat16):

@@ -31,13 +31,9 @@ def same(patched: Any, plain: Any, **inputs: Any) -> bool:
 @pytest.mark.parametrize("keep", [1, 5])
 def test_logits_to_keep_is_honoured_while_training(keep: int) -> None:
     patched, plain = pair()
-    inputs = tokens()
-    inputs = {
-        "input_ids": inputs["input_ids"],
-        "shift_labels": inputs["input_ids"][:, -keep:].contiguous(),
-        "logits_to_keep": keep,
-    }
-    inputs["labels"] = inputs["shift_labels"]
+    ids = tokens()["input_ids"]
+    labels = ids[:, -keep:].contiguous()
+    inputs = {"input_ids": ids, "labels": labels, "shift_labels": labels, "logits_to_keep": keep}
     assert patched(**inputs).logits.shape == (2, keep, VOCABULARY)
     assert same(patched, plain, **inputs)
 
@@ -63,9 +59,8 @@ def test_replicas_of_data_parallel_are_refused_with_a_sentence() -> None:
     # What DataParallel does to a model for more than one GPU.
     patched, plain = pair()
     plain._replicate_for_data_parallel()
-    with pytest.raises(
-        liger_hf.ModelError, match=r"one process per GPU, .*DataParallel .*; start with torchrun or accelerate launch"
-    ):
+    message = r"one process per GPU, .*DataParallel .*; start with torchrun or accelerate launch"
+    with pytest.raises(liger_hf.ModelError, match=message):
         patched._replicate_for_data_parallel()
     patched.liger_report.undo()
     patched._replicate_for_data_parallel()

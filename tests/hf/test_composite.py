@@ -59,18 +59,19 @@ def test_a_model_with_pictures_trains_as_before(model_type: str) -> None:
     report = liger_hf.apply(patched)
     assert report.replaced["linear_cross_entropy"] == 1
     assert problems(patched, plain, **inputs) == []
-    assert any(
-        "vision" in name and p.grad is not None and float(p.grad.norm()) > 0 for name, p in patched.named_parameters()
-    )
+    seen = [p.grad for name, p in patched.named_parameters() if "vision" in name and p.grad is not None]
+    assert any(bool(gradient.any()) for gradient in seen)
     assert isinstance(patched(**inputs).logits, liger_hf.LazyLogits)
 
 
 def test_the_report_distinguishes_the_parts() -> None:
     report = liger_hf.apply(seeing("llava")[0])
-    patterns = {row.pattern: row.verdict for row in report.rows}
-    assert patterns["model.language_model.layers.*.mlp"] == "replaced"
-    assert patterns["model.vision_tower.encoder.layers.*.layer_norm1"] == "replaced"
-    assert patterns["(the model itself)"] == "replaced"
+    parts = {
+        "model.language_model.layers.*.mlp",
+        "model.vision_tower.encoder.layers.*.layer_norm1",
+        "(the model itself)",
+    }
+    assert parts <= {row.pattern for row in report.rows if row.verdict == "replaced"}
 
 
 def test_a_head_that_belongs_to_an_inner_model_is_replaced_there() -> None:
@@ -81,9 +82,8 @@ def test_a_head_that_belongs_to_an_inner_model_is_replaced_there() -> None:
 
 
 def test_an_encoder_and_a_decoder_of_two_models_train_as_before() -> None:
-    config = EncoderDecoderConfig.from_encoder_decoder_configs(
-        tiny_config("bert"), tiny_config("gpt2", add_cross_attention=True)
-    )
+    decoder = tiny_config("gpt2", add_cross_attention=True)
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(tiny_config("bert"), decoder)
     config.decoder_start_token_id, config.pad_token_id = 1, 0
     plain = EncoderDecoderModel(config).train()
     patched = twin(plain)

@@ -76,9 +76,8 @@ def test_a_model_on_meta_is_inspected_on_the_cpu() -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **COMMON))
     report = liger_hf.inspect(model, device="cpu")
     assert report.replaceable == PARTS
-    assert report.notes == [
-        "No weights were loaded: small random ones were checked, on cpu, and backends are those for cpu."
-    ]
+    words = "No weights were loaded: small random ones were checked, on cpu, and backends are those for cpu."
+    assert report.notes == [words]
     assert {p.device.type for p in model.parameters()} == {"meta"}
 
 
@@ -100,10 +99,8 @@ def test_the_command_reads_a_folder(folder: str) -> None:
 def test_the_command_prints_whole_names_in_100_columns(folder: str) -> None:
     result = command(folder, "--only", "rms_norm", "--exclude", "rope")
     assert "LlamaForCausalLM: 5 × rms_norm can be replaced" in result.stdout
-    assert (
-        "│ model.layers.*.post_attention_layernorm │     2 │ rms_norm             │ replaceable: outputs"
-        in result.stdout
-    )
+    row = "│ model.layers.*.post_attention_layernorm │     2 │ rms_norm             │ replaceable: outputs"
+    assert row in result.stdout
     assert "│ left: not listed in" in result.stdout
     assert max(len(line) for line in result.stdout.splitlines() if line[:1] in "┏┡│└") <= 100
 
@@ -133,12 +130,7 @@ def test_the_dtype_decides_what_is_checked(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 MISTAKES: dict[str, tuple[tuple[str, ...], type[LigerError], str]] = {
-    "no_network": (
-        ("some/model",),
-        liger_hf.ModelError,
-        r"liger inspect: the model must be tiny, .*, a folder with a config\.json, a model type of Transformers or a name on the hub, "
-        r"got 'some/model': no such folder, and the hub cannot be reached\.",
-    ),
+    "no_network": (("some/model",), liger_hf.ModelError, r"liger inspect: the model must be tiny, .*, a folder with a config\.json, a model type of Transformers or a name on the hub, got 'some/model': no such folder, and the hub cannot be reached\."),
     "near_miss": (("llamma",), liger_hf.ModelError, r"Did you mean 'llama'\?"),
     "empty_folder": (("{folder}/..",), liger_hf.ModelError, r"liger inspect: the model must be .*, a folder with a config\.json, .*: ValueError: "),
     "dtype": (("llama", "--dtype", "bfloat17"), OptionError, r"dtype must be one of float32, bfloat16, float16, got 'bfloat17'"),
@@ -159,7 +151,6 @@ def test_a_mistake_raises_a_clear_error(
 
 
 def test_no_model_is_an_error() -> None:
-    with pytest.raises(
-        liger_hf.ModelError, match=r"liger_hf\.inspect: model must be a torch\.nn\.Module, got NoneType"
-    ):
+    message = r"liger_hf\.inspect: model must be a torch\.nn\.Module, got NoneType"
+    with pytest.raises(liger_hf.ModelError, match=message):
         liger_hf.inspect(None)  # type: ignore[arg-type]

@@ -107,10 +107,8 @@ def test_a_model_that_is_created_for_each_training_run_is_patched_each_time(
 
 
 def test_nothing_stands_in_unless_it_is_installed(tmp_path: Path) -> None:
-    code = (
-        "import sys, liger_hf, liger_hf.compat; from transformers.utils import is_liger_kernel_available as found; "
-        "print(found(), 'liger_kernel' in sys.modules)"
-    )
+    code = "import sys, liger_hf, liger_hf.compat; from transformers.utils import is_liger_kernel_available as found; "
+    code += "print(found(), 'liger_kernel' in sys.modules)"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 
@@ -159,9 +157,8 @@ def test_predictions_of_a_trainer_are_the_logits_of_the_unpatched_model(tmp_path
 
 
 def test_the_config_leaves_ops_out(stand_in: list[liger_hf.Report], tmp_path: Path) -> None:
-    config = {"rope": False, "fused_linear_cross_entropy": False} | dict.fromkeys(
-        ("cross_entropy", "rms_norm", "tiled_mlp"), True
-    )
+    config = {"rope": False, "fused_linear_cross_entropy": False}
+    config |= dict.fromkeys(("cross_entropy", "rms_norm", "tiled_mlp"), True)
     trainer(make(), tmp_path, use_liger_kernel=True, liger_kernel_config=config).train()
     assert stand_in[0].replaced == {"rms_norm": 5, "add_rms_norm": 2, "swiglu": 2}
     assert stand_in[0].notes[-2:] == [

@@ -66,13 +66,9 @@ def gradients(model: nn.Module, results: tuple[Tensor, Tensor]) -> dict[str, Ten
 def assert_same(
     model: nn.Module, results: tuple[Tensor, Tensor], other: nn.Module, expected: tuple[Tensor, Tensor]
 ) -> None:
-    for got, wanted in zip(results, expected, strict=True):
-        assert got.dtype == torch.float32
-        torch.testing.assert_close(got, wanted)
-    ours, theirs = gradients(model, results), gradients(other, expected)
-    assert ours.keys() == theirs.keys()
-    for name, gradient in ours.items():
-        torch.testing.assert_close(gradient, theirs[name], rtol=1e-4, atol=1e-5, msg=name)
+    assert [got.dtype for got in results] == [torch.float32] * 2
+    torch.testing.assert_close(results, expected)
+    torch.testing.assert_close(gradients(model, results), gradients(other, expected), rtol=1e-4, atol=1e-5)
 
 
 PER_TOKEN = torch.linspace(0.4, 1.6, SEQUENCES * TOKENS).reshape(SEQUENCES, TOKENS)
@@ -87,16 +83,9 @@ with_temperatures = pytest.mark.parametrize("temperature", TEMPERATURES.values()
 # -- verl: the forward pass of a model shifts the tokens and calls the head's class with keywords
 
 
-def verl_forward(
-    model: Model, temperature: Tensor | float, head: type[Any] = FusedLinearForPPO
-) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = head().forward(
-        hidden_states=model.hidden(ids()),
-        vocab_weights=model.lm_head.weight,
-        input_ids=following(ids()),
-        temperature=temperature,
-    )
-    return found
+def verl_forward(model: Model, temperature: Tensor | float) -> tuple[Tensor, Tensor]:
+    given = {"hidden_states": model.hidden(ids()), "vocab_weights": model.lm_head.weight, "input_ids": following(ids())}
+    return FusedLinearForPPO().forward(**given, temperature=temperature)
 
 
 @with_temperatures
@@ -107,9 +96,8 @@ def test_the_head_of_verl_has_the_results_and_gradients_of_plain_pytorch(tempera
 
 def test_the_head_of_verl_takes_packed_tokens_of_any_integer_dtype() -> None:
     model, other = Model(), Model()
-    packed = FusedLinearForPPO()(
-        model.hidden(ids()).flatten(0, 1), model.lm_head.weight, following(ids()).flatten().int(), 0.7
-    )
+    hidden, target = model.hidden(ids()).flatten(0, 1), following(ids()).flatten().int()
+    packed = FusedLinearForPPO()(hidden, model.lm_head.weight, target, 0.7)
     assert [result.shape for result in packed] == [(SEQUENCES * TOKENS,)] * 2
     expected = plain(other, 0.7)
     assert_same(model, packed, other, (expected[0].flatten(), expected[1].flatten()))
@@ -141,9 +129,8 @@ class PrimeModel(Model):
     def __init__(self, **options: Any) -> None:
         super().__init__()
         old = self.lm_head
-        self.lm_head = FusedOutputLinear(
-            in_features=old.in_features, out_features=old.out_features, chunk_size=8192, **options
-        )
+        sizes = {"in_features": old.in_features, "out_features": old.out_features}
+        self.lm_head = FusedOutputLinear(**sizes, chunk_size=8192, **options)
         self.lm_head.weight = old.weight
 
     def forward(
@@ -176,9 +163,8 @@ def test_the_layer_of_prime_rl_has_the_state_of_a_linear_layer() -> None:
 def test_the_layer_of_prime_rl_says_what_is_missing(missing: str) -> None:
     given = {"labels": ids(), "temperature": PER_TOKEN}
     del given[missing]
-    with pytest.raises(
-        OptionError, match=f"^FusedOutputLinear needs labels and the temperature of each token, got no {missing}$"
-    ):
+    message = f"^FusedOutputLinear needs labels and the temperature of each token, got no {missing}$"
+    with pytest.raises(OptionError, match=message):
         PrimeModel()(ids(), **given)
 
 
@@ -188,11 +174,8 @@ def test_the_layer_of_prime_rl_says_what_is_missing(missing: str) -> None:
 class MegatronModel(Model):
     def __init__(self, tied: bool, scale: float = 1.0, ranks: int = 1) -> None:
         super().__init__(tied)
-        self.tied, self.scale, self.config = (
-            tied,
-            scale,
-            SimpleNamespace(tensor_model_parallel_size=ranks, sequence_parallel=ranks > 1),
-        )
+        self.tied, self.scale = tied, scale
+        self.config = SimpleNamespace(tensor_model_parallel_size=ranks, sequence_parallel=ranks > 1)
 
     def forward(
         self, input_ids: Tensor, position_ids: Any, attention_mask: Any, labels: Tensor | None = None, *,
@@ -201,19 +184,15 @@ class MegatronModel(Model):
         return output_processor(
             hidden_states=self.hidden(input_ids).transpose(0, 1), output_layer=self.lm_head,
             output_weight=self.embedding.weight if self.tied else None, labels=labels, loss_mask=None,
-            input_ids=input_ids,
-            position_ids=position_ids, attention_mask=attention_mask, decoder_input=None, inference_context=None,
-            packed_seq_params=None,
-            runtime_gather_output=None, context=output_processor_context, compute_language_model_loss=None,
+            input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, decoder_input=None,
+            inference_context=None, packed_seq_params=None, runtime_gather_output=None, context=output_processor_context, compute_language_model_loss=None,
             scale_logits=lambda logits: logits * self.scale, config=self.config,
         )  # fmt: skip
 
 
 def megatron(model: MegatronModel, **context: Any) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = model(
-        ids(), None, None, following(ids()), output_processor=output_processor, output_processor_context=context or None
-    )
-    return found
+    options = {"output_processor": output_processor, "output_processor_context": context or None}
+    return model(ids(), None, None, following(ids()), **options)
 
 
 @with_temperatures
@@ -245,15 +224,11 @@ def test_the_processor_for_megatron_leaves_out_what_no_label_counts() -> None:
 
 
 def test_the_processor_for_megatron_names_what_it_cannot_do() -> None:
-    with pytest.raises(
-        OptionError,
-        match=r"needs the process group of tensor parallelism \(tensor_model_parallel_size=2\), and output_layer",
-    ):
+    message = r"needs the process group of tensor parallelism \(tensor_model_parallel_size=2\), and output_layer"
+    with pytest.raises(OptionError, match=message):
         megatron(MegatronModel(tied=False, ranks=2))
-    with pytest.raises(
-        OptionError,
-        match=r"^output_processor needs the labels of the forward pass, got none; pass labels to the model$",
-    ):
+    message = r"^output_processor needs the labels of the forward pass, got none; pass labels to the model$"
+    with pytest.raises(OptionError, match=message):
         MegatronModel(tied=False)(ids(), None, None, output_processor=output_processor)
 
 
@@ -289,8 +264,7 @@ def megatron_on_ranks(rank: int, sequence_parallel: bool, temperature: Tensor | 
     )
     got = output_processor(
         hidden_states=PartOfTokens.apply(x) if sequence_parallel else x, output_layer=layer, output_weight=None,
-        labels=labels,
-        context={"temperature": temperature},
+        labels=labels, context={"temperature": temperature},
         config=SimpleNamespace(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel),
     )  # fmt: skip
     for found, wanted in zip(got, expected, strict=True):

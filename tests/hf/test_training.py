@@ -17,6 +17,7 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import liger_hf
 from hf import tiny_models
+from hf.test_breakage import pair
 from hf.tiny_models import (
     VOCABULARY,
     checkpoint_layers,
@@ -67,14 +68,8 @@ def history(
     model: Any, folder: Path, compute_metrics: Any = None, callbacks: Any = None, **options: Any
 ) -> tuple[list[float], dict[str, float]]:
     """The logged losses of four steps, and the metrics of an evaluation."""
-    settings = {
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
-        "max_steps": 4,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-    }
-    arguments = arguments_for(folder, **settings, **options)
+    sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+    arguments = arguments_for(folder, **sizes, max_steps=4, logging_steps=1, learning_rate=1e-2, **options)
     data = {"train_dataset": Rows(16), "eval_dataset": Rows(6)}
     trainer = Trainer(model, arguments, compute_metrics=compute_metrics, callbacks=callbacks, **data)
     trainer.train()
@@ -103,8 +98,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
 def test_the_trainer_logs_the_losses_and_metrics_of_the_unpatched_model(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    plain = make().train()
-    patched = patched_twin(plain)
+    patched, plain = pair()
     (losses, metrics), (expected, expected_metrics) = (
         history(model, tmp_path, **options) for model in (patched, plain)
     )
@@ -118,13 +112,10 @@ def test_a_loss_function_of_the_user_gets_real_logits(tmp_path: Path) -> None:
 
     def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         seen.append(type(outputs["logits"]))
-        return (
-            nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum")
-            / num_items_in_batch
-        )
+        total = nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum")
+        return total / num_items_in_batch
 
-    plain = make().train()
-    patched = patched_twin(plain)
+    patched, plain = pair()
     options = {"max_steps": 2, "gradient_accumulation_steps": 2, "logging_steps": 1, "learning_rate": 1e-2}
     for model in (patched, plain):
         trainer = Trainer(model, arguments_for(tmp_path, **options), train_dataset=Rows(64), compute_loss_func=own_loss)
@@ -138,8 +129,7 @@ def test_a_loss_function_of_the_user_gets_real_logits(tmp_path: Path) -> None:
 def test_packed_sequences_have_the_loss_and_gradients_of_the_unpatched_model(
     items: int | None, place: torch.device
 ) -> None:
-    plain = make().train()
-    patched = patched_twin(plain)
+    patched, plain = pair()
     rows = [{"input_ids": Rows(3).ids[row, : 12 - row].tolist()} for row in range(3)]
     collated = DataCollatorWithFlattening(return_position_ids=True, return_tensors="pt")(rows)
     packed = {name: value.to(place) if isinstance(value, torch.Tensor) else value for name, value in collated.items()}
@@ -204,8 +194,7 @@ def test_training_with_the_trainer_makes_no_tensor_of_all_the_logits(
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "phi3"])
 def test_gradient_checkpointing_of_layers_gives_the_same_gradients(architecture: str, reentrant: bool) -> None:
-    plain = make(architecture).train()
-    patched = patched_twin(plain)
+    patched, plain = pair(architecture)
     inputs = tokens()
     expected, exact = step(plain, **inputs), exact_step(plain, **inputs)
     checkpoint_layers(patched, reentrant)
@@ -216,21 +205,18 @@ def test_gradient_checkpointing_of_layers_gives_the_same_gradients(architecture:
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
 def test_checkpointing_of_the_whole_model_gives_the_same_gradients(reentrant: bool) -> None:
-    plain = make().train()
-    patched = patched_twin(plain)
+    patched, plain = pair()
     inputs = tokens()
 
     def whole(model: Any) -> dict[str, torch.Tensor]:
+        def loss(embedded: torch.Tensor) -> torch.Tensor:
+            return model(inputs_embeds=embedded, labels=inputs["labels"]).loss
+
         model.zero_grad()
-        embedded = model.get_input_embeddings()(inputs["input_ids"])
-        loss = checkpoint(
-            lambda e: model(inputs_embeds=e, labels=inputs["labels"]).loss, embedded, use_reentrant=reentrant
-        )
-        loss.backward()
-        return {
-            "loss": loss.detach(),
-            **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
-        }
+        value = checkpoint(loss, model.get_input_embeddings()(inputs["input_ids"]), use_reentrant=reentrant)
+        value.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return {"loss": value.detach(), **gradients}
 
     assert disagreements(whole(patched), whole(plain), whole(twin(plain).double())) == {}
 

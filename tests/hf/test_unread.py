@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -36,9 +37,8 @@ def undeclared(forward: Any) -> Any:
 
 
 def without_source(forward: Any) -> Any:
-    return type(forward)(
-        forward.__code__.replace(co_filename="<nowhere>"), forward.__globals__, "forward", forward.__defaults__
-    )
+    code = forward.__code__.replace(co_filename="<nowhere>")
+    return type(forward)(code, forward.__globals__, "forward", forward.__defaults__)
 
 
 class Compiled:
@@ -106,9 +106,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, str, str]] = {
 
 
 # The code of a compiled one does not show that it rotates.
-@pytest.mark.parametrize(
-    ("name", "way"), [(name, way) for name in MODELS for way in WAYS if (name, way) != ("rotary_norm", "compiled")]
-)
+CASES = [case for case in product(MODELS, WAYS) if case != ("rotary_norm", "compiled")]
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
 def test_a_forward_that_a_rule_would_rewrite_but_cannot_read_is_one_row(
     name: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,10 +141,9 @@ def test_adapters_that_read_the_same_input_in_a_forward_that_cannot_be_read_are_
     attention = type(model.base_model.model.model.layers[0].self_attn)
     monkeypatch.setattr(attention, "forward", undeclared(attention.forward))
     notes = liger_hf.apply(model, only=["lora_linear"], verify=False).notes
-    assert [note for note in notes if UNREAD in note] == [
-        f"LlamaAttention.forward {UNREAD}, so its linear layers with adapters read the same input one after the other: "
-        f"{WAYS['decorator'][1]}."
-    ]
+    words = "so its linear layers with adapters read the same input one after the other"
+    expected = f"LlamaAttention.forward {UNREAD}, {words}: {WAYS['decorator'][1]}."
+    assert [note for note in notes if UNREAD in note] == [expected]
 
 
 def test_a_row_about_such_a_forward_is_not_asked_for_with_other_ops(monkeypatch: pytest.MonkeyPatch) -> None:
