@@ -77,16 +77,10 @@ def tiny_config(model_type: str, **options: Any) -> PretrainedConfig:
 
 def shrunk(default: PretrainedConfig) -> dict[str, Any]:
     """The arguments that make a small configuration of the same class."""
-    fields = {
-        name: value
-        for name, value in default.to_dict().items()
-        if name not in PretrainedConfig().to_dict() or name == "vocab_size"
-    }
-    fields |= {
-        name: getattr(default, name)
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id")
-        if hasattr(default, name)
-    }
+    common = PretrainedConfig().to_dict().keys() - {"vocab_size"}
+    fields = {name: value for name, value in default.to_dict().items() if name not in common}
+    tokens = ("pad_token_id", "bos_token_id", "eos_token_id")
+    fields |= {name: getattr(default, name) for name in tokens if hasattr(default, name)}
     small: dict[str, Any] = {}
     for name, value in fields.items():
         inner = vars(default).get(name)
@@ -107,12 +101,8 @@ def shrunk(default: PretrainedConfig) -> dict[str, Any]:
 def _layers(default: PretrainedConfig, fields: dict[str, Any]) -> dict[str, Any]:
     """As many layers as it takes to include every kind, and at least two."""
     count = getattr(default, "num_hidden_layers", None)
-    lists = {
-        n: v
-        for n, v in fields.items()
-        if isinstance(v, (list, tuple)) and isinstance(count, int) and len(v) == count > 2
-    }
-    if not lists:
+    lists = {n: v for n, v in fields.items() if isinstance(v, (list, tuple)) and len(v) == count}
+    if not lists or count <= 2:
         return {}
     kinds: dict[str, int] = {}
     for layer in range(count):
@@ -125,21 +115,12 @@ def _layers(default: PretrainedConfig, fields: dict[str, Any]) -> dict[str, Any]
 
 
 SLIDING_AND_FULL = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-COMPASS_ROPE = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
-    "full_attention": None,
-}
-MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
-FALCON_H1 = {
-    "lm_head_multiplier": 0.5,
-    "embedding_multiplier": 2.0,
-    "mlp_multipliers": [0.5, 0.25],
-    "key_multiplier": 0.5,
-    "attention_out_multiplier": 0.75,
-    "ssm_multipliers": [0.5, 0.75, 1.5, 0.25, 0.5],
-    "ssm_in_multiplier": 1.5,
-    "ssm_out_multiplier": 0.75,
-}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+COMPASS_ROPE = {"sliding_attention": ROPE | {"mrope_section": [4, 2, 2]}, "full_attention": None}
+MROPE = {"rope_parameters": ROPE | {"mrope_section": [2, 3, 3]}}
+FALCON_H1 = {"lm_head_multiplier": 0.5, "embedding_multiplier": 2.0, "mlp_multipliers": [0.5, 0.25]}
+FALCON_H1 |= {"attention_out_multiplier": 0.75, "ssm_multipliers": [0.5, 0.75, 1.5, 0.25, 0.5]}
+FALCON_H1 |= {"ssm_in_multiplier": 1.5, "key_multiplier": 0.5, "ssm_out_multiplier": 0.75}
 MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
 
 # What the rules above cannot know: sizes that depend on each other, and which layers are of which kind where a rule
@@ -155,18 +136,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text", "glm4v_text", "glm_ocr_text", "qwen2_5_omni_text"), MROPE),
     **dict.fromkeys(("cosmos3_edge_text", "hunyuan_vl_text"), MROPE),
     "deepseek_ocr2_text": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]},
-    "ernie4_5_vl_moe_text": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"], "moe_intermediate_size": [96, 48], "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}},
-    "glm4v_moe_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
+    "ernie4_5_vl_moe_text": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"], "moe_intermediate_size": [96, 48], "rope_parameters": ROPE | {"mrope_section": [3, 3, 2]}},
+    "glm4v_moe_text": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
     "glm5_next_text": {"index_topk": 16, "qk_rope_head_dim": 0},
     "step3p5": {"sliding_window": 8},
     "gemma3n_text": {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
-        "intermediate_size": [96] * 4,
-        "hidden_size_per_layer_input": 16,
-        "laurel_rank": 8,
+        "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2, "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0], "intermediate_size": [96] * 4, "hidden_size_per_layer_input": 16,
     },
     "gemma4_text": {**SLIDING_AND_FULL, "global_head_dim": 16, "hidden_size_per_layer_input": 16},
     "gemma4_unified_text": {**SLIDING_AND_FULL, "global_head_dim": 16},
@@ -175,17 +151,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"head_dim": 8, "num_layers": 2, "num_hidden_layers": 4, "zero_expert_num": 2},
     "qwen4_exp_text": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 4,
-        "hc_lowrank": 8,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"], "hc_lowrank": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+        "indexer_budget": 8, "indexer_compress_ratio": 4,
     },
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
     "nllb-moe": {"encoder_sparse_step": 2, "decoder_sparse_step": 2},

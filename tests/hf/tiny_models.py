@@ -15,22 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import liger_hf
 from liger_core.accuracy import judge
 from liger_hf.isolation import DoublePrecision
+from liger_hf.report import Row
 
 VOCABULARY = 300
 # Where models and inputs are made; the fixture `place` sets it.
 DEVICE = torch.device("cpu")
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+COMMON |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+COMMON |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 OPTIONS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -112,6 +104,18 @@ def step_disagreements(patched: nn.Module, plain: nn.Module, **inputs: Any) -> d
     return disagreements(step(patched, **inputs), step(plain, **inputs), exact_step(plain, **inputs))
 
 
+def assert_same_step(
+    patched: nn.Module, plain: nn.Module, *, rtol: float = 1e-4, atol: float = 1e-6, **inputs: Any
+) -> None:
+    """Compare loss and gradients of a training step, on `tokens()` where no inputs are given."""
+    inputs = inputs or tokens()
+    torch.testing.assert_close(step(patched, **inputs), step(plain, **inputs), rtol=rtol, atol=atol)
+
+
+def rows_of(report: liger_hf.Report, op: str) -> list[Row]:
+    return [row for row in report.rows if row.op == op]
+
+
 def outcome(module: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
     """The outputs of a module, and the gradients of its inputs and parameters for upstream ones that rise from -1 to 1."""
     module.zero_grad()
@@ -124,6 +128,13 @@ def outcome(module: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
     results = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
     results |= {f"gradient of input {i}": leaf.grad for i, leaf in enumerate(leaves)}  # type: ignore[misc]
     return results | {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def module_disagreements(patched: nn.Module, plain: nn.Module, *inputs: Tensor) -> dict[str, str]:
+    """The disagreements of outputs and gradients of a module."""
+    with DoublePrecision():
+        exact = outcome(twin(plain).double(), *(x.double() for x in inputs))
+    return disagreements(outcome(patched, *inputs), outcome(plain, *inputs), exact)
 
 
 class LargestResult(TorchDispatchMode):
