@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import liger_hf
 from hf.sweep import build
-from hf.tiny_models import make, step, step_disagreements, tokens, twin
+from hf.tiny_models import assert_same_step, make, rows_of, step_disagreements, twin
 from liger_hf.rules.embedding import rule
 
 pytestmark = pytest.mark.cpu
@@ -25,10 +25,6 @@ MODELS: dict[str, tuple[int, set[str]]] = {
 }
 
 
-def rows(report: liger_hf.Report) -> list[Any]:
-    return [row for row in report.rows if row.op == "embedding"]
-
-
 @pytest.mark.parametrize(("model_type", "expected"), MODELS.items(), ids=MODELS)
 def test_a_model_trains_like_the_unpatched_one(model_type: str, expected: tuple[int, set[str]]) -> None:
     count, details = expected
@@ -36,32 +32,23 @@ def test_a_model_trains_like_the_unpatched_one(model_type: str, expected: tuple[
     patched = twin(plain)
     report = liger_hf.apply(patched, only=["embedding"])
     assert report.replaced == {"embedding": count}
-    found = {
-        row.reason.removeprefix("outputs and gradients agree") for row in rows(report) if row.verdict == "replaced"
-    }
-    assert found <= details
-    inputs = tokens()
-    wrong = step_disagreements(patched, plain, **inputs)
+    replaced = [row for row in rows_of(report, "embedding") if row.verdict == "replaced"]
+    assert {row.reason.removeprefix("outputs and gradients agree") for row in replaced} <= details
+    wrong = step_disagreements(patched, plain)
     # A softmax does not depend on a bias of the keys: its gradient is rounding alone.
     assert [name for name in wrong if not name.endswith(("key.bias", "k_proj.bias"))] == []
     report.undo()
-    assert all(
-        torch.equal(a, b) for a, b in zip(step(patched, **inputs).values(), step(plain, **inputs).values(), strict=True)
-    )
+    assert_same_step(patched, plain, rtol=0, atol=0)
 
 
 def test_they_are_replaced_on_request_alone_also_after_another_apply() -> None:
     model = make()
     first = liger_hf.apply(model)
-    assert rows(first) == []
+    assert rows_of(first, "embedding") == []
     assert "embedding" not in first.absent
     assert liger_hf.apply(model, only=["embedding"]).replaced == {"embedding": 1}
-    (row,) = rows(liger_hf.apply(model, only=["embedding"]))
+    (row,) = rows_of(liger_hf.apply(model, only=["embedding"]), "embedding")
     assert row.reason == "already replaced by an earlier apply"
-
-
-def frozen() -> nn.Embedding:
-    return nn.Embedding(5, 8).requires_grad_(False)
 
 
 class Positions(nn.Embedding):
@@ -80,7 +67,7 @@ def normed() -> nn.Embedding:
 LEFT: dict[str, tuple[Any, str]] = {
     "sparse": (lambda: nn.Embedding(5, 8, sparse=True), "the op has no sparse"),
     "renormalized": (lambda: nn.Embedding(5, 8, max_norm=1.0, scale_grad_by_freq=True), "the op has no max_norm and no scale_grad_by_freq"),
-    "frozen": (frozen, "its table is frozen, and the op differs in the gradient alone"),
+    "frozen": (lambda: nn.Embedding(5, 8).requires_grad_(False), "its table is frozen, and the op differs in the gradient alone"),
     "positions": (lambda: Positions(5, 8), "an embedding must take indices alone, its forward takes (attention_mask, cache_length)"),
     "children": (normed, "it must have no children, it has norm"),
 }  # fmt: skip
@@ -88,7 +75,7 @@ LEFT: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("make_one", "reason"), LEFT.values(), ids=LEFT)
 def test_the_report_says_why_an_embedding_is_left(make_one: Any, reason: str) -> None:
-    (row,) = rows(liger_hf.apply(make_one(), only=["embedding"]))
+    (row,) = rows_of(liger_hf.apply(make_one(), only=["embedding"]), "embedding")
     assert (row.verdict, row.reason) == ("left", reason)
 
 
@@ -131,9 +118,8 @@ def test_a_sharded_table_is_looked_up_by_the_rules_of_pytorch(monkeypatch: pytes
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        module.weight = nn.Parameter(
-            distributed.distribute_tensor(module.weight.detach(), mesh, [distributed.Shard(0)])
-        )
+        sharded = distributed.distribute_tensor(module.weight.detach(), mesh, [distributed.Shard(0)])
+        module.weight = nn.Parameter(sharded)
         result = module(distributed.distribute_tensor(index, mesh, [distributed.Replicate()]))
         assert torch.equal(result.full_tensor(), expected)
     finally:

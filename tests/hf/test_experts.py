@@ -11,7 +11,7 @@ import torch
 
 import liger_hf
 from hf.sweep import build
-from hf.tiny_models import checkpoint_layers, patched_twin, tokens, twin
+from hf.tiny_models import checkpoint_layers, patched_twin, rows_of, step, tokens, twin
 from liger_core.accuracy import error
 from liger_hf.report import Row
 from liger_hf.rules.experts import rule
@@ -22,11 +22,11 @@ GATES = ("swiglu", "geglu")
 
 
 def loss(model: Any) -> torch.Tensor:
-    return model(input_ids=tokens()["input_ids"], labels=tokens()["labels"]).loss
+    return model(**tokens()).loss
 
 
 def row_of(report: Any, module: str, op: str = "experts") -> Row:
-    return next(row for row in report.rows if (row.module, row.op) == (module, op))
+    return next(row for row in rows_of(report, op) if row.module == module)
 
 
 class Watched:
@@ -55,23 +55,13 @@ def test_experts_become_the_op_however_they_are_stored_and_activated(model_type:
     assert (row.verdict, row.reason) == ("replaced", f"outputs and gradients agree{detail}")
 
 
-def test_the_op_runs_in_every_layer(arguments: list[Any]) -> None:
-    plain = build("mixtral").train()
-    patched = patched_twin(plain)
-    arguments.clear()
-    torch.testing.assert_close(loss(patched), loss(plain))
-    assert len(arguments) == 2
-
-
 def test_an_implementation_that_was_chosen_stays_and_the_report_says_how_to_change_it() -> None:
     model = build("mixtral")
     model.set_experts_implementation("batched_mm")
     report = liger_hf.apply(model)
-    row = row_of(report, "MixtralExperts")
+    row, how = row_of(report, "MixtralExperts"), "model.set_experts_implementation('grouped_mm') lets the op replace it"
     assert row.verdict == "left"
-    assert (
-        "'batched_mm' was chosen; model.set_experts_implementation('grouped_mm') lets the op replace it" in row.reason
-    )
+    assert f"'batched_mm' was chosen; {how}" in row.reason
     assert row_of(report, "MixtralExperts", "swiglu").verdict == "replaced"
 
 
@@ -100,9 +90,7 @@ def adapted(model_type: str, targets: list[str], dtype: torch.dtype = torch.floa
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss(model).backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {name: gradient for name, gradient in step(model, **tokens()).items() if name != "loss"}
 
 
 @pytest.fixture
@@ -151,9 +139,8 @@ def test_in_bfloat16_gradients_of_adapters_of_experts_are_as_close_to_float32_as
     model = adapted("mixtral", TARGETS["both"][0], torch.bfloat16)
     wanted, plain = gradients(twin(model).float()), twin(model)
     liger_hf.apply(model, only=["experts"])
-    ours, theirs = (
-        sum(error(value, wanted[name]).frobenius for name, value in gradients(m).items()) for m in (model, plain)
-    )
+    found = [gradients(each) for each in (model, plain)]
+    ours, theirs = (sum(error(each[name], wanted[name]).frobenius for name in each) for each in found)
     assert ours <= 1.1 * theirs
 
 
@@ -207,7 +194,7 @@ WRAPPED: dict[str, Callable[[str], Any]] = {
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
 def test_no_row_says_that_experts_are_left_which_are_replaced_in_a_wrapper(model_type: str, wrapper: str) -> None:
     report = liger_hf.inspect(WRAPPED[wrapper](model_type), only=["experts"], verify=False)
-    assert [row.verdict for row in report.rows if row.op == "experts"] == ["replaceable"]
+    assert [row.verdict for row in rows_of(report, "experts")] == ["replaceable"]
 
 
 @pytest.mark.parametrize("model_type", ["seq2seq:switch_transformers", "seq2seq:nllb-moe"])
@@ -216,7 +203,7 @@ def test_experts_in_a_wrapper_that_no_rule_takes_are_left_with_a_reason(model_ty
     blocks = [block for block in model.modules() if isinstance(getattr(block, "experts", None), torch.nn.ModuleDict)]
     for block in blocks:
         block.experts = Wrapper(block.experts)
-    rows = [row for row in liger_hf.inspect(model, only=["experts"], verify=False).rows if row.op == "experts"]
+    rows = rows_of(liger_hf.inspect(model, only=["experts"], verify=False), "experts")
     assert sum(row.count for row in rows if row.verdict == "left") == len(blocks) > 0
 
 
@@ -243,13 +230,10 @@ def test_a_gate_that_no_implementation_calls_is_left_and_the_report_says_how_to_
     assert "'eager' does not call their gate; model.set_experts_implementation('grouped_mm') does" in row.reason
 
 
-@pytest.mark.parametrize(
-    ("model_type", "reason"),
-    [
-        ("hy_v4", "outputs and gradients agree, limited by swiglu_limit"),
-        ("gpt_oss", "no op matches. Closest: "),
-    ],
-)
+LIMITED = {"hy_v4": "outputs and gradients agree, limited by swiglu_limit", "gpt_oss": "no op matches. Closest: "}
+
+
+@pytest.mark.parametrize(("model_type", "reason"), LIMITED.items(), ids=LIMITED)
 def test_a_limited_gate_is_replaced_and_one_with_a_slope_of_its_own_is_left(model_type: str, reason: str) -> None:
     row = row_of(liger_hf.apply(build(model_type), only=GATES), LAYOUTS[model_type][0], "swiglu")
     assert row.reason.startswith(reason)

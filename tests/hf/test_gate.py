@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import liger_hf
 from hf.sweep import build
-from hf.tiny_models import outcome, twin
+from hf.tiny_models import outcome, rows_of, twin
 from liger_hf.patch import INSTALLED
 from liger_hf.rebinding import innermost
 from liger_hf.rules.gated_mlp.gate import activations_of
@@ -87,11 +87,9 @@ def test_a_hook_on_the_activation_runs() -> None:
 def test_an_activation_that_is_watched_when_apply_runs_is_the_reason() -> None:
     block = Block(nn.SiLU())
     block.act.register_forward_hook(lambda child, given, y: None)
-    (row,) = [row for row in liger_hf.apply(block).rows if row.op == "swiglu"]
-    assert (row.verdict, row.reason) == (
-        "left",
-        "the fused op would skip self.act, which has a hook or its own forward; remove it before `apply`",
-    )
+    (row,) = rows_of(liger_hf.apply(block), "swiglu")
+    why = "the fused op would skip self.act, which has a hook or its own forward; remove it before `apply`"
+    assert (row.verdict, row.reason) == ("left", why)
 
 
 def test_another_activation_that_takes_its_place_runs() -> None:
@@ -120,7 +118,7 @@ def test_other_activations_masks_and_numbers_do_not_concern_the_rule() -> None:
 
     assert activations_of(Masked.forward) == ()
     assert activations_of(Shown.forward) == ()
-    assert [row for row in liger_hf.apply(Block(nn.Sigmoid())).rows if row.op == "swiglu"] == []
+    assert rows_of(liger_hf.apply(Block(nn.Sigmoid())), "swiglu") == []
 
 
 def test_a_forward_that_another_rule_has_rebuilt_gets_its_gate_too() -> None:
@@ -155,12 +153,11 @@ def test_experts_that_no_op_takes_the_place_of_are_left_with_a_reason(model_type
     name, reason = LEFT[model_type]
     report = liger_hf.inspect(build(model_type), only=["experts"], verify=False)
     assert "experts" not in report.absent
-    assert {
-        reason in row.reason for row in report.rows if (row.module, row.op, row.verdict) == (name, "experts", "left")
-    } == {True}
+    rows = [row for row in rows_of(report, "experts") if (row.module, row.verdict) == (name, "left")]
+    assert {reason in row.reason for row in rows} == {True}
 
 
 @pytest.mark.parametrize("model_type", ["llama", "moshi", "deepseek_v3", "vision:qwen2_vl"])
 def test_what_has_no_experts_of_its_own_code_is_not_said_to_have_them(model_type: str) -> None:
     report = liger_hf.inspect(build(model_type), only=["experts", "rope"], verify=False)
-    assert [row for row in report.rows if row.op == "experts" and row.verdict == "left"] == []
+    assert [row for row in rows_of(report, "experts") if row.verdict == "left"] == []

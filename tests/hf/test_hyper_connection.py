@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import liger_hf
 from hf.tiny_configs import tiny_config
-from hf.tiny_models import disagreements, outcome, step, twin
+from hf.tiny_models import assert_same_step, module_disagreements, twin
 from liger_hf.isolation import DoublePrecision
 
 CONFIG = SimpleNamespace(hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-5, hidden_size=24)
@@ -41,9 +41,7 @@ def test_hyper_connections_have_the_outputs_and_gradients_of_the_module_of_trans
     x = torch.randn(2, 9, 4, 24, generator=torch.Generator().manual_seed(5)).to(dtype)
     plain, patched = of(file).to(dtype), of(file).to(dtype)
     assert liger_hf.apply(patched).replaced["sinkhorn"] == 1
-    with DoublePrecision():
-        exact = outcome(of(file).to(dtype).double(), x.double())
-    assert disagreements(outcome(patched, x), outcome(plain, x), exact) == {}
+    assert module_disagreements(patched, plain, x) == {}
 
 
 class Changed(nn.Module):
@@ -62,15 +60,15 @@ class Changed(nn.Module):
         return post, self.after(comb), mixed
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "count"),
-    [
-        pytest.param(lambda fn: fn, lambda comb: comb, 1, id="as_it_is"),
-        pytest.param(lambda fn: fn.detach(), lambda comb: comb, 0, id="constant_projection"),
-        pytest.param(lambda fn: fn, lambda comb: comb.mT, 0, id="transposed"),
-        pytest.param(lambda fn: fn, lambda comb: comb.square(), 0, id="squared"),
-    ],
-)
+CHANGES: dict[str, tuple[Any, Any, int]] = {
+    "as_it_is": (lambda fn: fn, lambda comb: comb, 1),
+    "constant_projection": (lambda fn: fn.detach(), lambda comb: comb, 0),
+    "transposed": (lambda fn: fn, lambda comb: comb.mT, 0),
+    "squared": (lambda fn: fn, lambda comb: comb.square(), 0),
+}
+
+
+@pytest.mark.parametrize(("before", "after", "count"), CHANGES.values(), ids=CHANGES)
 def test_what_computes_something_else_is_left(before: Any, after: Any, count: int) -> None:
     assert liger_hf.apply(nn.Sequential(Changed(before, after))).replaced.get("sinkhorn", 0) == count
 
@@ -92,5 +90,4 @@ def test_every_layer_of_deepseek_v4_gets_both_of_its_connections_replaced() -> N
     assert liger_hf.apply(patched).replaced["sinkhorn"] == 2 * config.num_hidden_layers
     # In float64: of some weights, such as those of the router, nearly nothing but round-off is left in float32.
     with DoublePrecision():
-        results, expected = step(patched.double(), **given), step(plain.double(), **given)
-    torch.testing.assert_close(results, expected, rtol=1e-9, atol=1e-12)
+        assert_same_step(patched.double(), plain.double(), rtol=1e-9, atol=1e-12, **given)

@@ -20,10 +20,9 @@ SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
 
 
 def llama(attention: str) -> nn.Module:
+    config = LlamaConfig(**SMALL, intermediate_size=32, num_attention_heads=2)
     with torch.device("meta"):
-        return LlamaForCausalLM._from_config(
-            LlamaConfig(**SMALL, intermediate_size=32, num_attention_heads=2), attn_implementation=attention
-        )
+        return LlamaForCausalLM._from_config(config, attn_implementation=attention)
 
 
 def test_eager_attention_comes_with_advice() -> None:

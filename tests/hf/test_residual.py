@@ -17,10 +17,12 @@ from transformers.utils.deprecation import deprecate_kwarg
 import liger_hf
 from hf.tiny_models import (
     LAYERS,
+    assert_same_step,
     checkpoint_layers,
     make,
     outcome,
     patched_twin,
+    rows_of,
     step,
     step_disagreements,
     tokens,
@@ -35,24 +37,30 @@ pytestmark = pytest.mark.cpu
 OFFSETS = {"llama": 0, "mistral": 0, "qwen2": 0, "qwen3": 0, "gemma": 1, "gemma2": 1, "phi3": 0, "granite": 0}
 
 
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """(weight, residual, branch, whether it is a layer norm) of every call in which a patched layer adds and norms in
-    one step."""
-    seen: list[tuple[Any, ...]] = []
-    fit = residual._fit
+def fitting_calls(rule: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """One entry for every call that a rule finds fit for its op."""
+    seen: list[Any] = []
+    fit = rule._fit
 
     def counted(*args: Any) -> bool:
-        seen.extend([args] if fit(*args) else [])
-        return fit(*args)
+        fits: bool = fit(*args)
+        seen.extend([args] if fits else [])
+        return fits
 
-    monkeypatch.setattr(residual, "_fit", counted)
+    monkeypatch.setattr(rule, "_fit", counted)
     return seen
 
 
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """One entry for every call in which a patched layer adds and norms in one step."""
+    return fitting_calls(residual, monkeypatch)
+
+
 def applied(model: nn.Module, calls: list[Any], **options: Any) -> liger_hf.Report:
+    report = liger_hf.apply(model, **options)
     calls.clear()
-    return liger_hf.apply(model, **options)
+    return report
 
 
 @pytest.mark.parametrize(("architecture", "offset"), OFFSETS.items(), ids=OFFSETS)
@@ -61,8 +69,7 @@ def test_every_layer_adds_and_norms_in_one_step_and_trains_like_the_unpatched_mo
 ) -> None:
     plain = make(architecture).train()
     patched = twin(plain)
-    report = applied(patched, calls)
-    (row,) = [row for row in report.rows if row.op == "add_rms_norm"]
+    (row,) = rows_of(applied(patched, calls), "add_rms_norm")
     assert (row.pattern, row.count, row.verdict) == ("model.layers.*", LAYERS, "replaced")
     assert f"weight_offset={offset}" in row.reason
     assert step_disagreements(patched, plain) == {}
@@ -81,18 +88,15 @@ def test_layer_norms_are_added_and_normed_in_one_step_too(
     plain = make(architecture, **({"is_decoder": True} if architecture == "bert" else {})).eval()
     patched = twin(plain)
     report = applied(patched, calls)
-    rows = [row for row in report.rows if row.op == "add_layer_norm"]
+    rows = rows_of(report, "add_layer_norm")
     assert (sum(row.count for row in rows), {row.verdict for row in rows}) == (modules, {"replaced"})
     assert all(row.reason == f"outputs and gradients agree{', ' * bool(detail)}{detail}" for row in rows)
-    inputs = tokens()
-    wrong = step_disagreements(patched, plain, **inputs)
+    wrong = step_disagreements(patched, plain)
     # A softmax does not depend on a bias of the keys: its gradient is rounding alone.
     assert [name for name in wrong if not name.endswith("key.bias")] == []
     assert len(calls) == sums
     report.undo()
-    assert all(
-        torch.equal(a, b) for a, b in zip(step(patched, **inputs).values(), step(plain, **inputs).values(), strict=True)
-    )
+    assert_same_step(patched, plain, rtol=0, atol=0)
 
 
 def test_under_autocast_a_layer_norm_is_called_as_the_module_that_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,38 +171,37 @@ class Doubled(nn.Module):
         return 2 * self.inner(x)
 
 
-def wrap_the_module(layer: Any) -> None:
-    layer.post_attention_layernorm = Doubled(layer.post_attention_layernorm)
+def wrap_the_forward(norm: Any) -> None:
+    forward = norm.forward
+    norm.forward = lambda x: 2 * forward(x)
 
 
-def wrap_the_forward(layer: Any) -> None:
-    forward = layer.post_attention_layernorm.forward
-    layer.post_attention_layernorm.forward = lambda x: 2 * forward(x)
-
-
-def give_it_another_class(layer: Any) -> None:
-    norm = layer.post_attention_layernorm
+def give_another_class(norm: Any) -> None:
     norm.__class__ = type("Other", (type(norm),), {"forward": lambda self, x: 2 * x})
     norm.__dict__.pop("forward", None)
 
 
-def widen_its_weight(layer: Any) -> None:
-    layer.post_attention_layernorm.double()
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "wrap_the_module": lambda layer: setattr(
+        layer, "post_attention_layernorm", Doubled(layer.post_attention_layernorm)
+    ),
+    "wrap_the_forward": lambda layer: wrap_the_forward(layer.post_attention_layernorm),
+    "give_it_another_class": lambda layer: give_another_class(layer.post_attention_layernorm),
+    "widen_its_weight": lambda layer: layer.post_attention_layernorm.double(),
+}
 
 
-@pytest.mark.parametrize("change", [wrap_the_module, wrap_the_forward, give_it_another_class, widen_its_weight])
-def test_a_norm_that_is_another_after_apply_is_called_as_it_is(change: Callable[[Any], None], calls: Any) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_norm_that_is_another_after_apply_is_called_as_it_is(change: str, calls: Any) -> None:
     plain = make().train()
     patched = twin(plain)
     applied(patched, calls)
     for model in (plain, patched):
-        change(model.model.layers[0])
-        if change is widen_its_weight:
+        CHANGES[change](model.model.layers[0])
+        if change == "widen_its_weight":
             # What a weight in float64 makes float64.
             model.model.layers[0].mlp.double().register_forward_hook(lambda module, args, output: output.float())
-    inputs = tokens()
-    expected, got = step(plain, **inputs), step(patched, **inputs)
-    torch.testing.assert_close(list(got.values()), list(expected.values()), rtol=1e-4, atol=1e-5)
+    assert_same_step(patched, plain, atol=1e-5)
     assert len(calls) == LAYERS - 1
 
 
@@ -206,18 +209,15 @@ def test_a_parametrised_weight_is_the_one_that_counts() -> None:
     plain = make().train()
     patched = patched_twin(plain)
     for model in (plain, patched):
-        nn.utils.parametrize.register_parametrization(
-            model.model.layers[0].post_attention_layernorm, "weight", nn.Softplus()
-        )
-    inputs = tokens()
-    expected, got = step(plain, **inputs), step(patched, **inputs)
-    torch.testing.assert_close(list(got.values()), list(expected.values()), rtol=1e-4, atol=1e-5)
+        norm = model.model.layers[0].post_attention_layernorm
+        nn.utils.parametrize.register_parametrization(norm, "weight", nn.Softplus())
+    assert_same_step(patched, plain, atol=1e-5)
 
 
 def test_a_hook_that_is_there_when_apply_comes_is_a_reason() -> None:
     model = make()
     model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda *args: None)
-    rows = [row for row in liger_hf.apply(model).rows if row.op == "add_rms_norm"]
+    rows = rows_of(liger_hf.apply(model), "add_rms_norm")
     assert [(row.count, row.verdict, row.reason) for row in rows] == [
         (1, "left", "post_attention_layernorm: the norm has hooks, which the fused op would skip"),
         (1, "replaced", "outputs and gradients agree, weight_offset=0, cast='input'"),
@@ -396,18 +396,8 @@ def layer_with(forward: Any) -> type[nn.Module]:
 
 
 # How many norms after sums a forward has, where it is not one.
-NORMS = {"twice": 3, "sum_in_the_call": 2} | dict.fromkeys(
-    (
-        "keyword_of_the_norm",
-        "something_between",
-        "in_place",
-        "copy_is_lost",
-        "difference",
-        "decorated_from_a_list",
-        "calls_its_base",
-    ),
-    0,
-)
+NONE = "keyword_of_the_norm something_between in_place copy_is_lost difference decorated_from_a_list calls_its_base"
+NORMS = {"twice": 3, "sum_in_the_call": 2} | dict.fromkeys(NONE.split(), 0)
 
 
 @pytest.mark.parametrize("forward", [forward for forward in vars(Forwards).values() if callable(forward)])
@@ -444,11 +434,10 @@ def test_a_sum_of_unlike_tensors_stays_a_sum(other: Tensor, calls: Any) -> None:
 @pytest.mark.parametrize("transposed", ["left", "right"])
 def test_results_are_laid_out_like_those_of_the_plain_layer(transposed: str, calls: Any) -> None:
     layer, seen = layer_with(Forwards.normed_under_the_name_of_the_sum)(), []
-    layer.work = lambda x: seen.append(x.stride()) or torch.ones(5, 4, 8).transpose(0, 1)  # type: ignore[method-assign]
-    x = torch.randn(4, 5, 8)
+    x, branch = torch.randn(4, 5, 8), torch.ones(5, 4, 8).transpose(0, 1)
     if transposed == "left":
-        layer.work = lambda x: seen.append(x.stride()) or torch.ones(4, 5, 8)  # type: ignore[method-assign]
-        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+        x, branch = x.transpose(0, 1).contiguous().transpose(0, 1), branch.contiguous()
+    layer.work = lambda x: seen.append(x.stride()) or branch.clone()  # type: ignore[method-assign]
     expected = layer(x).stride()
     applied(layer, calls)
     assert layer(x).stride() == expected
@@ -456,34 +445,21 @@ def test_results_are_laid_out_like_those_of_the_plain_layer(transposed: str, cal
     assert seen[:2] == seen[2:]
 
 
-def test_two_layers_of_a_kind_share_one_code() -> None:
-    kind = layer_with(Forwards.normed_under_a_name_of_its_own)
-    model = nn.Sequential(kind(), kind())
-    liger_hf.apply(model)
-    first, second = (layer.forward.__func__ for layer in model)
-    assert first.__code__ is second.__code__
-
-
 def test_the_new_forward_says_where_it_was_written() -> None:
     original = Forwards.sum_of_several_names
     made = with_one_call(original, ("norm",), lambda norm, a, b: (norm(a + b), a + b))
     assert made.__code__.co_filename == original.__code__.co_filename
     assert made.__code__.co_firstlineno == original.__code__.co_firstlineno
-    assert (made.__defaults__, made.__kwdefaults__, made.__doc__) == (
-        original.__defaults__,
-        original.__kwdefaults__,
-        original.__doc__,
-    )
+    names = ("__defaults__", "__kwdefaults__", "__doc__")
+    assert [getattr(made, name) for name in names] == [getattr(original, name) for name in names]
     assert made.__globals__ is original.__globals__
 
 
 def test_a_source_that_is_not_that_of_the_code_is_not_believed() -> None:
     original = Forwards.normed_under_a_name_of_its_own
     assert norms_of_sums(original) == ("norm",)
-    swapped = FunctionType(
-        Forwards.difference.__code__.replace(co_firstlineno=original.__code__.co_firstlineno), globals()
-    )
-    assert norms_of_sums(swapped) == ()
+    code = Forwards.difference.__code__.replace(co_firstlineno=original.__code__.co_firstlineno)
+    assert norms_of_sums(FunctionType(code, globals())) == ()
 
 
 def test_code_without_source_is_left() -> None:
@@ -501,8 +477,8 @@ def test_norms_of_two_classes_in_one_layer_are_left() -> None:
 
     layer = layer_with(Forwards.twice)()
     layer.second = Another()
-    (reason,) = [row.reason for row in liger_hf.apply(layer).rows if row.op == "add_rms_norm"]
-    assert reason == "the norms after its sums must be of one class, norm, second are not"
+    (row,) = rows_of(liger_hf.apply(layer), "add_rms_norm")
+    assert row.reason == "the norms after its sums must be of one class, norm, second are not"
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -527,10 +503,7 @@ def test_a_forward_that_has_another_op_already_keeps_that() -> None:
     x = torch.randn(2, 4, 3, 8)
     expected = layer(x, *tables)
     report = liger_hf.apply(layer)
-    assert {row.op: row.verdict for row in report.rows} == {
-        "rope": "replaced",
-        "add_rms_norm": "left",
-        "rms_norm": "replaced",
-    }
+    verdicts = {row.op: row.verdict for row in report.rows}
+    assert verdicts == {"rope": "replaced", "add_rms_norm": "left", "rms_norm": "replaced"}
     assert "what it would replace is already replaced for rope" in str(report)
     torch.testing.assert_close(layer(x, *tables), expected)

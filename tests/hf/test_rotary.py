@@ -27,21 +27,16 @@ pytestmark = pytest.mark.cpu
 WIDTH = 16
 # Modeling file → the function that it has, and the form in which `rope` computes it.
 FORMS = {
-    "llama": ("apply_rotary_pos_emb", ""),
-    "gpt_neox": ("apply_rotary_pos_emb", ""),
-    "olmo2": ("apply_rotary_pos_emb", ""),
+    **dict.fromkeys(("llama", "gpt_neox", "olmo2", "gemma4"), ("apply_rotary_pos_emb", "")),
+    **dict.fromkeys(("qwen2_vl", "minimax_m3_vl"), ("apply_rotary_pos_emb_vision", "")),
+    **dict.fromkeys(("deepseek_v2", "llama4"), ("apply_rotary_emb", "complex")),
     "cohere": ("apply_rotary_pos_emb", "interleaved=True"),
     "glm4": ("apply_rotary_pos_emb", "interleaved=True, first half of the tables"),
     "gptj": ("apply_rotary_pos_emb", "interleaved=True, half a table"),
     "gpt_oss": ("apply_rotary_pos_emb", "half a table"),
     "nanochat": ("apply_rotary_pos_emb", "turned the other way"),
     "deepseek_v3": ("apply_rotary_pos_emb_interleave", "from pairs to halves"),
-    "deepseek_v2": ("apply_rotary_emb", "complex"),
-    "llama4": ("apply_rotary_emb", "complex"),
-    "gemma4": ("apply_rotary_pos_emb", ""),
     "deepseek_v4": ("apply_rotary_pos_emb", "interleaved=True, half a table, last columns"),
-    "qwen2_vl": ("apply_rotary_pos_emb_vision", ""),
-    "minimax_m3_vl": ("apply_rotary_pos_emb_vision", ""),
 }
 
 
@@ -52,13 +47,8 @@ def function_of(family: str, name: str = "apply_rotary_pos_emb") -> Callable[...
 def decision(function: Callable[..., Any]) -> tuple[Decision, type[nn.Module]]:
     """What becomes of a module that calls the function, which takes what the function takes."""
     space: dict[str, Any] = {"nn": nn, "apply_rotary": function}
-    exec(
-        "class Attention(nn.Module):\n"
-        f"    head_dim = {WIDTH}\n"
-        "    def forward(self, *args, **options):\n"
-        "        return apply_rotary(*args, **options)\n",
-        space,
-    )
+    forward = "def forward(self, *args, **options): return apply_rotary(*args, **options)"
+    exec(f"class Attention(nn.Module):\n    head_dim = {WIDTH}\n    {forward}\n", space)
     found = rotary.look(space["Attention"]())
     return (decide(found, True) if found.refusal is None else Decision(None, found.refusal)), space["Attention"]
 
@@ -143,17 +133,14 @@ def test_the_last_columns_are_rotated_where_the_function_does(monkeypatch: pytes
     assert count.calls == 1
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [("qwen2_vl", "Qwen2VLTextModel"), ("qwen2_5_vl", "Qwen2_5_VLTextModel"), ("glm4v", "Glm4vTextModel")],
-)
+MULTIMODAL = {"qwen2_vl": "Qwen2VLTextModel", "qwen2_5_vl": "Qwen2_5_VLTextModel", "glm4v": "Glm4vTextModel"}
+
+
+@pytest.mark.parametrize(("family", "kind"), MULTIMODAL.items(), ids=MULTIMODAL)
 def test_every_row_of_multimodal_positions_reaches_the_rotation(family: str, kind: str) -> None:
     """Patched models in which one row of (3, batch, tokens) is read are right for text, whose rows are equal."""
     torch.manual_seed(0)
-    model = getattr(import_module(f"transformers.models.{family}.modeling_{family}"), kind)(
-        tiny_config(f"{family}_text")
-    )
-    model = model.double().eval()
+    model = function_of(family, kind)(tiny_config(f"{family}_text")).double().eval()
     ids, positions = torch.randint(3, 20, (2, 7)), torch.randint(9, (3, 2, 7))
     changed = [positions.clone() for _ in range(3)]
     for row, each in enumerate(changed):
@@ -228,7 +215,7 @@ def test_a_static_method_is_replaced(count: int, monkeypatch: pytest.MonkeyPatch
     assert type(pickle.loads(pickle.dumps(module))) is Turning
     report.undo()
     calls.clear()
-    assert all(torch.equal(a, b) for a, b in zip(module(table, *states), expected, strict=True))
+    torch.testing.assert_close(module(table, *states), expected, rtol=0, atol=0)
     assert calls == []
 
 
@@ -250,11 +237,7 @@ def test_a_method_of_other_arguments_and_a_function_of_other_words_are_left_with
     assert [row.reason for row in liger_hf.apply(Bound()).rows] == [
         "it calls _apply_rotary_embedding, a method, whose arguments are not a table of angles, queries and keys"
     ]
-    rows = [
-        row
-        for row in liger_hf.inspect(build("vision:llama4"), only=["rope"], verify=False).rows
-        if row.module == "Llama4VisionAttention"
-    ]
-    assert [row.reason for row in rows] == [
+    rows = liger_hf.inspect(build("vision:llama4"), only=["rope"], verify=False).rows
+    assert [row.reason for row in rows if row.module == "Llama4VisionAttention"] == [
         "it calls vision_apply_rotary_emb, whose arguments are not queries, keys and their angles"
     ]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import liger_hf
-from hf.test_residual import Doubled, Norm
-from hf.tiny_models import LAYERS, make, step, step_disagreements, tokens, twin
+from hf.test_residual import Doubled, Norm, applied, fitting_calls, wrap_the_forward
+from hf.tiny_models import LAYERS, assert_same_step, make, rows_of, step, step_disagreements, tokens, twin
 from liger_hf.rules.rotary_norm import rule
 from liger_hf.rules.rotary_norm.source import norms_before_rotary
 
@@ -36,22 +36,7 @@ OFFSETS = {"gemma3_text": 1}
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One entry for every call in which a patched attention normalizes and rotates in one step."""
-    seen: list[Any] = []
-    fit = rule._fit
-
-    def counted(*args: Any) -> bool:
-        fits = fit(*args)
-        seen.extend([args] if fits else [])
-        return fits
-
-    monkeypatch.setattr(rule, "_fit", counted)
-    return seen
-
-
-def applied(model: nn.Module, calls: list[Any], **options: Any) -> liger_hf.Report:
-    report = liger_hf.apply(model, **options)
-    calls.clear()
-    return report
+    return fitting_calls(rule, monkeypatch)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -62,32 +47,17 @@ def test_every_attention_normalizes_and_rotates_in_one_step_and_trains_like_the_
     patched = twin(plain)
     report = applied(patched, calls)
     assert report.replaced["qk_norm_rope"] == LAYERS
-    assert f"weight_offset={OFFSETS.get(architecture, 0)}" in next(
-        row.reason for row in report.rows if row.op == "qk_norm_rope"
-    )
+    assert f"weight_offset={OFFSETS.get(architecture, 0)}" in rows_of(report, "qk_norm_rope")[0].reason
     assert step_disagreements(patched, plain) == {}
     # The layers of AFMoE and EXAONE 4 that attend globally do not rotate.
-    rotated = (
-        sum(kind == "sliding_attention" for kind in plain.config.layer_types)
-        if architecture in ("exaone4", "afmoe")
-        else LAYERS
-    )
-    assert len(calls) == rotated
-
-
-def test_the_rope_row_says_where_rope_is() -> None:
-    rows = {row.op: row for row in liger_hf.apply(make("qwen3")).rows}
-    assert (rows["rope"].verdict, rows["rope"].reason, rows["rope"].count) == (
-        "replaced",
-        "within qk_norm_rope",
-        LAYERS,
-    )
+    some = architecture in ("exaone4", "afmoe")
+    assert len(calls) == (plain.config.layer_types.count("sliding_attention") if some else LAYERS)
 
 
 def test_without_rope_there_is_no_qk_norm_rope() -> None:
     report = liger_hf.apply(make("qwen3"), exclude=["rope"])
     assert not {"rope", "qk_norm_rope"} & report.replaced.keys()
-    assert {row.reason for row in report.rows if row.op == "qk_norm_rope"} == {"it includes rope, excluded by exclude="}
+    assert {row.reason for row in rows_of(report, "qk_norm_rope")} == {"it includes rope, excluded by exclude="}
 
 
 def test_rope_alone_is_put_in_where_qk_norm_rope_is_excluded(calls: Any) -> None:
@@ -114,7 +84,7 @@ def test_norms_of_two_dtypes_are_left() -> None:
     model = make("qwen3")
     for layer in model.model.layers:
         layer.self_attn.q_norm.double()
-    reasons = [row.reason for row in liger_hf.apply(model).rows if row.op == "qk_norm_rope"]
+    reasons = [row.reason for row in rows_of(liger_hf.apply(model), "qk_norm_rope")]
     assert reasons == ["the norms of queries and keys must be of one class, width, eps and dtype"]
 
 
@@ -136,14 +106,9 @@ def test_norms_of_another_dtype_than_their_heads_are_called_as_modules(calls: An
     assert calls == []
 
 
-def wrap_the_forward(attention: Any) -> None:
-    forward = attention.k_norm.forward
-    attention.k_norm.forward = lambda x: 2 * forward(x)
-
-
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "wrap_the_module": lambda attention: setattr(attention, "q_norm", Doubled(attention.q_norm)),
-    "wrap_the_forward": wrap_the_forward,
+    "wrap_the_forward": lambda attention: wrap_the_forward(attention.k_norm),
     "take_it_away": lambda attention: setattr(attention, "q_norm", nn.Identity()),
     "change_its_eps": lambda attention: setattr(attention.k_norm, "variance_epsilon", 0.5),
 }
@@ -156,9 +121,7 @@ def test_a_norm_that_is_another_after_apply_is_called_as_it_is(change: Callable[
     applied(patched, calls)
     for model in (plain, patched):
         change(model.model.layers[0].self_attn)
-    inputs = tokens()
-    expected, got = step(plain, **inputs), step(patched, **inputs)
-    torch.testing.assert_close(list(got.values()), list(expected.values()), rtol=1e-4, atol=1e-5)
+    assert_same_step(patched, plain, atol=1e-5)
     assert len(calls) == LAYERS - 1
 
 
@@ -167,12 +130,7 @@ def test_a_hook_that_is_there_when_apply_comes_is_a_reason() -> None:
     model.model.layers[0].self_attn.q_norm.register_forward_hook(lambda *args: None)
     rows = [row for row in liger_hf.apply(model).rows if row.op in ("qk_norm_rope", "rope")]
     assert [(row.op, row.count, row.verdict, row.reason.partition(",")[0]) for row in rows] == [
-        (
-            "qk_norm_rope",
-            1,
-            "left",
-            "q_norm: the norm has hooks",
-        ),
+        ("qk_norm_rope", 1, "left", "q_norm: the norm has hooks"),
         ("rope", 1, "replaced", "outputs and gradients agree"),
         ("qk_norm_rope", 1, "replaced", "outputs and gradients agree"),
         ("rope", 1, "replaced", "within qk_norm_rope"),
@@ -183,7 +141,7 @@ def test_a_hook_that_is_there_when_apply_comes_is_a_reason() -> None:
 def test_norms_over_all_heads_and_norms_after_the_rotary_function_are_left(architecture: str) -> None:
     report = liger_hf.apply(make(architecture, head_dim=16))
     assert report.replaced["rope"] == LAYERS
-    assert "qk_norm_rope" not in {row.op for row in report.rows}
+    assert rows_of(report, "qk_norm_rope") == []
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import liger_hf
-from hf.tiny_models import make, step_disagreements, twin
+from hf.tiny_models import make, rows_of, step_disagreements, twin
 from liger_core.plugins import registry
 from liger_hf.discovery import replaceable_ops, rules
 
@@ -107,7 +107,7 @@ def test_a_rule_of_a_plugin_that_fails_leaves_the_others_alone(install: Install)
 @pytest.mark.parametrize("name", ["gpt_neox", "opt", "phi"])
 def test_an_mlp_without_a_gate_does_not_concern_the_rule_of_gated_mlps(name: str) -> None:
     report = liger_hf.apply(make(name))
-    assert [row for row in report.rows if row.op in ("swiglu", "geglu")] == []
+    assert rows_of(report, "swiglu") == rows_of(report, "geglu") == []
 
 
 @pytest.mark.parametrize("name", ["nemotron", "arcee"])
@@ -122,8 +122,7 @@ def test_squared_relus_become_relu_squared(name: str) -> None:
 
 
 def test_an_activation_of_another_kind_does_not_concern_the_rule_of_squared_relus() -> None:
-    report = liger_hf.apply(make("gpt_neox"))
-    assert [row for row in report.rows if row.op == "relu_squared"] == []
+    assert rows_of(liger_hf.apply(make("gpt_neox")), "relu_squared") == []
 
 
 def test_the_readme_says_which_ops_the_rules_put_into_models() -> None:

@@ -16,10 +16,20 @@ from torch import nn
 
 import liger_hf
 from hf import tiny_models
-from hf.tiny_models import LAYERS, LargestResult, checkpoint_layers, disagreements, exact_step, make, step, tokens, twin
+from hf.tiny_models import (
+    LAYERS,
+    LargestResult,
+    assert_same_step,
+    checkpoint_layers,
+    make,
+    module_disagreements,
+    step,
+    step_disagreements,
+    tokens,
+    twin,
+)
 from hf.two_ranks import WAYS, batch, on_two_ranks, two_processes
 from liger_core import GradientError, OptionError
-from liger_core.accuracy import judge
 from liger_hf.tiling import _TiledCall
 from liger_train import checkpointing
 
@@ -42,33 +52,20 @@ def tiled(model: Any, rows: int = ROWS, **options: Any) -> Any:
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3"])
 def test_a_model_with_tiles_is_as_accurate_as_without(architecture: str) -> None:
     model = make(architecture).train()
-    plain, exact = step(model, **tokens()), exact_step(model, **tokens())
     alone = tiled(model, only=())
     assert alone.liger_report.notes[-1] == f"{LAYERS} gated MLPs compute at most {ROWS} rows at once."
     assert not alone.liger_report.replaced
-    assert not disagreements(step(alone, **tokens()), plain, exact)
-    assert not disagreements(step(tiled(model), **tokens()), plain, exact)
+    assert step_disagreements(alone, model) == {}
+    assert step_disagreements(tiled(model), model) == {}
 
 
 @pytest.mark.parametrize("ops", [{}, {"only": ()}], ids=["with Liger's ops", "without"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3"])
 def test_in_bfloat16_tiles_are_as_accurate_as_the_whole(architecture: str, ops: dict[str, Any]) -> None:
     model = make(architecture, torch.bfloat16).train()
-    generator = torch.Generator().manual_seed(3)
-    x, upstream = torch.randn(2, 2, 100, 64, generator=generator).to(tiny_models.DEVICE, torch.bfloat16)
-
-    def results(model: Any, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-        mlp, given = model.model.layers[0].mlp, x.to(dtype).detach().requires_grad_()
-        output = mlp(given)
-        output.backward(upstream.to(dtype))
-        gradients = {name: weight.grad for name, weight in mlp.named_parameters()}
-        return {"output": output.detach(), "input": given.grad, **gradients}
-
-    plain, exact = results(twin(model)), results(twin(model).double(), torch.float64)
-    found = results(tiled(model, **ops))
-    assert {
-        name: problem for name in exact if (problem := judge(found[name], plain[name], exact[name], torch.bfloat16))
-    } == {}
+    x = torch.randn(2, 100, 64, generator=torch.Generator().manual_seed(3)).to(tiny_models.DEVICE, torch.bfloat16)
+    ours, plain = (each.model.layers[0].mlp for each in (tiled(model, **ops), model))
+    assert module_disagreements(ours, plain, x) == {}
 
 
 def test_no_tensor_has_the_rows_of_all_tokens_and_the_width_of_the_mlp() -> None:
@@ -102,7 +99,6 @@ def calls(model: nn.Module, kind: str) -> Counter[str]:
 @pytest.mark.parametrize("kept", [checkpointing.Keeps.NOTHING, checkpointing.Keeps.INPUT, checkpointing.Keeps.MATMULS])
 def test_a_recomputed_layer_computes_its_mlp_only_in_tiles_of_the_backward_pass(kept: checkpointing.Keeps) -> None:
     model = make().train()
-    expected = step(model, **tokens())
     ours = tiled(model, only=())
     checkpoint_layers(ours)
     for layer in checkpointing.layers(ours):
@@ -110,23 +106,12 @@ def test_a_recomputed_layer_computes_its_mlp_only_in_tiles_of_the_backward_pass(
     # The first pass finds out which matmul is the last.
     step(ours, **tokens())
     counted = calls(ours, "down_proj")
-    found = step(ours, **tokens())
+    assert_same_step(ours, model, rtol=1.3e-6, atol=1e-5)
     assert set(counted.values()) == {2 * TILES}
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient)
 
 
-def test_each_weight_gets_its_gradient_once() -> None:
-    model, arrived = tiled(make().train()), Counter[str]()
-    for name, weight in model.named_parameters():
-        weight.register_post_accumulate_grad_hook(lambda weight, name=name: arrived.update([name]))
-    step(model, **tokens())
-    assert set(arrived.values()) == {1}
-    assert sum(".mlp." in name for name in arrived) == 3 * LAYERS
-
-
-def test_a_hook_on_a_weight_runs_once_with_the_whole_gradient() -> None:
-    model, calls = tiled(make().train()), Counter[str]()
+def test_each_weight_gets_its_gradient_once_and_a_hook_on_it_the_whole_gradient() -> None:
+    model, calls, arrived = tiled(make().train()), Counter[str](), Counter[str]()
     expected = step(model, **tokens())
 
     def doubled(name: str, gradient: torch.Tensor) -> torch.Tensor:
@@ -135,9 +120,12 @@ def test_a_hook_on_a_weight_runs_once_with_the_whole_gradient() -> None:
 
     names = [name for name, _ in model.named_parameters() if ".mlp." in name]
     for name in names:
-        model.get_parameter(name).register_hook(partial(doubled, name))
+        weight = model.get_parameter(name)
+        weight.register_hook(partial(doubled, name))
+        weight.register_post_accumulate_grad_hook(lambda weight, name=name: arrived.update([name]))
     found = step(model, **tokens())
-    assert dict(calls) == dict.fromkeys(names, 1)
+    assert dict(calls) == dict(arrived) == dict.fromkeys(names, 1)
+    assert len(names) == 3 * LAYERS
     for name in names:
         torch.testing.assert_close(found[name], 2 * expected[name])
 
@@ -151,13 +139,15 @@ def test_a_second_derivative_is_refused() -> None:
         torch.autograd.grad(mlp(x).sum(), x, create_graph=True)
 
 
-class Dropped(nn.Module):
-    """A gated MLP with dropout."""
-
+class Unit(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gate, self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 24), nn.Linear(24, 8)
         self.dropout = nn.Dropout(0.5)
+
+
+class Dropped(Unit):
+    """A gated MLP with dropout."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.dropout(self.down(nn.functional.silu(self.gate(x)) * self.up(x)))
@@ -200,15 +190,10 @@ def test_a_short_call_after_a_long_one_under_autocast_has_gradients() -> None:
 def test_frozen_weights_get_no_gradient_and_adapters_do() -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    model = peft.get_peft_model(
-        make(), peft.LoraConfig(r=4, target_modules=["gate_proj", "down_proj"], init_lora_weights=False)
-    ).train()
-    expected = step(model, **tokens())
+    config = peft.LoraConfig(r=4, target_modules=["gate_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(make(), config).train()
     for options in ({}, {"only": ()}):
-        found = step(tiled(model, **options), **tokens())
-        assert found.keys() == expected.keys()
-        for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5)
+        assert_same_step(tiled(model, **options), model, atol=1e-5)
 
 
 def test_without_gradients_there_are_tiles_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,12 +225,8 @@ def test_a_weight_that_was_updated_since_the_forward_pass_is_an_error() -> None:
         loss.backward()
 
 
-class Mixing(nn.Module):
+class Mixing(Unit):
     """Has the children of a gated MLP, but its rows depend on each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 24), nn.Linear(24, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.gate(x).softmax(dim=-2) * self.up(x))

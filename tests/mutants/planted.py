@@ -205,7 +205,7 @@ MODELS = (
            "tests/hf/test_four_bits.py::test_no_backward_pass_keeps_a_dequantized_matrix"),
     Mutant("the check sees nothing longer than a few tokens", "liger_hf.stand_in",
            "(1, 300)", "(1, 30)",
-           "tests/hf/test_verification.py::test_a_gated_mlp_that_does_something_else_with_another_length_is_left", seen="beyond_32"),
+           "tests/hf/test_verification.py::test_a_module_that_does_something_else_with_another_length_is_left", "gated_mlp", seen="beyond_32"),
     Mutant("a rule of a plugin that fails takes apply with it", "liger_hf.discovery:_load_rules",
            "replace(rule, look=_1)", "rule",
            "tests/hf/test_rules.py::test_a_rule_of_a_plugin_that_fails_leaves_the_others_alone"),
