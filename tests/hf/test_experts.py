@@ -55,6 +55,14 @@ def test_experts_become_the_op_however_they_are_stored_and_activated(model_type:
     assert (row.verdict, row.reason) == ("replaced", f"outputs and gradients agree{detail}")
 
 
+def test_the_op_runs_in_every_layer(arguments: list[Any]) -> None:
+    plain = build("mixtral").train()
+    patched = patched_twin(plain)
+    arguments.clear()
+    torch.testing.assert_close(loss(patched), loss(plain))
+    assert len(arguments) == 2
+
+
 def test_an_implementation_that_was_chosen_stays_and_the_report_says_how_to_change_it() -> None:
     model = build("mixtral")
     model.set_experts_implementation("batched_mm")

@@ -82,7 +82,8 @@ def test_dtensors_where_none_are_supported_are_an_error_that_says_what_to_do(
     message = str(raised.value)
     assert message.startswith(f"{op}: tensors must be plain, since the op does not support DTensor yet, got ")
     assert (
-        "whole tensors with .full_tensor() (grad_placements=[Partial()] where ranks have rows of their own)" in message
+        "pass whole tensors with .full_tensor() (grad_placements=[Partial()] where ranks have rows of their own), or "
+        "local ones" in message
     )
 
 

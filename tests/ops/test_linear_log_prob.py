@@ -173,6 +173,17 @@ def test_ignored_rows_are_packed_out_of_large_products(device: torch.device, mon
         torch.testing.assert_close(packed, whole)
 
 
+def test_main_grad_takes_the_gradient_of_weight(device: torch.device) -> None:
+    given, target = head(device), some_targets(30, 9, device=device)
+    hidden, weight = given.values()
+    expected = torch.autograd.grad(linear_log_prob(hidden, weight, target).sum(), (hidden, weight))
+    main_grad = torch.ones(weight.shape, device=device)
+    linear_log_prob(hidden, weight, target, main_grad=main_grad).sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(main_grad, expected[1] + 1.0)
+    torch.testing.assert_close(hidden.grad, expected[0])
+
+
 # Kept whole, kept in part, recomputed in blocks of classes, and in groups of rows. One logit has 4 bytes, and all have
 # 1080.
 HELD = pytest.mark.parametrize("options", [{}, *({"budget": n} for n in (720, 288, 120)), {"chunk": 4}], ids=str)

@@ -357,6 +357,14 @@ def checkpoint(small: Setup, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "checkpoint-1"
 
 
+def test_a_saved_tokenizer_pads_a_batch(checkpoint: Path) -> None:
+    batch = AutoTokenizer.from_pretrained(checkpoint)(["A step", "A step reads a batch of sequences"], padding=True)
+    short, long = batch["input_ids"]
+    assert len(short) == len(long)
+    assert batch["attention_mask"][0][-1] == 0
+    assert short[-1] not in long
+
+
 def test_a_saved_model_knows_the_tokens_of_its_tokenizer(checkpoint: Path) -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModelForCausalLM.from_pretrained(checkpoint)
     for config in (model.config, model.generation_config):
