@@ -193,7 +193,7 @@ def test_the_output_of_an_adapter_is_unshared() -> None:
     assert unshared((model(torch.randn(2, 3, 8)),))
 
 
-def tells_held_tensors_from_fresh_ones() -> bool:
+def distinguishes_held_tensors_from_fresh_ones() -> bool:
     x = torch.ones(3, requires_grad=True)
     held = x * 2
     return unshared((x * 2,)) and not unshared((held,))
@@ -212,8 +212,8 @@ def test_what_holds_a_tensor_under_one_dispatch_mode_is_not_expected_under_anoth
 
     make_fx(doubled, tracing_mode="fake")(torch.ones(3, requires_grad=True))
     with FakeTensorMode():
-        assert tells_held_tensors_from_fresh_ones()
-    assert tells_held_tensors_from_fresh_ones()
+        assert distinguishes_held_tensors_from_fresh_ones()
+    assert distinguishes_held_tensors_from_fresh_ones()
 
 
 def test_what_a_function_mode_holds_is_not_expected_of_a_fresh_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_what_a_function_mode_holds_is_not_expected_of_a_fresh_tensor(monkeypatc
     x = torch.ones(3, requires_grad=True)
     with Keeps():
         assert not unshared((x * 2,))
-    assert tells_held_tensors_from_fresh_ones()
+    assert distinguishes_held_tensors_from_fresh_ones()
 
 
 def test_nothing_is_unshared_under_a_transform() -> None:

@@ -37,6 +37,9 @@ from liger_hf.rules.head.causal_loss import CHUNK_ELEMENTS
 # Bytes of cuBLAS workspaces: 32 MiB on a Hopper GPU for each calling thread, the main thread and autograd's.
 WORKSPACES = {"cuda": 2 * (32 << 20), "cpu": 0}
 
+# While a plan is made, another function has its name.
+ATTENTION = functional.scaled_dot_product_attention
+
 NO_KERNELS = (
     "No backend for GPUs could be loaded, so Liger's ops are planned by their references, which keep more memory; pip "
     "install liger-triton."
@@ -198,6 +201,10 @@ def _fused_attention(
         query, key, value = query.to(low), key.to(low), value.to(low)
     # With a mask, a GPU uses memory-efficient attention, which converts a boolean mask to a bias.
     bias = None if attn_mask is None else attn_mask.to(query.dtype)
+    if bias is not None and key.shape[1] != query.shape[1]:
+        # FlashAttention takes no mask, and memory-efficient attention no grouped queries.
+        with sdpa_kernel(SDPBackend.MATH):
+            return ATTENTION(query, key, value, attn_mask, *args, **options)
     if bias is None and value.shape[-1] == query.shape[-1]:
         result: Tensor = flash_attention(query, key, value)[0]
     else:
