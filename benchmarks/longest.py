@@ -83,10 +83,8 @@ def measure(args: argparse.Namespace, name: str, implementation: str) -> None:
         return math.inf if row.out_of_memory else row.peak_bytes or 0
 
     most = args.longest // UNIT
-    print(
-        f"{name}, {implementation}: longest {largest(size, limit, most, predicted(setup, limit, most)) * UNIT}",
-        flush=True,
-    )
+    longest = largest(size, limit, most, predicted(setup, limit, most)) * UNIT
+    print(f"{name}, {implementation}: longest {longest}", flush=True)
 
 
 def predicted(setup: Setup, limit: int, most: int) -> int:

@@ -68,23 +68,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Take the share that is asked for, after -k selected some: of the cases of a matrix, at least one, and of the slow
     tests of a file, at least a quarter. Another share takes others."""
     number, of = map(int, config.getoption("--share").split("/"))
-    groups: dict[str, list[pytest.Item]] = {}
-    parts: dict[str, int] = {}
+    groups: dict[tuple[str, int], list[pytest.Item]] = {}
     for item in items:
         name, most = item.nodeid.partition("[")[0], 1
         if item.get_closest_marker("matrix"):
             most = of
         elif item.get_closest_marker("slow"):
             name, most = name.partition("::")[0], min(of, 4)
-        groups.setdefault(name, []).append(item)
-        parts[name] = min(most, len(groups[name]))
-    chosen = {id(item) for name, group in groups.items() for item in group[(number - 1) % parts[name] :: parts[name]]}
-    kept, left = [], []
-    for item in items:
-        (kept if id(item) in chosen else left).append(item)
+        groups.setdefault((name, most), []).append(item)
+    chosen = set()
+    for (_, most), group in groups.items():
+        parts = min(most, len(group))
+        chosen |= {item.nodeid for item in group[(number - 1) % parts :: parts]}
+    left = [item for item in items if item.nodeid not in chosen]
     if left:
         config.hook.pytest_deselected(items=left)
-        items[:] = kept
+        items[:] = [item for item in items if item.nodeid in chosen]
 
 
 def pytest_collection_finish() -> None:

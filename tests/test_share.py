@@ -11,8 +11,6 @@ import pytest
 from conftest import pytest_collection_modifyitems as take
 
 CASES = [f"test_a.py::test_op[{case}]" for case in "abcdefgh"]
-
-
 OTHER = "test_a.py::test_b"
 
 
@@ -30,6 +28,7 @@ def share(number: str, marker: str = "matrix") -> list[str]:
 def test_the_shares_are_all_tests(marker: str, of: int) -> None:
     parts = [share(f"{number + 1}/{of}", marker) for number in range(of)]
     assert set().union(*parts) == {*CASES, OTHER}
+    assert sorted(name for part in parts for name in part if name in CASES) == CASES
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 

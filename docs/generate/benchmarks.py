@@ -15,6 +15,7 @@ from older_runs import rows as older_rows
 from peer_results import CARDS, DTYPE, EAGER, OURS, PEER, RESULTS, Row, measured, runs
 
 from liger_bench import markdown
+from liger_bench.op_page import comparable
 from liger_bench.records import Record
 from liger_core.builtin import CATALOGUE
 from liger_train.report.sweeps import FUSED, PLAIN, sweeps
@@ -109,12 +110,9 @@ def newest(rows: Sequence[Row]) -> Iterator[Ratio]:
     latest: dict[tuple[str, ...], Ratio] = {}
     for (op, workload, *_), implementations in sorted(runs(rows).items(), key=lambda item: item[0][-1]):
         ours = implementations.get(OURS, {})
-        # As on the page of the ops: where the forward pass may compute gradients, passes apart cannot be compared.
-        if "evaluation" in ours:
-            ours = {name: row for name, row in ours.items() if name in ("full", "evaluation")}
         for name, passes in implementations.items():
             for pass_, theirs in passes.items():
-                if name != OURS and theirs["kind"] == ANYTHING_ELSE and pass_ in ours:
+                if name != OURS and theirs["kind"] == ANYTHING_ELSE and pass_ in comparable(ours):
                     card = ours[pass_]["machine"].partition(";")[0]
                     latest[op, workload, name, pass_, card] = Ratio(op, workload, name, ours[pass_], theirs)
     return iter(latest.values())

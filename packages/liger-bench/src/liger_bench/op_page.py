@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from liger_bench import markdown
@@ -58,10 +58,7 @@ def _ops(rows: Sequence[Record], pictures: dict[str, Path]) -> str:
     table, shown = [], []
     for op in distinct(rows, "op"):
         at_shape = largest([row for row in rows if row["op"] == op])
-        measured = {row["pass"] for row in at_shape}
-        # Where the forward pass may compute gradients, the two passes of one implementation are not those of another.
-        apart = {"forward", "backward"} if "evaluation" in measured else set()
-        passes = [name for name in PASSES if name in measured - apart]
+        passes = comparable({row["pass"] for row in at_shape})
         lines = [line for name in passes if (line := _line([row for row in at_shape if row["pass"] == name]))]
         if lines:
             title = f"{op}<br>{at_shape[0]['workload']}"
@@ -79,6 +76,14 @@ def _ops(rows: Sequence[Record], pictures: dict[str, Path]) -> str:
         for text in (*parts, markdown.table(HEAD, table, right=range(2, len(HEAD))) if table else "", missing)
         if text
     )
+
+
+def comparable(measured: Collection[str]) -> list[str]:
+    """Return the measured passes that compare implementations. An op with an evaluation pass may compute gradients in
+    its forward pass, so its forward and backward passes alone do not.
+    """
+    apart = ("forward", "backward") if "evaluation" in measured else ()
+    return [name for name in PASSES if name in measured and name not in apart]
 
 
 def largest(rows: Sequence[Record]) -> list[Record]:

@@ -201,10 +201,10 @@ def _fused_attention(
         query, key, value = query.to(low), key.to(low), value.to(low)
     # With a mask, a GPU uses memory-efficient attention, which converts a boolean mask to a bias.
     bias = None if attn_mask is None else attn_mask.to(query.dtype)
-    if bias is not None and key.shape[1] != query.shape[1]:
+    if bias is not None and key.shape[:-2] != query.shape[:-2]:
         # FlashAttention takes no mask, and memory-efficient attention no grouped queries.
         with sdpa_kernel(SDPBackend.MATH):
-            return ATTENTION(query, key, value, attn_mask, *args, **options)
+            return ATTENTION(query, key, value, bias, *args, **options)
     if bias is None and value.shape[-1] == query.shape[-1]:
         result: Tensor = flash_attention(query, key, value)[0]
     else:
