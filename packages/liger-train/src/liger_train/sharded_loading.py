@@ -37,9 +37,10 @@ def in_shards(setup: Setup, device: torch.device) -> AbstractContextManager[None
     """
     if setup.tp > 1:
         return before_loading(lambda model, files: _initialize_on(device, model))
-    # Only the number of this rank matters, and files are mapped to host memory.
-    names = ("replicas", "shards")
-    mesh = init_device_mesh("cpu", (setup.replicate, setup.ranks // setup.replicate), mesh_dim_names=names)["shards"]
+    # Only the number of this rank matters, and files are mapped to host memory. By the name fsdp, PEFT knows that a
+    # module computes its whole output, and makes adapters of that size.
+    names = ("replicas", "fsdp")
+    mesh = init_device_mesh("cpu", (setup.replicate, setup.ranks // setup.replicate), mesh_dim_names=names)["fsdp"]
     return before_loading(lambda model, files: _shard(model, mesh, device))
 
 
