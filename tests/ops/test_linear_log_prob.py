@@ -16,6 +16,7 @@ from torch import Tensor
 
 from liger_core import explain, linear_log_prob
 from liger_core.ops.head.loop import Cut, tiling
+from liger_core.ops.linear_log_prob import GPU_BYTES
 from liger_core.plugins import registry
 from ops.agreement import disagreements, leaf, products, saved
 from ops.allocations import allocations
@@ -292,3 +293,9 @@ def test_a_frozen_weight_gets_no_gradient_buffer(measured_device: torch.device) 
     frozen, trained = tensors(measured_device, weight=False), tensors(measured_device)
     assert allocations(lambda: step(*trained, chunk=8), measured_device).largest >= WEIGHT_BYTES
     assert allocations(lambda: step(*frozen, chunk=8), measured_device).largest < WEIGHT_BYTES
+
+
+@pytest.mark.parametrize("classes", [128_256, 131_072, 151_936, 152_064])
+def test_the_default_of_a_gpu_keeps_all_logits_of_8192_rows(classes: int) -> None:
+    cut = tiling(8192, 4096, classes, torch.bfloat16, "cuda", False, budget=GPU_BYTES)
+    assert (cut.rows, cut.kept_classes) == (8192, classes)
