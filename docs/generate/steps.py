@@ -41,7 +41,8 @@ ABOUT = """
 Whole training steps with AdamW, random weights, every layer recomputed. Throughput is the median step after the first two. *MFU* is the operations of
 the matmuls and of attention, without those that checkpointing repeats, as a share of the card's data sheet. Frozen weights have no gradient, so LoRA
 counts two passes. *Of the bound* is the speed as a share of a step that only multiplies and updates: matmuls, repeated ones too, and attention at the
-rates that `liger bench` measured, and AdamW at the card's bandwidth. Attention counts in full, also in layers with a window.
+rates that `liger bench` measured, and AdamW at the card's bandwidth. Attention counts in full, also in layers with a window. The peak of the mixture
+in 4 bits is that of making its random weights in 16 bits; a checkpoint is quantized piece by piece.
 """.strip()
 LONGEST = """
 The longest sequence that one step of one sequence fits, in multiples of 1024 tokens, with every layer recomputed. The allocator is limited; the card
@@ -52,6 +53,9 @@ is larger.
 def page(folder: Path) -> str:
     rows = read([folder])
     steps = [row for row in rows if row["memory_limit"] is None]
+    # Several GPUs may have measured side by side.
+    runs = list(dict.fromkeys(map(run, steps)))
+    steps.sort(key=lambda row: (runs.index(run(row)), list(NAMES).index(setup(row).implementation)))
     name = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
     where = markdown.where(rows) + [f"* {versions}" for versions in distinct(rows, "versions")]
     parts = [
@@ -123,7 +127,7 @@ def longest(rows: Sequence[Record]) -> list[str]:
         cells = [name]
         for implementation in (PLAIN, "liger-kernel", "liger"):
             tried = [row for row in rows if (method(row), setup(row).implementation) == (name, implementation)]
-            fits = [row["sequence"] for row in tried if row["tokens_per_second"]]
+            fits = [row["sequence"] for row in tried if not (row["out_of_memory"] or row["failed"])]
             cells.append(f"{max(fits):,}" if fits else "0" if any(row["out_of_memory"] for row in tried) else "–")
         lines.append(cells)
     limits = " and ".join(f"{limit / GIB:g} GiB" for limit in distinct(rows, "memory_limit"))
