@@ -121,8 +121,7 @@ def _separately(rotary: Callable[..., Any], forward: Callable[..., Any]) -> Call
 
 
 def _candidates(original: Any, step: RotaryStep, child: nn.Module) -> Iterator[Candidate]:
-    width = child._parameters["weight"].shape[0]  # type: ignore[union-attr]
-    for form, coverage in fitting_forms(step.function, step.signature, width):
+    for form, coverage in fitting_forms(step.function, step.signature, _width(child)):
         # Columns that move would be multiplied by other weights of the norm.
         if not (form.gathers or form.trailing):
             for cast, offset in norms.CONVENTIONS:
@@ -186,7 +185,7 @@ def _fit(children: tuple[Any, ...], eps: str, states: list[Tensor]) -> bool:
 
 def _cases(step: RotaryStep, child: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
     """Yield cases with the norms, and without them, as in calls where the norms run as modules."""
-    signature, width = step.signature, child._parameters["weight"].shape[0]  # type: ignore[union-attr]
+    signature, width = step.signature, _width(child)
     for number, kwargs in enumerate(calls(step.function, signature, width, device)):
         for dtype in dtypes:
             for table in dict.fromkeys((dtype, torch.float32)):
@@ -199,6 +198,11 @@ def _cases(step: RotaryStep, child: nn.Module, device: torch.device, dtypes: Ite
     for length in LENGTHS:
         for kwargs in islice(calls(step.function, signature, width, device, length), 1):
             yield of_length(length, torch.float32, _run(step, child, kwargs, True))
+
+
+def _width(child: nn.Module) -> int:
+    """Return the width of a norm, or that of other checks if DeepSpeed has sharded its weight, which is then empty."""
+    return child._parameters["weight"].shape[0] or norms.WIDTH  # type: ignore[union-attr]
 
 
 def _run(step: RotaryStep, child: nn.Module, kwargs: dict[str, Any], held: bool) -> Run:
