@@ -234,6 +234,11 @@ def hybrid(setup: Setup) -> str:
         return f"needs --shard fsdp2, which shards each copy of the model, got {setup.shard}"
     if setup.sharing_ranks == 1:
         return f"leaves one rank for each copy, which needs no sharding, got {setup.ranks} ranks; use --shard none"
+    if setup.cp > 1 and setup.replicas == setup.replicate:
+        return (
+            f"leaves --cp {setup.cp} ranks for each copy, and accelerate needs more, got {setup.ranks} ranks; use "
+            "--replicate 1"
+        )
     return ""
 
 
