@@ -67,11 +67,12 @@ SAMPLE_OF_INDUCTOR = [
     "-k",
     "as_accurate and float32 and (one_block or rope and plain) and not (qk_norm_rope or attention_residual)",
 ]
-# `liger bench` with these, one after the other: what else runs on the machine shows in the small shapes.
-RELEASE = [
-    ["--peers", "--backend", "triton", "--seconds", "0.1"],
-    ["scaling", "--backend", "triton", "--seconds", "0.05"],
-]
+# A workload of every op at a shape that users have.
+WORKLOADS = shlex.split("""
+16384x8192 9x8192x4096 8192x128256 8192x4096x128256 8192x4096x151936 8192x4096x4096x128256-jsd 16384x2560x262144
+32768x128x8x2048x768 16384x14336 16384x24576 1x128x512x512 32768x4096x4096x16 32768x4096x28672x16 16384x4x4096
+16x4096x3072 4x4096x32+8x128 16384x4
+""")
 # Two sweeps within 24 GiB (docs/ablation.md); then larger ones in the memory of the whole GPU.
 IN_24_GIB = [
     "--model",
@@ -307,14 +308,14 @@ def sanitize(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def benchmarks(session: nox.Session) -> None:
-    """Every figure of docs/benchmarks/ops.md, measured in a quarter of an hour on one otherwise idle CUDA GPU. A second start resumes the session.
+    """Every figure of docs/benchmarks/ops.md, on one otherwise idle CUDA GPU. A second start resumes the session.
 
-    The folder of the results is an optional argument: -- benchmarks/results/2026-11-21-four-h200s.
+    The folder of the results is an optional argument: -- benchmarks/results/2026-12-01-all-ops.
     """
-    folder = next(iter(session.posargs), "results/release")
-    for measured in RELEASE:
-        session.run(here(session), "-m", "liger_core", "bench", *measured, "--out", folder, "--resume", external=True)
-    session.run(here(session), "-m", "liger_core", "report", folder, external=True)
+    folder = next(iter(session.posargs), "results/all-ops")
+    chosen = [word for name in WORKLOADS for word in ("--workload", name)]
+    command = ["bench", "--peers", "--backend", "triton", *chosen, "--out", folder, "--resume"]
+    session.run(here(session), "-m", "liger_core", *command, external=True)
 
 
 @nox.session(venv_backend="none")

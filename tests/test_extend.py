@@ -111,8 +111,8 @@ def test_the_op_of_the_page_passes_the_suite_and_needs_nothing_else(copy: Path) 
 
 
 def test_the_op_of_the_page_gets_its_page_on_the_site(copy: Path) -> None:
-    generators = ("tests/docs/test_site.py", "tests/docs/test_peer_operators.py")
-    assert passes(*generators, "-k", "every_op_has_a_page or committed_results or mistakes", inside=copy) == 5
+    generators = ("tests/docs/test_site.py", "tests/docs/test_benchmarks.py")
+    assert passes(*generators, "-k", "every_op_has_a_page or committed_results or mistakes", inside=copy) == 4
 
 
 def test_the_op_of_the_page_passes_the_suite_by_triton(copy: Path) -> None:

@@ -13,6 +13,8 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from liger_core.builtin import CATALOGUE
+
 ROOT = Path(__file__).parents[1]
 TRITON = ["tests/conformance", "tests/ops", "--backend", "triton"]
 
@@ -86,3 +88,9 @@ def test_pip_and_uv_install_every_package_of_the_repository(noxfile: ModuleType)
     assert sorted(noxfile.PACKAGES) == packages
     sources = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["sources"]
     assert sources == {package.name: {"workspace": True} for package in packages}
+
+
+def test_the_page_of_ops_measures_every_op(noxfile: ModuleType) -> None:
+    names = {op.name: {workload.name for workload in op.workloads()} for op in CATALOGUE}
+    assert [op for op, known in names.items() if not known & set(noxfile.WORKLOADS)] == []
+    assert set(noxfile.WORKLOADS) - set().union(*names.values()) == set()

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
+import all_ops
 import benchmarks
 import commands
 import fits
-import peer_operators
 import python
 
 import ops
@@ -71,7 +71,7 @@ def pages() -> dict[str, str]:
     found |= {f"reference/ops/{name}.md": text for name, text in ops.pages().items()}
     found |= {f"reference/commands/{name}.md": text for name, text in commands.pages().items()}
     # These are in the repository, too, where tests/docs says when they are stale.
-    found |= {page.PAGE.relative_to(DOCS).as_posix(): page.page() for page in (benchmarks, peer_operators)}
+    found |= {page.PAGE.relative_to(DOCS).as_posix(): page.page() for page in (benchmarks, all_ops)}
     found |= {f"reference/python/{name}.md": text for name, text in python.pages().items()}
     return found
 

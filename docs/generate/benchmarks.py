@@ -1,201 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every op beside the other libraries, and where Liger is slower: `python docs/generate/benchmarks.py` writes docs/benchmarks.md.
-
-Every ratio is of two implementations in one run, from committed results.
-"""
+"""The figures of all benchmark pages in short, and where Liger is slower: `python docs/generate/benchmarks.py` writes docs/benchmarks.md."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from older_runs import headlines, title
-from older_runs import rows as older_rows
-from peer_results import CARDS, DTYPE, EAGER, OURS, PEER, RESULTS, Row, measured, runs
+import steps
+import trainers
+from all_ops import OPS, newest, records
 
 from liger_bench import markdown
-from liger_bench.op_page import comparable
+from liger_bench.op_page import COLUMNS, NAMES, SHORTEST_MS, SLOWER, call, compared, label, slower, speed
 from liger_bench.records import Record
-from liger_core.builtin import CATALOGUE
-from liger_train.report.sweeps import FUSED, PLAIN, sweeps
-from liger_train.report.sweeps import read as read_training
-from liger_train.row import overlapping
+from liger_train.report.sweeps import read
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "benchmarks.md"
-# Shorter calls take as long as their launches, and their ratios vary from run to run.
-SLOWER, SHORTEST_MS = 0.97, 0.025
-COMPILED = "hf-compiled"
-NAMES = {
-    "hf": "Transformers",
-    COMPILED: "compiled Transformers",
-    PEER: PEER,
-    "liger": "Liger",
-    "liger-compiled": "compiled Liger",
-}
-ANYTHING_ELSE = "peer"
+DOCS = ROOT / "docs"
+PAGE = DOCS / "benchmarks.md"
 PAGES = {
-    "models": "Llama models, forward and backward: Transformers, liger-kernel and Liger, eager and compiled",
-    "ops": "the ops of a Llama in detail: every shape, memory, errors, scaling",
-    "peer-operators": "every operator of liger-kernel beside Liger's op",
-    "losses": "log-probabilities, and heads whose vocabulary is sharded over GPUs",
-    "divergences": "divergences of logits, and of heads",
+    "benchmarks/ops.md": ("ops", "every op beside plain PyTorch, torch.compile, liger-kernel and others"),
+    "benchmarks/steps.md": ("steps", "whole training steps, and the longest sequence that fits"),
+    "benchmarks/sharded-heads.md": ("sharded heads", "heads whose vocabulary is sharded over GPUs"),
+    "training-results.md": ("training results", "whole training runs"),
+    "start/trl.md": ("TRL", "its trainers with and without Liger"),
 }
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """The time of another implementation ÷ Liger's, for one call in one run."""
-
-    op: str
-    workload: str
-    name: str
-    ours: Row
-    theirs: Row
-
-    @property
-    def speed(self) -> float:
-        return float(self.theirs["median_ms"] / self.ours["median_ms"])
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether the 20th to 80th percentiles of the two times overlap."""
-        return bool(self.ours["low_ms"] <= self.theirs["high_ms"] and self.theirs["low_ms"] <= self.ours["high_ms"])
-
-    @property
-    def place(self) -> str:
-        return place(self.ours)
-
-
-def place(row: Row | Record) -> str:
-    """Return the card and the date, as a link to the results if the row has their folder."""
-    words = f"{row['machine'].partition(';')[0].removeprefix('NVIDIA ').split()[0]}, {row['date'][:10]}"
-    return f"[{words}](../benchmarks/results/{row['folder']})" if "folder" in row else words
-
-
-def page(ops: Sequence[str] = tuple(op.name for op in CATALOGUE)) -> str:
-    rows = [row for card in CARDS for row in measured(card)]
-    ratios = list(newest(rows))
-    models = older_rows()
-    folders = [
-        path.parent for path in sorted(RESULTS.glob("*/train.json")) if not path.parent.name.endswith("-recorded")
-    ]
-    # A run may belong to two sweeps.
-    slower = list(
-        dict.fromkeys([*slower_models(models), *slower_training(read_training(folders)), *slower_ops(ratios)])
-    )
-    known = {ratio.op for ratio in ratios if ratio.ours["pass"] == "full"}
-    head = ("op", "over plain PyTorch", "shape", "card, date", "over the fastest other", "shape", "card, date")
+def page(ops: Sequence[str] = OPS) -> str:
+    folder, of_steps = newest("all-ops"), newest("steps")
+    rows = [row for row in records(folder).ops if row["op"] in ops]
+    trained = [(of_steps, steps.measured(of_steps)), (newest("training-runs"), read([newest("training-runs")]))]
+    lines = [*slower_ops(folder, rows), *(line for each in trained for line in slower_runs(*each))]
     parts = [
         "# Benchmarks",
         markdown.generated("python docs/generate/benchmarks.py"),
-        "\n".join(f"* {line}" for line in headlines(models)),
-        FIGURES,
-        "\n".join(f"* [{name}](benchmarks/{name}.md): {text}" for name, text in PAGES.items())
-        + "\n* [training results](training-results.md): whole training runs",
-        "## Every op",
-        OPS.format(dtype=DTYPE),
-        markdown.table(head, [line(op, ratios) for op in ops if op in known], right=(1, 4)),
-        f"No committed run has a figure of {', '.join(map(link, (op for op in ops if op not in known)))} on a GPU.",
+        "\n".join(f"* {line}" for line in steps.headlines(steps.measured(of_steps))),
+        OPS_ABOUT.format(
+            count=len({ours["op"] for ours, _ in compared(rows)}), all=len(ops), where=place(folder, rows[0])
+        ),
+        markdown.table(("beside", "ops", "lowest", "median", "highest"), list(summary(rows)), right=range(1, 5)),
+        f"{trainers.headline()} ([table](start/trl.md)).",
+        "\n".join(f"* [{name}]({page}): {about}" for page, (name, about) in PAGES.items() if (DOCS / page).exists()),
         "## Where Liger is not faster",
-        NOT_FASTER.format(percent=f"{1 - SLOWER:.0%}".replace("%", " %"), shortest=f"{1000 * SHORTEST_MS:.0f} µs"),
-        markdown.table(("what", "Liger's speed", "beside", "card, date"), slower, right=(1,)),
+        NOT_FASTER.format(percent=f"{100 * (1 - SLOWER):.0f}", shortest=f"{1000 * SHORTEST_MS:.0f}"),
+        markdown.table(("what", "Liger's speed", "beside", "card, date"), lines, right=(1,)),
+        REPEAT,
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def newest(rows: Sequence[Row]) -> Iterator[Ratio]:
-    """Yield each op, workload, implementation and pass of a card in the newest run that has it beside Liger."""
-    latest: dict[tuple[str, ...], Ratio] = {}
-    for (op, workload, *_), implementations in sorted(runs(rows).items(), key=lambda item: item[0][-1]):
-        ours = implementations.get(OURS, {})
-        for name, passes in implementations.items():
-            for pass_, theirs in passes.items():
-                if name != OURS and theirs["kind"] == ANYTHING_ELSE and pass_ in comparable(ours):
-                    card = ours[pass_]["machine"].partition(";")[0]
-                    latest[op, workload, name, pass_, card] = Ratio(op, workload, name, ours[pass_], theirs)
-    return iter(latest.values())
+def summary(rows: Sequence[Record]) -> Iterator[list[str]]:
+    """Yield, for each other implementation of a column, the number of ops and its times ÷ Liger's in forward and backward."""
+    full = [(ours, others) for ours, others in compared(rows) if ours["pass"] == "full"]
+    for column in COLUMNS:
+        speeds = sorted(speed(ours, others[column]) for ours, others in full if column in others)
+        if speeds:
+            figures = (speeds[0], statistics.median(speeds), speeds[-1])
+            yield [NAMES.get(column, column), str(len(speeds)), *(f"{value:.2f} ×" for value in figures)]
 
 
-def line(op: str, ratios: Sequence[Ratio]) -> list[str]:
-    """Return the row of an op: forward and backward at its largest shape in the newest run, beside plain PyTorch and the fastest other."""
-    full = [ratio for ratio in ratios if ratio.op == op and ratio.ours["pass"] == "full"]
-    cells = [link(op)]
-    for group in ([r for r in full if r.name == EAGER], [r for r in full if r.name != EAGER]):
-        if not group:
-            cells += ["–"] * 3
-            continue
-        day = max(ratio.ours["date"][:10] for ratio in group)
-        largest = max(
-            (r for r in group if r.ours["date"][:10] == day),
-            key=lambda r: (r.ours["limit_ms"] or 0, r.ours["median_ms"]),
-        )
-        fastest = min((r for r in group if r.ours is largest.ours), key=lambda r: r.speed)
-        name = "" if fastest.name == EAGER else f" ({'torch.compile' if fastest.name == 'compile' else fastest.name})"
-        cells += [f"{fastest.speed:.2f} ×{name}", fastest.workload, fastest.place]
-    return cells
+def slower_ops(folder: Path, rows: Sequence[Record]) -> Iterator[tuple[str, ...]]:
+    """Yield a line for each call of an op that another implementation runs faster."""
+    for ours, other in slower(rows):
+        yield call(ours), f"{speed(ours, other):.2f} ×", label(other), place(folder, ours)
 
 
-def link(op: str) -> str:
-    return f"[{op}](../packages/liger-core/src/liger_core/ops/{op}.py)"
+def slower_runs(folder: Path, rows: Sequence[Record]) -> Iterator[tuple[str, ...]]:
+    """Yield a line for each training run that another implementation runs faster."""
+    for ours, other in steps.slower(rows, SLOWER):
+        ratio = ours["tokens_per_second"] / other["tokens_per_second"]
+        compiled = ", compiled" * (ours["compile"] != "none")
+        beside = steps.NAMES[steps.setup(other).implementation]
+        yield f"training {steps.run(ours)}{compiled}", f"{ratio:.2f} ×", beside, place(folder, ours)
 
 
-def slower_ops(ratios: Sequence[Ratio]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each call that another implementation runs faster."""
-    for ratio in sorted(ratios, key=lambda ratio: ratio.speed):
-        if ratio.speed < SLOWER and ratio.ours["median_ms"] > SHORTEST_MS and not ratio.overlaps:
-            name = "torch.compile" if ratio.name == "compile" else ratio.name
-            yield f"{ratio.op} {ratio.workload}, {ratio.ours['pass']}", f"{ratio.speed:.2f} ×", name, ratio.place
+def place(folder: Path, row: Record) -> str:
+    """Return the card and the date, as a link to the results."""
+    words = f"{row['machine'].partition(';')[0].removeprefix('NVIDIA ').split()[0]}, {row['date'][:10]}"
+    return f"[{words}](../{folder.relative_to(ROOT).as_posix()})"
 
 
-def slower_models(models: Sequence[Record]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each model that another implementation runs faster than Liger of the same kind, compiled or not."""
-    known = {(title(row), row["implementation"]): row for row in models if row["tokens_per_second"]}
-    for (shape, name), row in known.items():
-        for other in ("hf", COMPILED, PEER) if name.startswith("liger") and name != PEER else ():
-            theirs = known.get((shape, other))
-            ratio = row["tokens_per_second"] / theirs["tokens_per_second"] if theirs else 1.0
-            if ratio < SLOWER:
-                yield f"{shape}, {NAMES[name]}", f"{ratio:.2f} ×", NAMES[other], place(row)
-
-
-def slower_training(rows: Sequence[Record]) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each training run of a sweep that is slower with Liger, beyond the spread of its steps."""
-    for sweep in sweeps(rows):
-        for value in sweep.values:
-            ours, plain = (sweep.row(sweep.strategy(name), value) for name in (FUSED, PLAIN))
-            if (
-                ours
-                and plain
-                and ours["tokens_per_second"]
-                and plain["tokens_per_second"]
-                and not overlapping(ours, plain)
-            ):
-                ratio = ours["tokens_per_second"] / plain["tokens_per_second"]
-                if ratio < SLOWER:
-                    shape = f"{ours['model']} {ours['batch']} × {ours['sequence']}"
-                    yield (
-                        f"training {shape}, {sweep.setting.partition(';')[0]}",
-                        f"{ratio:.2f} ×",
-                        NAMES["hf"],
-                        place(ours),
-                    )
-
-
-FIGURES = """
-Forward and backward with bfloat16 weights and activation checkpointing, without an optimizer; [training results](training-results.md) include it. The
-figures are in:
-""".strip()
-OPS = """
-The time of another implementation ÷ Liger's: more than 1 is faster. The times are forward and backward in {dtype}, at the largest shape of the newest
-run. *Plain PyTorch* is the computation of Transformers. The fastest other is the fastest other library or compiler of the same run. A `–` was not
-measured, mostly because no other library has the op.
+OPS_ABOUT = """
+The time of another implementation ÷ Liger's for one op, forward and backward in bfloat16, at a shape that users have: more than 1 is faster. {count} of
+{all} ops are measured ({where}); *ops* is the number of ops that the other has.
 """.strip()
 NOT_FASTER = """
-The table lists all committed measurements in which Liger is slower by more than {percent}, beyond the spread of steps or calls. It omits calls shorter
-than {shortest}. With few tokens per step, eager models are host-bound: [compile](how-to/compile.md) them. With offloaded weights, copies to and from
-the host bound a small step. Workloads named `lean` keep logits in a budget of 300 MiB.
+All calls of ops and all training runs of these pages in which Liger is slower by more than {percent} %, beyond the spread of calls or steps. Calls
+shorter than {shortest} µs are left out. With few tokens per step, eager models are host-bound: [compile](how-to/compile.md) them. With offloaded weights, copies
+to and from the host bound a small step.
+""".strip()
+REPEAT = """
+## How to repeat
+
+    nox -s benchmarks -- results/all-ops            # every op, on one CUDA GPU
+    nox -s steps -- results/steps                   # whole steps, on one CUDA GPU of 80 GB
+    nox -s training-results -- results/training     # whole training runs
+    liger bench sharded --out results/sharded       # sharded heads, on several GPUs
+    python benchmarks/trainers.py --out results/trl # TRL's trainers
 """.strip()
 
 

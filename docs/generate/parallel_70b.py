@@ -26,7 +26,7 @@ PAGE = ROOT / "docs" / "parallel-70b.md"
 PICTURE = ROOT / "docs" / "images" / "parallel-70b.png"
 RESULTS = ROOT / ".sweep" / "parallel-70b.json"
 CHECKS = RESULTS.with_name("parallel-70b-checks.json")
-# Matmuls and memory as `liger bench` measured them on an H200 (docs/benchmarks/ops.md); links by NCCL on two H200s; the others are assumptions, and the page says so.
+# Matmuls and memory as `liger bench` measured them on an H200; links by NCCL on two H200s; the others are assumptions, and the page says so.
 RATES = Rates(matmul=750e12, memory=4.2e12, attention=375e12, links=240e9, hosts=45e9)
 MODEL = "meta-llama/Llama-3.1-70B"
 SEQUENCE = 8192
@@ -293,7 +293,7 @@ Estimates are too fast by 10 to 20 % for both, so ratios are more accurate than 
 
 | rate | value | from |
 | --- | ---: | --- |
-| matmul in bfloat16 | {matmul} TFLOP/s | measured by `liger bench` on one H200 ([benchmarks](benchmarks/ops.md)) |
+| matmul in bfloat16 | {matmul} TFLOP/s | measured by `liger bench` on one H200 |
 | memory, read and written | {bandwidth} TB/s | measured by `liger bench` on one H200; an H100 has less |
 | attention | {attention} TFLOP/s | assumption: half of the rate of a matmul |
 | received by a GPU within a host of {per_host} GPUs | {links} GB/s | measured on two H200s by NCCL (256 MiB: all-gather 242, reduce-scatter 229, all-reduce 301) |

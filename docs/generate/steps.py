@@ -7,19 +7,20 @@ The rows are those of the newest folder *-steps of benchmarks/results, or of an 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from liger_bench import markdown
+from liger_bench.printing import change
 from liger_bench.records import Record, distinct
 from liger_train.model import weights_dtype
 from liger_train.plan.cost import RATES
 from liger_train.plan.estimate import UPDATE_PASSES, work
 from liger_train.plan.fit import EXAMPLES
 from liger_train.report.sweeps import ROWS, read
-from liger_train.row import SETUP, chosen_options
+from liger_train.row import SETUP, chosen_options, overlapping
 from liger_train.setup import Setup
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,7 @@ NAMES = {
     "liger": "Liger",
     "liger-compiled": "Liger, compiled",
 }
-PLAIN = "hf"
+PLAIN, OURS = "hf", ("liger", "liger-compiled")
 GIB = 1 << 30
 # The dense matmuls of a card in bfloat16 per second, by its data sheet.
 SHEET = dict(EXAMPLES.values())
@@ -51,11 +52,7 @@ is larger.
 
 
 def page(folder: Path) -> str:
-    rows = read([folder])
-    steps = [row for row in rows if row["memory_limit"] is None]
-    # Several GPUs may have measured side by side.
-    runs = list(dict.fromkeys(map(run, steps)))
-    steps.sort(key=lambda row: (runs.index(run(row)), list(NAMES).index(setup(row).implementation)))
+    rows, steps = read([folder]), measured(folder)
     name = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
     where = markdown.where(rows) + [f"* {versions}" for versions in distinct(rows, "versions")]
     parts = [
@@ -74,6 +71,41 @@ def page(folder: Path) -> str:
         f"## How to repeat\n\n    nox -s steps -- {name}\n    python docs/generate/steps.py {name}",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def measured(folder: Path) -> list[Record]:
+    """Return the rows of whole steps by run, without those of the search for the longest sequence."""
+    rows = [row for row in read([folder]) if row["memory_limit"] is None]
+    # Several GPUs may have measured side by side.
+    runs = list(dict.fromkeys(map(run, rows)))
+    return sorted(rows, key=lambda row: (runs.index(run(row)), list(NAMES).index(setup(row).implementation)))
+
+
+def headlines(rows: Sequence[Record]) -> Iterator[str]:
+    """Yield a sentence for each run of Liger beside Transformers."""
+    timed = {(run(row), setup(row).implementation): row for row in rows if row["tokens_per_second"]}
+    for name in dict.fromkeys(map(run, rows)):
+        plain, ours = timed.get((name, PLAIN)), timed.get((name, "liger"))
+        if plain and ours:
+            speed, peaks = (
+                ours["tokens_per_second"] / plain["tokens_per_second"],
+                (ours["peak_bytes"], plain["peak_bytes"]),
+            )
+            yield (
+                f"**{name}: {speed:.2f} × the speed of Transformers, {change(*peaks)} peak memory** "
+                f"({peaks[0] / GIB:.1f} GiB instead of {peaks[1] / GIB:.1f} GiB)"
+            )
+
+
+def slower(rows: Sequence[Record], least: float) -> Iterator[tuple[Record, Record]]:
+    """Yield Liger's row and that of an implementation that is faster in the same run, beyond the spread of the steps."""
+    timed = [row for row in rows if row["tokens_per_second"]]
+    others = [row for row in timed if setup(row).implementation not in OURS]
+    for ours in (row for row in timed if row["liger"] == "all"):
+        for other in others:
+            same = (run(other), other["checkpoint"]) == (run(ours), ours["checkpoint"])
+            if same and ours["tokens_per_second"] < least * other["tokens_per_second"] and not overlapping(ours, other):
+                yield ours, other
 
 
 def setup(row: Record) -> Setup:

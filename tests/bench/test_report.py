@@ -20,6 +20,7 @@ from liger_bench.bench.rows import HEADER
 from liger_bench.op_page import page
 from liger_bench.op_pictures import COLORS, LABEL_GAP, _spread, styles
 from liger_bench.records import OP_IDENTITY, SHARDED_IDENTITY, read
+from liger_bench.results import append_csv
 from liger_bench.sharded.job import HeadRow
 from liger_core import OptionError
 from liger_train.row import row_of
@@ -69,9 +70,31 @@ def test_a_figure_of_the_page_is_that_of_the_results(tmp_path: Path) -> None:
     times = {"eager": 0.4, "liger-kernel": 0.3, "quack": 0.25, "torch": 0.5}
     others = [op_row(name, kind="peer", median_ms=ms, **figures) for name, ms in times.items()]
     text = text_of(results(tmp_path, [op_row(**figures | {"error_gradients": 1e-3}), *others]))
-    speeds = ["2.00 ×", "–", "1.50 ×", "1.25 × (quack)"]
-    wanted = ["full", "**0.200**", "0.90", *speeds, "**3**, 3", "**1.0e-03**, 2.5e-03"]
+    speeds = ["2.00 ×", "–", "1.50 ×", "1.25 × (quack), 2.50 × (torch)"]
+    wanted = ["full", "**0.200**", "0.90", "**3**, 3, –, 3", "**1.0e-03**, 2.5e-03, –, 2.5e-03", *speeds]
     assert cells(text, "rms_norm<br>32x64")[1:] == wanted
+
+
+@pytest.mark.parametrize(
+    ("columns", "listed"),
+    [
+        ({"median_ms": 0.16, "high_ms": 0.17}, True),
+        ({"median_ms": 0.195, "high_ms": 0.196}, False),
+        ({"median_ms": 0.16, "high_ms": 0.2}, False),
+        ({"median_ms": 0.4, "high_ms": 0.41}, False),
+    ],
+    ids=["slower", "by_less_than_3_percent", "within_the_spread", "faster"],
+)
+def test_where_liger_is_slower_is_listed(tmp_path: Path, columns: dict[str, float], listed: bool) -> None:
+    text = text_of(results(tmp_path, [op_row(low_ms=0.199), op_row("quack", kind="peer", **columns)]))
+    assert ("* rms_norm 32x64, full: 0.80 × the speed of quack" in text) == listed
+    assert ("µs: nowhere." in text) != listed
+
+
+def test_a_table_without_json_has_the_same_rows(tmp_path: Path) -> None:
+    rows = [op_row(), declined("quack", reason="not installed"), op_row("eager", axis="N", axis_value=32)]
+    append_csv(rows, tmp_path / "results.csv", HEADER)
+    assert read(tmp_path) == read(results(tmp_path, rows))
 
 
 def test_the_last_measurement_of_the_same_thing_counts(tmp_path: Path) -> None:

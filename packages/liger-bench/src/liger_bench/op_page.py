@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from liger_bench import markdown
@@ -21,61 +21,96 @@ NAMES = {
     "compile": "torch.compile",
 }
 OURS, COLUMNS = ("triton", "reference"), ("eager", "compile", "liger-kernel")
+# Shorter calls take as long as their launches, and their ratios vary from run to run.
+SLOWER, SHORTEST_MS = 0.97, 0.025
 ABOUT = """
 Each op at its largest shape, or at the largest that plain PyTorch can run if it ran in this measurement.
 
-* *full* is forward and backward, *evaluation* a forward pass without gradients.
+* *full* is forward and backward, *evaluation* a forward pass without gradients. An op with it may compute gradients in
+  its forward pass, so its forward and backward passes alone do not compare.
 * *Limit* is the least time of the work on this machine ÷ the median time: of the bytes at copy bandwidth, of the
   operations at the rate of a large matmul, or of exactly the matmuls that the op needs. The same run measures these.
+* *MiB* is the peak memory beyond inputs and gradients: of Liger, plain PyTorch, torch.compile and liger-kernel.
+* *Error* is the largest relative error (Frobenius norm) against float64, of an output or, after a backward pass, of a
+  gradient: of the same four.
 * The times of the others are multiples of Liger's: above 1, Liger is faster. *Plain PyTorch* is the computation of
   Transformers.
-* *MiB* is the peak memory beyond inputs and gradients, Liger's and plain PyTorch's.
-* *Error* is the largest relative error (Frobenius norm) against float64, of an output or, after a backward pass, of a
-  gradient: Liger's and plain PyTorch's.
 
 Implementations are interleaved. A `–` was not measured, or has no meaning there.
 """.strip()
-HEAD = (
-    "op", "pass", "ms", "limit", *(NAMES.get(name, name) for name in COLUMNS), "fastest other", "MiB", "error",
-)  # fmt: skip
+SLOWER_ABOUT = f"""
+Where Liger is slower by more than {100 * (1 - SLOWER):.0f} %, beyond the 20th to 80th percentiles of both times, in
+calls of at least {1000 * SHORTEST_MS:.0f} µs:
+""".strip()
+HEAD = ("op", "pass", "ms", "limit", "MiB", "error", *(NAMES.get(name, name) for name in COLUMNS), "others")
 
 
 def page(records: Records, pictures: dict[str, Path], command: str) -> list[str]:
     """Return the sections of the page; `pictures` maps `<op> scaling` and "share" to the path in the page's link."""
     parts = [
         markdown.where(records.all)[0] + " [Versions and commits](#how-it-was-measured) are below.",
-        _ops(records.ops, pictures),
+        ops_section(records.ops, pictures),
         _sharded(records.sharded),
         "\n\n".join(_picture(key, f"{key}: time against each size", pictures) for key in sorted({*pictures} - {SHARE})),
-        _where(records),
+        how_measured(records),
         _repeat(records, command),
     ]
     return [text for text in parts if text]
 
 
-def _ops(rows: Sequence[Record], pictures: dict[str, Path]) -> str:
-    """Return the table of all ops, and why figures are missing from it."""
-    table, shown = [], []
+def ops_section(rows: Sequence[Record], pictures: dict[str, Path]) -> str:
+    """Return the table of all ops, why figures are missing from it, and where Liger is slower."""
+    table = [[f"{ours['op']}<br>{ours['workload']}", *_line(ours, others)] for ours, others in compared(rows)]
+    missing = markdown.reasons(
+        (f"{row['op']}, {label(row)} {row['pass']}".strip(), row["reason"])
+        for op in distinct(rows, "op")
+        for row in largest([row for row in rows if row["op"] == op])
+    )
+    if not table:
+        return f"## Ops\n\n{missing}" if missing else ""
+    slow = [f"* {call(ours)}: {speed(ours, other):.2f} × the speed of {label(other)}" for ours, other in slower(rows)]
+    parts = ["## Ops", ABOUT, _picture(SHARE, "all ops: fraction of the limit", pictures)]
+    parts += [markdown.table(HEAD, markdown.sparse(table), right=range(2, len(HEAD))), missing]
+    parts += [SLOWER_ABOUT if slow else f"{SLOWER_ABOUT} nowhere.", "\n".join(slow)]
+    return "\n\n".join(text for text in parts if text)
+
+
+def compared(rows: Sequence[Record]) -> Iterator[tuple[Record, dict[str, Record]]]:
+    """Yield Liger's row and the others' by implementation, for each comparable pass of each op at its largest shape."""
     for op in distinct(rows, "op"):
         at_shape = largest([row for row in rows if row["op"] == op])
-        passes = comparable({row["pass"] for row in at_shape})
-        lines = [line for name in passes if (line := _line([row for row in at_shape if row["pass"] == name]))]
-        if lines:
-            title = f"{op}<br>{at_shape[0]['workload']}"
-            table += [[title if line is lines[0] else "", *line] for line in lines]
-        shown += [row for row in at_shape if row["reason"]]
-    if not table and not shown:
-        return ""
-    missing = markdown.reasons(
-        (f"{row['op']}, {NAMES.get(row['implementation'], row['implementation'])} {row['pass']}".strip(), row["reason"])
-        for row in shown
-    )
-    parts = ("## Ops", ABOUT, _picture(SHARE, "all ops: fraction of the limit", pictures))
-    return "\n\n".join(
-        text
-        for text in (*parts, markdown.table(HEAD, table, right=range(2, len(HEAD))) if table else "", missing)
-        if text
-    )
+        for name in comparable({row["pass"] for row in at_shape}):
+            timed = {
+                row["implementation"]: row for row in at_shape if row["pass"] == name and row["median_ms"] is not None
+            }
+            ours = next((timed[each] for each in OURS if each in timed), None)
+            if ours is not None:
+                yield ours, {each: row for each, row in timed.items() if each not in OURS}
+
+
+def slower(rows: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """Return Liger's row and the other's where another implementation is faster, beyond the spread of both."""
+    pairs = [(ours, other) for ours, others in compared(rows) for other in others.values()]
+    return [
+        (ours, other)
+        for ours, other in sorted(pairs, key=lambda pair: speed(*pair))
+        if speed(ours, other) < SLOWER and ours["median_ms"] > SHORTEST_MS and other["high_ms"] < ours["low_ms"]
+    ]
+
+
+def speed(ours: Record, other: Record) -> float:
+    """Return the time of another implementation ÷ Liger's."""
+    return float(other["median_ms"] / ours["median_ms"])
+
+
+def call(row: Record) -> str:
+    """Return the op, the workload and the pass of a row."""
+    return f"{row['op']} {row['workload']}, {row['pass']}"
+
+
+def label(row: Record) -> str:
+    """Return an implementation's name on the page."""
+    return str(NAMES.get(row["implementation"], row["implementation"]))
 
 
 def comparable(measured: Collection[str]) -> list[str]:
@@ -96,33 +131,26 @@ def largest(rows: Sequence[Record]) -> list[Record]:
     return [row for row in rows if row["workload"] == chosen]
 
 
-def _line(rows: Sequence[Record]) -> list[str]:
-    """Return the cells of one pass; none without a time of Liger's."""
-    timed = {row["implementation"]: row for row in rows if row["median_ms"] is not None}
-    ours = next((timed[name] for name in OURS if name in timed), None)
-    if ours is None:
-        return []
-
-    def against(row: Record | None, name: str = "") -> str:
-        return "–" if row is None else f"{row['median_ms'] / ours['median_ms']:.2f} ×{name}"
-
-    others = [row for name, row in timed.items() if row is not ours and name not in (*COLUMNS, *OURS)]
-    fastest = min(others, key=lambda row: row["median_ms"], default=None)
-    eager = timed.get("eager")
+def _line(ours: Record, others: dict[str, Record]) -> list[str]:
+    """Return the cells of one pass."""
     error = "error_gradients" if ours["pass"] in ("backward", "full") else "error_outputs"
+    more = sorted((row for name, row in others.items() if name not in COLUMNS), key=lambda row: row["median_ms"])
     return [
         ours["pass"], f"**{_ms(ours['median_ms'])}**", _form(ours, "share", ".2f"),
-        *(against(timed.get(name)) for name in COLUMNS),
-        against(fastest, "" if fastest is None else f" ({fastest['implementation']})"),
-        _pair(ours, eager, "peak_beyond_gradients_bytes", ",.0f", 1 / MIB), _pair(ours, eager, error, ".1e"),
+        _all(ours, others, "peak_beyond_gradients_bytes", ",.0f", 1 / MIB), _all(ours, others, error, ".1e"),
+        *(f"{speed(ours, others[name]):.2f} ×" if name in others else "–" for name in COLUMNS),
+        ", ".join(f"{speed(ours, row):.2f} × ({row['implementation']})" for row in more) or "–",
     ]  # fmt: skip
 
 
-def _pair(ours: Record, eager: Record | None, column: str, form: str, factor: float = 1.0) -> str:
-    return f"**{_form(ours, column, form, factor)}**, {_form(eager, column, form, factor)}"
+def _all(ours: Record, others: dict[str, Record], column: str, form: str, factor: float = 1.0) -> str:
+    """Return a figure of Liger, and of the implementations that have columns."""
+    figures = [_form(others.get(name), column, form, factor) for name in COLUMNS]
+    return f"**{_form(ours, column, form, factor)}**, {', '.join(figures)}"
 
 
-def _where(records: Records) -> str:
+def how_measured(records: Records) -> str:
+    """Return the section on the machine, the versions and the peaks."""
     rows = records.all
     lines = [*markdown.where(rows), f"* dtype: {', '.join(distinct(rows, 'dtype'))}"]
     lines += [f"* {versions}" for versions in distinct(rows, "versions")]

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from liger_bench.bench.rows import read_csv
 from liger_bench.results import read_json
 from liger_core.errors import OptionError
 
 Record = dict[str, Any]
-OPS, SHARDED = "results.json", "sharded.json"
+OPS, TABLE, SHARDED = "results.json", "results.csv", "sharded.json"
 # Two rows with these columns equal measure the same case.
 OP_IDENTITY = ("op", "workload", "implementation", "pass", "dtype", "device", "machine")
 SHARDED_IDENTITY = ("op", "rows", "width", "classes", "implementation", "ranks", "dtype", "device", "machine")
@@ -33,11 +34,11 @@ class Records:
 
 
 def read(folder: Path) -> Records | None:
-    """Return the rows of a folder, or None if there are none.
+    """Return the rows of a folder, or None if there are none. Rows of ops are also read from a table without its JSON.
 
     Raises OptionError for rows of several machines or dtypes.
     """
-    rows = _latest(read_json(folder / OPS), OP_IDENTITY)
+    rows = _latest(read_json(folder / OPS) or read_csv(folder / TABLE), OP_IDENTITY)
     sharded = _latest(read_json(folder / SHARDED), SHARDED_IDENTITY)
     places = dict.fromkeys((row["machine"], row["dtype"]) for row in [*rows, *sharded])
     if len(places) > 1:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from liger_bench.machine import ENVIRONMENT
@@ -76,7 +78,25 @@ class OpRow:
         return {name.rstrip("_"): value for name, value in asdict(self).items()}
 
 
-HEADER = [column.name.rstrip("_") for column in fields(OpRow)]
+TYPES = {column.name.rstrip("_"): str(column.type) for column in fields(OpRow)}
+HEADER = [*TYPES]
+
+
+def read_csv(path: Path) -> list[Columns]:
+    """Return the rows of a table that `liger bench` wrote, or none if there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return [
+            {name: _value(cell, TYPES.get(name, "str")) for name, cell in row.items()} for row in csv.DictReader(file)
+        ]
+
+
+def _value(cell: str, kind: str) -> Any:
+    """Return the value of a column of this type."""
+    if not cell and "None" in kind:
+        return None
+    return cell == "True" if kind == "bool" else cell if kind.startswith("str") else float(cell)
 
 
 def measured(
