@@ -83,18 +83,31 @@ def measured(folder: Path) -> list[Record]:
 
 def headlines(rows: Sequence[Record]) -> Iterator[str]:
     """Yield a sentence for each run of Liger beside Transformers."""
+    for name, plain, ours in _pairs(rows):
+        speed, peaks = ours["tokens_per_second"] / plain["tokens_per_second"], (ours["peak_bytes"], plain["peak_bytes"])
+        yield (
+            f"**{name}: {speed:.2f} × the speed of Transformers, {change(*peaks)} peak memory** "
+            f"({peaks[0] / GIB:.1f} GiB instead of {peaks[1] / GIB:.1f} GiB)"
+        )
+
+
+def readme(rows: Sequence[Record]) -> Iterator[str]:
+    """Yield a row of README's table for each run of Liger beside Transformers."""
+    for name, plain, ours in _pairs(rows):
+        cells = (
+            f"{row['peak_bytes'] / GIB:.1f} GiB, {row['tokens_per_second']:,.0f} tokens/s" for row in (plain, ours)
+        )
+        memory, speed = (change(ours[column], plain[column]) for column in ("peak_bytes", "tokens_per_second"))
+        yield f"| {name} | {' | '.join(cells)} | **{memory} memory, {speed} speed** |"
+
+
+def _pairs(rows: Sequence[Record]) -> Iterator[tuple[str, Record, Record]]:
+    """Yield each run with the rows of Transformers and Liger."""
     timed = {(run(row), setup(row).implementation): row for row in rows if row["tokens_per_second"]}
     for name in dict.fromkeys(map(run, rows)):
         plain, ours = timed.get((name, PLAIN)), timed.get((name, "liger"))
         if plain and ours:
-            speed, peaks = (
-                ours["tokens_per_second"] / plain["tokens_per_second"],
-                (ours["peak_bytes"], plain["peak_bytes"]),
-            )
-            yield (
-                f"**{name}: {speed:.2f} × the speed of Transformers, {change(*peaks)} peak memory** "
-                f"({peaks[0] / GIB:.1f} GiB instead of {peaks[1] / GIB:.1f} GiB)"
-            )
+            yield name, plain, ours
 
 
 def slower(rows: Sequence[Record], least: float) -> Iterator[tuple[Record, Record]]:

@@ -98,6 +98,12 @@ def test_the_readme_has_the_figures_of_trl_that_were_measured_last() -> None:
     assert made.stdout.strip() in " ".join((ROOT / "README.md").read_text().split()), made.stderr
 
 
+def test_the_table_of_the_readme_has_rows_of_the_newest_steps() -> None:
+    made = generated("import steps, all_ops; print(*steps.readme(steps.measured(all_ops.newest('steps'))), sep='\\n')")
+    (table,) = re.findall(r"\| --- \|[^\n]*\n((?:\|[^\n]*\n)+)", (ROOT / "README.md").read_text())
+    assert set(table.splitlines()) <= set(made.stdout.splitlines()), made.stdout + made.stderr
+
+
 def parse(command: Any, name: str, arguments: list[str], parent: Any = None) -> None:
     context = command.make_context(name, list(arguments), parent=parent)
     rest = [*getattr(context, "_protected_args", []), *context.args]
