@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import forks
 from liger_train import zero
+from liger_train.errors import SetupError
 from liger_train.runs.run import run
 from liger_train.setup import Setup
 from train.training import FIELDS, needs_distributed
@@ -67,6 +68,10 @@ def work(rank: int, setup: Setup, folder: Path) -> None:
         if not problem(options):
             rows[f"{name} {way}"] = row = run(replace(whole, model=str(folder / name), **options))
             assert not row.failed, (name, way, row.reason)
+    if setup.ranks > 3:
+        # The checkpoint has three experts apart.
+        with pytest.raises(SetupError, match="got 4 ranks and 3 experts; use --replicate 2"):
+            run(replace(whole, model=str(folder / "experts"), **FSDP2))
     if rank == 0:
         columns = {name: (row.losses, row.trainable_parameters, row.notes) for name, row in rows.items()}
         (folder / f"{setup.ranks}.json").write_text(json.dumps(columns))

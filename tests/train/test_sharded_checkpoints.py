@@ -27,12 +27,13 @@ import forks
 from hf.two_ranks import on_two_ranks
 from liger_bench.memory import peak_bytes
 from liger_core.errors import OptionError
+from liger_train.errors import SetupError
 from liger_train.model import Built, build
 from liger_train.row import Row
 from liger_train.runs import checkpoint_writer
 from liger_train.runs.run import run
 from liger_train.setup import Setup
-from liger_train.sharded_loading import SHARD
+from liger_train.sharded_loading import SHARD, check_experts
 from train.training import FIELDS, At, needs_distributed, setup_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu, needs_distributed]
@@ -238,6 +239,18 @@ def load(rank: int, folder: str) -> None:
         )
         assert held < whole_bytes / 2 + layer, (options, held, whole_bytes, layer)
     torch.distributed.destroy_process_group()
+
+
+def test_fewer_experts_than_ranks_are_refused_if_a_file_has_them_apart(tmp_path: Path) -> None:
+    save(tmp_path, "qwen3_moe", num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    files = list(map(str, tmp_path.glob("*.safetensors")))
+    check_experts(model, 3, files)
+    with pytest.raises(SetupError, match="got 4 ranks and 3 experts; use --replicate 2"):
+        check_experts(model, 4, files)
+    # Random weights are made whole.
+    check_experts(model, 4, ())
 
 
 def test_each_rank_holds_its_shards_and_one_layer_at_most(tmp_path: Path) -> None:

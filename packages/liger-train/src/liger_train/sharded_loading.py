@@ -9,19 +9,21 @@ the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from liger_hf.private_transformers import INITIALIZE, INITIALIZED, before_loading
+from liger_train.errors import SetupError
 from liger_train.float8 import scale_after_steps
 from liger_train.setup import Setup
 
@@ -41,7 +43,38 @@ def in_shards(setup: Setup, device: torch.device) -> AbstractContextManager[None
     # module computes its whole output, and makes adapters of that size.
     names = ("replicas", "fsdp")
     mesh = init_device_mesh("cpu", (setup.replicate, setup.ranks // setup.replicate), mesh_dim_names=names)["fsdp"]
-    return before_loading(lambda model, files: _shard(model, mesh, device))
+
+    def prepare(model: Any, files: Any) -> None:
+        check_experts(model, mesh.size(), files or ())
+        _shard(model, mesh, device)
+
+    return before_loading(prepare)
+
+
+def check_experts(model: nn.Module, ranks: int, files: Iterable[str]) -> None:
+    """Raise SetupError if the files have each expert apart and there are fewer experts than ranks.
+
+    Transformers stacks the experts of a rank, and would fail on a rank that has none, while the others wait for it.
+    """
+    few = {
+        (path.rpartition(".")[2], weight.shape[0])
+        for path, module in model.named_modules()
+        for weight in module.parameters(recurse=False)
+        if weight.dim() == 3 and weight.shape[0] < ranks
+    }
+    if few:
+        names = [name for file in files if file.endswith(".safetensors") for name in _names(file)]
+        for module, count in sorted(few):
+            if any(f".{module}.0." in name for name in names):
+                raise SetupError(
+                    f"--shard fsdp2 must have at most as many ranks as experts, which this checkpoint stores "
+                    f"apart, got {ranks} ranks and {count} experts; use --replicate {-(-ranks // count)}"
+                )
+
+
+def _names(file: str) -> list[str]:
+    with safe_open(file, "pt") as tensors:
+        return list(tensors.keys())
 
 
 def _shard(model: Any, mesh: DeviceMesh, device: torch.device) -> None:

@@ -35,7 +35,7 @@ from liger_core.ops.head.shards import VocabShard, vocabulary
 from liger_core.ops.head.tokens import TokenLoop, token_loop
 
 # One H200, 8192 × 4096: all logits of 152,064 classes are kept, which takes 1.05 × three matmuls; within 2150 MiB, a
-# tenth of them is computed again, which takes 1.16 ×.
+# tenth of them is recomputed, which takes 1.16 ×.
 GPU_BYTES = 2400 * MiB
 
 
