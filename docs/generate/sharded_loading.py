@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host memory of every rank while `liger train --shard fsdp2` loads a checkpoint: docs/images/sharded-loading.png.
 
-    python docs/generate/sharded_loading.py measure NAME RANKS FOLDER TEXT [random]
+    python docs/generate/sharded_loading.py measure NAME RANKS FOLDER TEXT [random|tp]
 
-prepares a run on the CPU with the model in FOLDER, or random weights, up to its first step, and adds a series NAME to the committed results: what each rank holds besides mapped
+prepares a run on the CPU with the model in FOLDER, with random weights, or sharded by tensor parallelism, up to its first step, and adds a series NAME to the committed results: what each rank holds besides mapped
 files, in MiB, several times a second. Without arguments, it draws the picture from them.
 """
 
@@ -27,7 +27,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "2026-11-27-cpu-sharded-loading" / "
 PICTURE = ROOT / "docs" / "images" / "sharded-loading.png"
 
 
-def work(model: str, text: str, weights: str) -> None:
+def work(model: str, text: str, how: str) -> None:
     """One rank, which ends where its first step would begin."""
     import torch.distributed as dist
     from transformers import TrainerCallback
@@ -40,6 +40,7 @@ def work(model: str, text: str, weights: str) -> None:
             dist.barrier()
             os._exit(0)
 
+    ranks = int(os.environ["WORLD_SIZE"])
     options = {
         "precision": "fp32",
         "checkpoint": "none",
@@ -47,20 +48,18 @@ def work(model: str, text: str, weights: str) -> None:
         "device": "cpu",
         "steps": 1,
         "data": text,
-        "random_weights": weights == "random",
+        "random_weights": how == "random",
     }
-    row = run(
-        Setup(model, batch=1, sequence=16, shard="fsdp2", ranks=int(os.environ["WORLD_SIZE"]), **options),
-        observers=[Stop()],
-    )
+    sharded = {"tp": ranks} if how == "tp" else {"shard": "fsdp2"}
+    row = run(Setup(model, batch=1, sequence=16, ranks=ranks, **sharded, **options), observers=[Stop()])
     raise SystemExit(row.reason)
 
 
-def measure(ranks: int, model: str, text: str, weights: str) -> dict[str, list[list[float]]]:
+def measure(ranks: int, model: str, text: str, how: str) -> dict[str, list[list[float]]]:
     """Rank → [seconds, MiB]."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     start = time.monotonic()
-    process = subprocess.Popen([*launcher, __file__, "work", model, text, weights])
+    process = subprocess.Popen([*launcher, __file__, "work", model, text, how])
     names: dict[Path, str] = {}
     series: dict[str, list[list[float]]] = {}
     while process.poll() is None:
@@ -84,7 +83,8 @@ def measure(ranks: int, model: str, text: str, weights: str) -> dict[str, list[l
 
 
 def draw(results: dict[str, dict[str, list[list[float]]]]) -> None:
-    figure, panels = plt.subplots(1, len(results), figsize=(11, 3), sharey=True, layout="constrained")
+    figure, grid = plt.subplots(2, -(-len(results) // 2), figsize=(11, 5.5), sharey=True, layout="constrained")
+    panels = grid.flat
     for axes, (name, series) in zip(panels, results.items(), strict=True):
         for rank, points in series.items():
             axes.plot([seconds for seconds, _ in points], [size / 1024 for _, size in points], label=f"rank {rank}")
@@ -102,8 +102,8 @@ if __name__ == "__main__":
         work(*sys.argv[2:])
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if sys.argv[1:2] == ["measure"]:
-        name, ranks, model, text, weights = [*sys.argv[2:], "loaded"][:5]
-        known[name] = measure(int(ranks), model, text, weights)
+        name, ranks, model, text, how = [*sys.argv[2:], "loaded"][:5]
+        known[name] = measure(int(ranks), model, text, how)
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         RESULTS.write_text(json.dumps(known) + "\n")
     else:

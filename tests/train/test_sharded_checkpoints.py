@@ -28,7 +28,7 @@ from hf.two_ranks import on_two_ranks
 from liger_bench.memory import peak_bytes
 from liger_core.errors import OptionError
 from liger_train.errors import SetupError
-from liger_train.model import Built, build
+from liger_train.model import Built, build, copy_views
 from liger_train.row import Row
 from liger_train.runs import checkpoint_writer
 from liger_train.runs.run import run
@@ -203,6 +203,21 @@ def check_shards(built: Built, whole: nn.Module, rank: int) -> None:
     assert not any(buffer.is_meta for buffer in built.model.buffers())
 
 
+def check_views(weight: DTensor) -> None:
+    """Raises unless a shard that is a view is copied, and another one is not."""
+    shard = weight.to_local().detach()
+    wide = torch.cat((shard, shard))
+    for local in (shard, wide[: len(shard)]):
+        holder = nn.Module()
+        like = DTensor.from_local(local, weight.device_mesh, weight.placements, run_check=False)
+        holder.weight = nn.Parameter(like)
+        copy_views(holder)
+        kept: Any = holder.weight.to_local()
+        assert (kept.data_ptr() == local.data_ptr()) == (local is shard)
+        assert kept.untyped_storage().nbytes() == kept.nbytes
+        assert torch.equal(kept, shard)
+
+
 def load(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     gc.freeze()
@@ -226,6 +241,7 @@ def load(rank: int, folder: str) -> None:
             weights = type(whole).from_pretrained(None, config=config, state_dict={}).state_dict()
             for key, weight in sharded.state_dict().items():
                 assert torch.equal(weight.full_tensor() if isinstance(weight, DTensor) else weight, weights[key]), key
+            check_views(next(weight for weight in sharded.parameters() if isinstance(weight, DTensor)))
     files = sum(path.stat().st_size for path in (Path(folder) / "deep").glob("*.safetensors"))
     # Files are mapped, so their pages belong to the page cache of the machine.
     random_weights = {"random_weights": True}

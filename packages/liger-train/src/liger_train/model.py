@@ -129,7 +129,7 @@ def _tensor_parallel(setup: Setup, device: torch.device, notes: list[str]) -> An
         random = _is_random(setup)
         model = _random(setup, config, **options) if random else checkpoint.load(setup, config, notes, **options)
     forget_initialization(model)
-    _copy_shards(model)
+    copy_views(model)
     return model
 
 
@@ -147,16 +147,20 @@ def _random(setup: Setup, config: Any, **options: Any) -> Any:
 
 
 @torch.no_grad()
-def _copy_shards(model: nn.Module) -> None:
-    """Copy the shards: a shard that Transformers loads may be a view, which keeps the whole weight in memory."""
+def copy_views(model: nn.Module) -> None:
+    """Copy the shards that are views, each of which keeps a whole weight in memory.
+
+    Others stay: the C library may not return the memory of what is freed, so that a rank would hold its shards twice.
+    """
     for weight in model.parameters():
         if isinstance(weight, DTensor):
-            mesh, placements = weight.device_mesh, weight.placements
-            copy = DTensor.from_local(
-                weight.to_local().clone(), mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
-            )
-            # In place, so that tied weights and hooks keep theirs.
-            torch.utils.swap_tensors(weight, nn.Parameter(copy, weight.requires_grad))
+            mesh, placements, shard = weight.device_mesh, weight.placements, weight.to_local()
+            if shard.untyped_storage().nbytes() > shard.nbytes:
+                copy = DTensor.from_local(
+                    shard.clone(), mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
+                )
+                # In place, so that tied weights and hooks keep theirs.
+                torch.utils.swap_tensors(weight, nn.Parameter(copy, weight.requires_grad))
 
 
 def _is_random(setup: Setup) -> bool:
