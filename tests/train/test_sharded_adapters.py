@@ -69,7 +69,7 @@ def work(rank: int, setup: Setup, folder: Path) -> None:
             rows[f"{name} {way}"] = row = run(replace(whole, model=str(folder / name), **options))
             assert not row.failed, (name, way, row.reason)
     if setup.ranks > 3:
-        # The checkpoint has three experts apart.
+        # The checkpoint stores three experts separately.
         with pytest.raises(SetupError, match="got 4 ranks and 3 experts; use --replicate 2"):
             run(replace(whole, model=str(folder / "experts"), **FSDP2))
     if rank == 0:

@@ -257,16 +257,21 @@ def load(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_fewer_experts_than_ranks_are_refused_if_a_file_has_them_apart(tmp_path: Path) -> None:
+def test_fewer_experts_than_ranks_are_refused_if_a_file_stores_them_separately(tmp_path: Path) -> None:
     save(tmp_path, "qwen3_moe", num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     files = list(map(str, tmp_path.glob("*.safetensors")))
-    check_experts(model, 3, files)
-    with pytest.raises(SetupError, match="got 4 ranks and 3 experts; use --replicate 2"):
-        check_experts(model, 4, files)
+    setup = setup_of(tmp_path, shard="fsdp2")
+    check_experts(model, replace(setup, ranks=3), files)
+    check_experts(model, replace(setup, ranks=4, replicate=2), files)
+    # The copies that the error names divide the ranks.
+    for ranks, replicate, copies in ((4, 1, 2), (8, 1, 4), (8, 2, 4), (9, 1, 3), (10, 2, 5)):
+        shared = f"got {ranks // replicate} ranks and 3 experts; use --replicate {copies}$"
+        with pytest.raises(SetupError, match=shared):
+            check_experts(model, replace(setup, ranks=ranks, replicate=replicate), files)
     # Random weights are made whole.
-    check_experts(model, 4, ())
+    check_experts(model, replace(setup, ranks=4), ())
 
 
 def test_each_rank_holds_its_shards_and_one_layer_at_most(tmp_path: Path) -> None:

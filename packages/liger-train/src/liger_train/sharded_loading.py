@@ -45,17 +45,18 @@ def in_shards(setup: Setup, device: torch.device) -> AbstractContextManager[None
     mesh = init_device_mesh("cpu", (setup.replicate, setup.ranks // setup.replicate), mesh_dim_names=names)["fsdp"]
 
     def prepare(model: Any, files: Any) -> None:
-        check_experts(model, mesh.size(), files or ())
+        check_experts(model, setup, files or ())
         _shard(model, mesh, device)
 
     return before_loading(prepare)
 
 
-def check_experts(model: nn.Module, ranks: int, files: Iterable[str]) -> None:
-    """Raise SetupError if the files have each expert apart and there are fewer experts than ranks.
+def check_experts(model: nn.Module, setup: Setup, files: Iterable[str]) -> None:
+    """Raise SetupError if the files store each expert separately and there are fewer experts than ranks of a copy.
 
     Transformers stacks the experts of a rank, and would fail on a rank that has none, while the others wait for it.
     """
+    total, ranks = setup.ranks, setup.sharing_ranks
     few = {
         (path.rpartition(".")[2], weight.shape[0])
         for path, module in model.named_modules()
@@ -66,9 +67,10 @@ def check_experts(model: nn.Module, ranks: int, files: Iterable[str]) -> None:
         names = [name for file in files if file.endswith(".safetensors") for name in _names(file)]
         for module, count in sorted(few):
             if any(f".{module}.0." in name for name in names):
+                copies = next(n for n in range(1, total + 1) if total % n == 0 and total // n <= count)
                 raise SetupError(
-                    f"--shard fsdp2 must have at most as many ranks as experts, which this checkpoint stores "
-                    f"apart, got {ranks} ranks and {count} experts; use --replicate {-(-ranks // count)}"
+                    "--shard fsdp2 must have at most as many ranks for each copy as experts, which this checkpoint "
+                    f"stores separately, got {ranks} ranks and {count} experts; use --replicate {copies}"
                 )
 
 
