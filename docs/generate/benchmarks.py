@@ -29,14 +29,14 @@ PAGES = {
 
 
 def page(ops: Sequence[str] = OPS) -> str:
-    folder, of_steps = newest("all-ops"), newest("steps")
+    folder, of_steps, of_runs = map(newest, ("all-ops", "steps", "training-runs"))
+    whole_steps = steps.measured(read([of_steps]))
     rows = [row for row in records(folder).ops if row["op"] in ops]
-    trained = [(of_steps, steps.measured(of_steps)), (newest("training-runs"), read([newest("training-runs")]))]
-    lines = [*slower_ops(folder, rows), *(line for each in trained for line in slower_runs(*each))]
+    lines = [*slower_ops(folder, rows), *slower_runs(of_steps, whole_steps), *slower_runs(of_runs, read([of_runs]))]
     parts = [
         "# Benchmarks",
         markdown.generated("python docs/generate/benchmarks.py"),
-        "\n".join(f"* {line}" for line in steps.headlines(steps.measured(of_steps))),
+        "\n".join(f"* {line}" for line in steps.headlines(whole_steps)),
         OPS_ABOUT.format(
             count=len({ours["op"] for ours, _ in compared(rows)}), all=len(ops), where=place(folder, rows[0])
         ),

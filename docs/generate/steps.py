@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from all_ops import newest
+
 from liger_bench import markdown
 from liger_bench.printing import change
 from liger_bench.records import Record, distinct
@@ -19,12 +21,11 @@ from liger_train.model import weights_dtype
 from liger_train.plan.cost import RATES
 from liger_train.plan.estimate import UPDATE_PASSES, work
 from liger_train.plan.fit import EXAMPLES
-from liger_train.report.sweeps import ROWS, read
+from liger_train.report.sweeps import read
 from liger_train.row import SETUP, chosen_options, overlapping
 from liger_train.setup import Setup
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks" / "steps.md"
 NAMES = {
     "hf": "Transformers",
@@ -52,7 +53,8 @@ is larger.
 
 
 def page(folder: Path) -> str:
-    rows, steps = read([folder]), measured(folder)
+    rows = read([folder])
+    steps = measured(rows)
     name = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
     where = markdown.where(rows) + [f"* {versions}" for versions in distinct(rows, "versions")]
     parts = [
@@ -73,9 +75,9 @@ def page(folder: Path) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def measured(folder: Path) -> list[Record]:
+def measured(rows: Sequence[Record]) -> list[Record]:
     """Return the rows of whole steps by run, without those of the search for the longest sequence."""
-    rows = [row for row in read([folder]) if row["memory_limit"] is None]
+    rows = [row for row in rows if row["memory_limit"] is None]
     # Several GPUs may have measured side by side.
     runs = list(dict.fromkeys(map(run, rows)))
     return sorted(rows, key=lambda row: (runs.index(run(row)), list(NAMES).index(setup(row).implementation)))
@@ -186,7 +188,5 @@ def method(row: Record) -> str:
 
 
 if __name__ == "__main__":
-    chosen = [Path(word).resolve() for word in sys.argv[1:]] or sorted(
-        p.parent for p in RESULTS.glob(f"*-steps/{ROWS}")
-    )
-    PAGE.write_text(page(chosen[-1]), encoding="utf-8")
+    chosen = Path(sys.argv[1]).resolve() if sys.argv[1:] else newest("steps")
+    PAGE.write_text(page(chosen), encoding="utf-8")

@@ -99,7 +99,7 @@ def test_the_readme_has_the_figures_of_trl_that_were_measured_last() -> None:
 
 
 def test_the_table_of_the_readme_has_rows_of_the_newest_steps() -> None:
-    made = generated("import steps, all_ops; print(*steps.readme(steps.measured(all_ops.newest('steps'))), sep='\\n')")
+    made = generated("import steps as g; print(*g.readme(g.measured(g.read([g.newest('steps')]))), sep='\\n')")
     (table,) = re.findall(r"\| --- \|[^\n]*\n((?:\|[^\n]*\n)+)", (ROOT / "README.md").read_text())
     assert set(table.splitlines()) <= set(made.stdout.splitlines()), made.stdout + made.stderr
 

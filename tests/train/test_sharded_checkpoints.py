@@ -28,12 +28,12 @@ from hf.two_ranks import on_two_ranks
 from liger_bench.memory import peak_bytes
 from liger_core.errors import OptionError
 from liger_train.errors import SetupError
-from liger_train.model import Built, build, copy_views
+from liger_train.model import Built, build
 from liger_train.row import Row
 from liger_train.runs import checkpoint_writer
 from liger_train.runs.run import run
 from liger_train.setup import Setup
-from liger_train.sharded_loading import SHARD, check_experts
+from liger_train.sharded_loading import SHARD, check_experts, copy_views
 from train.training import FIELDS, At, needs_distributed, setup_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu, needs_distributed]

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers.utils import logging as transformers_logging
 
 from liger_hf.four_bits import described
@@ -25,7 +24,7 @@ from liger_train.float8 import RECIPES, cast_when_gathered, convert
 from liger_train.implementations import PEER, patch_by_peer
 from liger_train.parallelism import parallelism
 from liger_train.setup import MLP_ROWS, ZERO, Setup
-from liger_train.sharded_loading import forget_initialization, in_shards, wait_on_meta
+from liger_train.sharded_loading import copy_views, forget_initialization, in_shards, wait_on_meta
 
 # The dtype of activations; float8 has none of its own.
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16} | dict.fromkeys(
@@ -144,23 +143,6 @@ def _random(setup: Setup, config: Any, **options: Any) -> Any:
         return kind.from_pretrained(None, config=config, state_dict={}, **options)
     finally:
         transformers_logging.set_verbosity(verbosity)
-
-
-@torch.no_grad()
-def copy_views(model: nn.Module) -> None:
-    """Copy the shards that are views, each of which keeps a whole weight in memory.
-
-    Others stay: the C library may not return the memory of what is freed, so that a rank would hold its shards twice.
-    """
-    for weight in model.parameters():
-        if isinstance(weight, DTensor):
-            mesh, placements, shard = weight.device_mesh, weight.placements, weight.to_local()
-            if shard.untyped_storage().nbytes() > shard.nbytes:
-                copy = DTensor.from_local(
-                    shard.clone(), mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
-                )
-                # In place, so that tied weights and hooks keep theirs.
-                torch.utils.swap_tensors(weight, nn.Parameter(copy, weight.requires_grad))
 
 
 def _is_random(setup: Setup) -> bool:

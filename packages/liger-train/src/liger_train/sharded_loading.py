@@ -123,6 +123,29 @@ def forget_initialization(model: nn.Module) -> None:
 
 
 @torch.no_grad()
+def copy_views(model: nn.Module) -> None:
+    """Copy the shards of a model that are views.
+
+    Others stay: the C library may not return the memory of what is freed, so that a rank would hold its shards twice.
+    """
+    for weight in model.parameters():
+        if isinstance(weight, DTensor):
+            mesh, placements, shard = weight.device_mesh, weight.placements, weight.to_local()
+            owned = _owned(shard)
+            if owned is not shard:
+                copy = DTensor.from_local(
+                    owned, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
+                )
+                # In place, so that tied weights and hooks keep theirs.
+                torch.utils.swap_tensors(weight, nn.Parameter(copy, weight.requires_grad))
+
+
+def _owned(shard: Tensor) -> Tensor:
+    """Return the shard, or its copy if it is a view, which would keep the whole weight in memory."""
+    return shard.clone() if shard.untyped_storage().nbytes() > shard.nbytes else shard
+
+
+@torch.no_grad()
 def wait_on_meta(
     model: nn.Module, device: torch.device, converted: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
 ) -> None:
@@ -137,10 +160,7 @@ def wait_on_meta(
             if isinstance(weight, DTensor):
                 if id(weight) not in waiting:
                     whole: Any = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-                    shard = weight.to_local().to(device)
-                    # Otherwise a view would keep the whole weight.
-                    is_view = shard.untyped_storage().nbytes() > shard.nbytes
-                    whole, shard = converted(module, whole, shard.clone() if is_view else shard)
+                    whole, shard = converted(module, whole, _owned(weight.to_local().to(device)))
                     whole = nn.Parameter(whole, weight.requires_grad)
                     setattr(whole, SHARD, shard)
                     # accelerate finds the weights of an optimizer by their addresses, and on meta they have none.
