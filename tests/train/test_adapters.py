@@ -97,7 +97,7 @@ def test_experts_in_four_bits_are_trained_planned_and_saved_for_peft(experts: Se
     packed = sum(math.prod(state.shape) for state in linear) + sum(matrix.numel() for matrix in matrices)
     # Shared experts are linear layers; neither their gate nor the router is quantized.
     assert (len(linear), len(matrices)) == (14 if "shared_expert" in str(built.model) else 8, 4)
-    assert f"the frozen weights are in 4 bits ({packed:,}) and float32 (" in built.notes[0]
+    assert f"the frozen weights are in 4 bits ({packed:,}) and bfloat16 (" in built.notes[0]
     built.model.save_pretrained(tmp_path / "adapter")
     plain = build(replace(setup, adapter="none"), torch.device("cpu")).model
     loaded = pytest.importorskip("peft").PeftModel.from_pretrained(plain, tmp_path / "adapter")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -173,10 +172,11 @@ def _quantized(setup: Setup, device: torch.device, notes: list[str]) -> Any:
 
 
 def adapt(model: Any, setup: Setup, notes: list[str]) -> Any:
-    """Return the model with the adapters of the setup."""
-    if setup.adapter == "qlora":
-        prepare = importlib.import_module("peft").prepare_model_for_kbit_training
-        model = prepare(model, use_gradient_checkpointing=False)
+    """Return the model with the adapters of the setup.
+
+    Frozen weights keep their dtypes. peft.prepare_model_for_kbit_training would convert those that are not quantized to
+    float32, and with them the activations between the layers, which take twice the memory then.
+    """
     with described(model):
         model = add_adapters(model, setup)
         notes.append(adapter_note(model, setup))

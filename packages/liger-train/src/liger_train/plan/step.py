@@ -228,7 +228,7 @@ def _ledger_of_a_step(
 def fake_model(setup: Setup, mode: Any) -> tuple[Any, list[str]]:
     """Build the model of a setup on fake tensors; return it, and notes."""
     # Fake tensors cannot be quantized to 4 bits, offloaded or merged, so the first two are modeled separately.
-    simple = replace(setup, device="cpu", adapter="lora" if setup.adapter == "qlora" else setup.adapter)
+    simple = replace(setup, device="cpu")
     if setup.compile == "graphs":
         simple = replace(simple, compile="default")
     if setup.shard == "fsdp2" and setup.precision in LOW:
@@ -241,7 +241,7 @@ def fake_model(setup: Setup, mode: Any) -> tuple[Any, list[str]]:
             simple,
             CPU,
             load=lambda setup, device, _: _shard_of(whole, setup, device),
-            adapters=_adapted_in_four_bits if setup.adapter == "qlora" else adapted,
+            adapters=_adapted,
             to_float8=lambda model, _, notes: in_float8(model, setup, notes),
             compile_layers=compiled.compile_layers,
         )
@@ -267,18 +267,10 @@ def _shard_of(model: Any, setup: Setup, device: torch.device) -> Any:
     return model
 
 
-def _adapted_in_four_bits(model: Any, setup: Setup, notes: list[str]) -> Any:
-    """Add adapters, and convert frozen weights that are not quantized to float32, like
-    peft.prepare_model_for_kbit_training.
-
-    An untied LM head is such a weight.
-    """
+def _adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
     model = adapted(model, setup, notes)
-    quantized = {id(weight) for weight in quantized_weights(model)}
-    for weight in model.parameters():
-        if not weight.requires_grad and id(weight) not in quantized:
-            weight.data = weight.data.float()
-    notes[-1] = adapter_note(model, setup, quantized)
+    if setup.adapter == "qlora":
+        notes[-1] = adapter_note(model, setup, set(map(id, quantized_weights(model))))
     return model
 
 
