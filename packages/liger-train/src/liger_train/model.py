@@ -22,6 +22,7 @@ from liger_train.configs import auto_class, config_of
 from liger_train.float8 import RECIPES, cast_when_gathered, convert
 from liger_train.implementations import PEER, patch_by_peer
 from liger_train.parallelism import parallelism
+from liger_train.random_weights import random_weights
 from liger_train.setup import MLP_ROWS, ZERO, Setup
 from liger_train.sharded_loading import copy_views, forget_initialization, in_shards, wait_on_meta
 
@@ -81,10 +82,20 @@ def build(
     return Built(model, replaced, notes)
 
 
-def loaded_again(setup: Setup, device: torch.device) -> Any:
-    """Return the model as it was before training, without adapters."""
-    torch.manual_seed(setup.seed)
-    return _loaded(setup, device, [])
+def unquantized(setup: Setup, device: torch.device) -> Any:
+    """Return the model of a QLoRA setup as it was before quantization, without adapters."""
+    model = _loaded(setup, device, [])
+    if _is_random(setup):
+        values = model.state_dict()
+        for name, weight in random_weights(on_meta(setup), device, setup.seed).items():
+            values[name].copy_(weight[...])
+    return model
+
+
+def on_meta(setup: Setup) -> Any:
+    """Return the model on the meta device."""
+    with torch.device("meta"):
+        return _from_config(setup)
 
 
 def weights_dtype(setup: Setup) -> torch.dtype:
@@ -106,7 +117,7 @@ def _loaded(setup: Setup, device: torch.device, notes: list[str]) -> Any:
     in_pieces = setup.shard == "zero3"
     if _is_random(setup):
         with contextlib.nullcontext() if in_pieces else device:
-            return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=setup.trust_remote_code)
+            return _from_config(setup)
     placement = {} if in_pieces else {"device_map": {"": device}}
     return checkpoint.load(setup, config, notes, dtype=dtype, **placement)
 
@@ -133,15 +144,18 @@ def _tensor_parallel(setup: Setup, device: torch.device, notes: list[str]) -> An
 
 def _random(setup: Setup, config: Any, **options: Any) -> Any:
     """Make a model with random weights, as Transformers initializes those that a checkpoint lacks."""
-    with torch.device("meta"):
-        kind = type(auto_class(config).from_config(config, trust_remote_code=setup.trust_remote_code))
     # It reports all weights as missing.
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
-        return kind.from_pretrained(None, config=config, state_dict={}, **options)
+        return type(on_meta(setup)).from_pretrained(None, config=config, state_dict={}, **options)
     finally:
         transformers_logging.set_verbosity(verbosity)
+
+
+def _from_config(setup: Setup) -> Any:
+    config, dtype = config_of(setup), weights_dtype(setup)
+    return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=setup.trust_remote_code)
 
 
 def _is_random(setup: Setup) -> bool:
@@ -166,9 +180,10 @@ def _quantized(setup: Setup, device: torch.device, notes: list[str]) -> Any:
     with loading_in_four_bits():
         if not _is_random(setup):
             return checkpoint.load(setup, config, notes, **options)
-        with device:
-            random = auto_class(config).from_config(config, dtype=low, trust_remote_code=setup.trust_remote_code)
-        return type(random).from_pretrained(None, config=config_of(setup), state_dict=random.state_dict(), **options)
+        # Each weight is quantized before the next one is made.
+        model = on_meta(setup)
+        weights = random_weights(model, device, setup.seed)
+        return type(model).from_pretrained(None, config=config, state_dict=weights, **options)
 
 
 def adapt(model: Any, setup: Setup, notes: list[str]) -> Any:

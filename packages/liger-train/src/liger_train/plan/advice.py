@@ -14,7 +14,8 @@ from liger_hf.four_bits import routers
 from liger_train.adapters import adaptable, last_parts
 from liger_train.combinations import ZERO
 from liger_train.implementations import PEER
-from liger_train.plan.step import Prediction, on_meta, predict
+from liger_train.model import on_meta
+from liger_train.plan.step import Prediction, predict
 from liger_train.setup import ALL_LINEAR, Setup
 from liger_train.technique import Technique
 from liger_train.techniques import LIST, NUMBER, TECHNIQUES, check_techniques

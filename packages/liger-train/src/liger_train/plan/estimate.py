@@ -18,10 +18,10 @@ from torch.utils.flop_counter import flop_registry
 from liger_core.kernels import KERNELS
 from liger_core.private_torch import FakeTensorMode
 from liger_train.configs import config_of
-from liger_train.model import weights_dtype
+from liger_train.model import on_meta, weights_dtype
 from liger_train.plan.ledger import Ledger
 from liger_train.plan.sharding import sharding_of
-from liger_train.plan.step import fake_model, ledger_of_a_step, on_meta
+from liger_train.plan.step import fake_model, ledger_of_a_step
 from liger_train.plan.traffic import ACTIVATIONS, Exchange, exchanges
 from liger_train.setup import Setup
 

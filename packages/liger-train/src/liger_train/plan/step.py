@@ -19,9 +19,9 @@ from liger_core.errors import LigerError, OptionError
 from liger_core.private_torch import DataDependentOutput, DynamicOutputShape, FakeTensorMode
 from liger_hf.private_transformers import CHECKPOINT
 from liger_train.checkpointing import layers
-from liger_train.configs import auto_class, config_of
+from liger_train.configs import config_of
 from liger_train.implementations import PEER
-from liger_train.model import LOSS, LOW, adapter_note, build, weights_dtype
+from liger_train.model import LOSS, LOW, adapter_note, build, on_meta
 from liger_train.offloading import Offloading
 from liger_train.plan import compiled, devices, parallel
 from liger_train.plan.adapters import adapted
@@ -249,13 +249,6 @@ def fake_model(setup: Setup, mode: Any) -> tuple[Any, list[str]]:
             classes = config_of(setup).get_text_config().vocab_size
             parallel.share_vocabulary(built.model, setup, classes, LOSS in built.replaced)
     return built.model, built.notes + ([AUTO] if setup.checkpoint == "auto" else [])
-
-
-def on_meta(setup: Setup) -> Any:
-    """Return the model on the meta device; constructors convert modules, which fails on fake tensors."""
-    with torch.device("meta"):
-        config, dtype = config_of(setup), weights_dtype(setup)
-        return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=setup.trust_remote_code)
 
 
 def _shard_of(model: Any, setup: Setup, device: torch.device) -> Any:

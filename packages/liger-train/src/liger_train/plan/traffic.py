@@ -10,8 +10,7 @@ import torch
 from liger_train.auto_checkpoint import bytes_of_inputs
 from liger_train.configs import config_of
 from liger_train.float8 import RECIPES, chosen_layers, gathers_in_float8
-from liger_train.model import LOW, weights_dtype
-from liger_train.plan.step import on_meta
+from liger_train.model import LOW, on_meta, weights_dtype
 from liger_train.setup import Setup
 
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"

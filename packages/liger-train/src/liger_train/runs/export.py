@@ -18,7 +18,7 @@ from liger_hf.hub import is_local
 from liger_hf.presets import PRESETS
 from liger_train import ranks
 from liger_train.errors import SetupError
-from liger_train.model import loaded_again
+from liger_train.model import unquantized
 from liger_train.setup import Setup
 
 # Files of processors for images and other inputs, which training on text does not change.
@@ -68,7 +68,7 @@ def _merged_unquantized(setup: Setup, model: Any) -> Any:
     peft = importlib.import_module("peft")
     with tempfile.TemporaryDirectory(prefix="liger-train-") as folder:
         model.save_pretrained(folder)
-        base = loaded_again(replace(setup, adapter="lora"), model.device)
+        base = unquantized(replace(setup, adapter="lora"), model.device)
         for config in (base.config, base.generation_config):
             for name in ("eos_token_id", "pad_token_id"):
                 if config is not None:
