@@ -364,14 +364,18 @@ def test_what_is_active_is_looked_at_in_every_call(change: str, calls: list[Any]
     torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-5)
 
 
-def test_layers_of_4_bits_with_one_input_share_it(shared: list[int]) -> None:
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16], ids=["known", "other_dtype"])
+def test_layers_of_4_bits_with_one_input_share_it(
+    compute_dtype: torch.dtype, shared: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
+    options = {"compute_dtype": compute_dtype, "quant_type": "nf4"}
 
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a = bitsandbytes.nn.Linear4bit(64, 48, bias=True, compute_dtype=torch.float32, quant_type="nf4")
-            self.b = bitsandbytes.nn.Linear4bit(64, 32, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+            self.a = bitsandbytes.nn.Linear4bit(64, 48, bias=True, **options)
+            self.b = bitsandbytes.nn.Linear4bit(64, 32, bias=False, **options)
 
         def forward(self, x: Tensor) -> Tensor:
             return torch.cat([self.a(x), self.b(x)], -1)
@@ -382,10 +386,20 @@ def test_layers_of_4_bits_with_one_input_share_it(shared: list[int]) -> None:
     patched = patched_twin(plain)
     shared.clear()
     x = torch.randn(3, 5, 64, device=tiny_models.DEVICE)
-    results, expected = outcome(patched, x), outcome(plain, x)
+    expected, kept, alone = outcome(plain, x), set[int](), []
+    forward = bitsandbytes.nn.Linear4bit.forward
+    monkeypatch.setattr(bitsandbytes.nn.Linear4bit, "forward", lambda *args: (alone.append(1), forward(*args))[1])
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.add(t.numel()), t)[1], lambda t: t):
+        results = outcome(patched, x)
     assert shared == [2]
     assert len(expected) == 6
     torch.testing.assert_close(results, expected)
+    # Backward passes keep no dequantized weight. In evaluation, and in another dtype, the layers compute themselves.
+    assert not kept & {48 * 64, 32 * 64}
+    assert len(alone) == (2 if compute_dtype == torch.bfloat16 else 0)
+    with torch.no_grad():
+        patched(x)
+    assert len(alone) == (4 if compute_dtype == torch.bfloat16 else 2)
 
 
 def test_gate_and_up_may_be_overwritten_as_those_of_layers_computed_alone(monkeypatch: pytest.MonkeyPatch) -> None:

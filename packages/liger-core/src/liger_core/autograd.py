@@ -57,7 +57,7 @@ def differentiable(
     node = _node(derivative, keep_first)
 
     def save_first(*args: Any) -> Any:
-        saved = Kept.apply(*[args[i] for i in derivative.saved])  # type: ignore[no-untyped-call]
+        saved = Kept.apply(*_kept([args[i] for i in derivative.saved]))  # type: ignore[no-untyped-call]
         return node.apply(saved, *args)
 
     return _call(derivative, save_first if keep_first else node.apply)
@@ -113,10 +113,9 @@ def _node(derivative: _Derivative, keep_first: bool) -> Any:
                 args = (*args[:-1], ctx.needs)
             results = forward(*args)
             values = (*args, *results)
+            ctx.again = [_maker(values[i]) for i in saved]
             if ctx.before is None:
-                ctx.again = [getattr(values[i], _AGAIN, None) for i in saved]
-                ways = zip(saved, ctx.again, strict=True)
-                ctx.save_for_backward(*[values[i] if again is None else None for i, again in ways])
+                ctx.save_for_backward(*_kept([values[i] for i in saved]))
             ctx.options = [values[i] for i in options]
             ctx.set_materialize_grads(False)
             if constants:
@@ -131,11 +130,8 @@ def _node(derivative: _Derivative, keep_first: bool) -> Any:
                     break
             else:
                 return nothing
-            if ctx.before is None:
-                ways = zip(ctx.saved_tensors, ctx.again, strict=True)
-                tensors = tuple(tensor if again is None else again() for tensor, again in ways)
-            else:
-                tensors = ctx.before.saved_tensors
+            kept = ctx.saved_tensors if ctx.before is None else ctx.before.saved_tensors
+            tensors = [tensor if again is None else again() for tensor, again in zip(kept, ctx.again, strict=True)]
             values = (*[grads[i] for i in upstream], *tensors, *ctx.options)
             results = backward(*[values[i] for i in order], ctx.needs)
             answer: list[Any] = list(nothing)
@@ -147,6 +143,15 @@ def _node(derivative: _Derivative, keep_first: bool) -> Any:
             return tuple(answer)
 
     return Function
+
+
+def _maker(value: Any) -> Callable[[], Tensor] | None:
+    return getattr(value, _AGAIN, None)
+
+
+def _kept(values: Iterable[Any]) -> list[Any]:
+    """Return the values that autograd keeps: None in place of tensors that are made again."""
+    return [value if _maker(value) is None else None for value in values]
 
 
 def _call(derivative: _Derivative, function: Callable[..., Any]) -> Callable[..., Any]:

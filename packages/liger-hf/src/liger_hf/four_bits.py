@@ -147,6 +147,20 @@ def matrices_of(module: Any, name: str, transposed: bool) -> Tensor:
     return made_again(partial(_dequantized, module.parametrizations[name].original, state, transposed))
 
 
+def four_bit_dtype(linear: Any) -> torch.dtype | None:
+    """Return the dtype in which a linear layer of bitsandbytes dequantizes its weight and computes; else None."""
+    state = getattr(linear.weight, "quant_state", None) if type(linear).__name__ == "Linear4bit" else None
+    if state is None or state.dtype != linear.compute_dtype or getattr(state, "packing_format_for_cpu", False):
+        return None
+    dtype: torch.dtype = state.dtype
+    return dtype
+
+
+def dequantized_again(linear: Any) -> Tensor:
+    """Return the dequantized weight of such a layer; no backward pass keeps it but dequantizes it again."""
+    return made_again(partial(_dequantized, linear.weight.data, linear.weight.quant_state, False))
+
+
 @torch.no_grad()
 def _dequantized(packed: Tensor, state: Any, transposed: bool) -> Tensor:
     matrices: Tensor = importlib.import_module("bitsandbytes.functional").dequantize_4bit(packed, state)

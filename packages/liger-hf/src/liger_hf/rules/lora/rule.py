@@ -8,6 +8,7 @@ the module's own forward if the op cannot compute it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from liger_core import lora_linear
 from liger_core.private_torch import FakeTensor, has_global_hook
+from liger_hf.four_bits import dequantized_again, four_bit_dtype
 from liger_hf.passing import hooked
 from liger_hf.patch import forward_of, replacement
 from liger_hf.private_transformers import enable_adapters
@@ -64,7 +66,8 @@ def look(module: nn.Module) -> Found | None:
         return Found(OP, refusal="ZeRO-3 has sharded its adapter, and brings it to PEFT's own forward alone")
     weight = next((p for p in base.parameters() if p.is_floating_point()), adapter.a.weight)
     narrow = adapter.a.weight.dtype == weight.dtype
-    plain = type(base) is nn.Linear
+    # A layer in 4 bits is computed by the op in training, and computes itself in evaluation.
+    ways = [False, True] if four_bit_dtype(base) is not None else [type(base) is nn.Linear]
     bias = getattr(base, "bias", None) is not None
     dora = adapter.magnitude is not None
     if dora and not _is_readable(base):
@@ -85,7 +88,9 @@ def look(module: nn.Module) -> Found | None:
         ),
         original=original,
         candidates=lambda: [_candidate(original)],
-        cases=lambda device, dtypes: _cases(module, plain, bias, narrow, device, dtypes),
+        cases=lambda device, dtypes: chain.from_iterable(
+            _cases(module, plain, bias, narrow, device, dtypes) for plain in ways
+        ),
         device=lambda: device_of(module),
         dtype=weight.dtype,
     )
@@ -178,9 +183,9 @@ def _adapted(base: Any, x: Tensor, adapter: Adapter) -> Tensor | None:
     includes_base = brings_weight(base, x)
     if adapter.magnitude is None:
         if includes_base and dropped is x:
-            return lora_linear(x, base.weight, a, b, scale, bias=base.bias)
+            return lora_linear(x, weight_of(base), a, b, scale, bias=base.bias)
         return _added(base(x), dropped, a, b, scale * factor)
-    weight = _dequantized(base)
+    weight = weight_of(base) if includes_base else _dequantized(base)
     columns = adapter.magnitude / _norms(weight, a, b, scale)
     if includes_base and dropped is x:
         return lora_linear(x, weight, a, b, scale, bias=base.bias, column_scale=columns)
@@ -211,12 +216,20 @@ def drops(adapter: Adapter) -> bool:
 
 def brings_weight(base: Any, x: Tensor) -> bool:
     """Return whether the op also computes the layer itself."""
-    return (
-        type(base) is nn.Linear
-        and _is_plain(base.weight)
-        and _dtype_of(base.weight) == _dtype_of(x)
-        and not hooked(base)
-    )
+    dtype = _dtype_of(x)
+    if type(base) is nn.Linear:
+        return _is_plain(base.weight) and _dtype_of(base.weight) == dtype and not hooked(base)
+    # bitsandbytes has kernels for the few rows of generation, and compiled graphs would keep dequantized weights.
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    is_known = x.dtype == dtype == four_bit_dtype(base) and (base.bias is None or base.bias.dtype == dtype)
+    return is_known and not hooked(base)
+
+
+def weight_of(base: Any) -> Tensor:
+    """Return the weight of a layer that brings it."""
+    weight: Tensor = base.weight if type(base) is nn.Linear else dequantized_again(base)
+    return weight
 
 
 def fits(output: Any, x: Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from liger_core import lora_linears
 from liger_hf.patch import Patch, installed_in, replacement, slot
 from liger_hf.rebinding import unwrapped
-from liger_hf.rules.lora.rule import ADAPTED, Adapter, brings_weight, computed, drops, fits
+from liger_hf.rules.lora.rule import ADAPTED, Adapter, brings_weight, computed, drops, fits, weight_of
 from liger_hf.rules.lora.source import TAKE, TOGETHER, with_shared_inputs
 from liger_hf.unread import unread
 
@@ -106,8 +106,9 @@ def _adapter(module: Any, x: Any) -> Adapter | None:
 def _computed(modules: Sequence[Any], adapters: Sequence[Adapter], x: Tensor) -> tuple[Tensor, ...] | None:
     """Compute the outputs of the modules in one call; None if an adapter cannot be added to its layer's output."""
     layers = [module.base_layer for module in modules]
+    sources: list[tuple[Any, ...]]
     if brings_weight(layers[0], x):
-        sources = [(layer.weight, layer.bias, None) for layer in layers]
+        sources = [(weight_of(layer), layer.bias, None) for layer in layers]
     else:
         outputs = [layer(x) for layer in layers]
         if not all(fits(y, x) for y in outputs) or len({y.dtype for y in outputs}) > 1:
