@@ -35,7 +35,7 @@ from liger_bench.process import failure
 from liger_bench.results import append_json, read_json
 from liger_hf.presets import PRESETS, preset
 from liger_train.plan.search import largest
-from liger_train.runs.run import release
+from liger_train.runs.devices import release
 
 FILE, GIB = "trl.json", 2**30
 HEADS = ("trl", "liger")

@@ -359,6 +359,13 @@ DataDependentOutput, DynamicOutputShape = (
 
 active_modes = TORCH.require("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", _PLANNED)
 
+set_allocator_settings = TORCH.look_up(
+    "torch._C:_accelerator_setAllocatorSettings",
+    "`liger train` lets the segments of the CUDA allocator grow, so that less memory is lost to gaps.",
+    "Segments have fixed sizes, as by default in PyTorch.",
+    lambda settings: None,
+)
+
 # -- the compiler, whose import takes a second
 
 compiler_counters = TORCH.look_up_later(

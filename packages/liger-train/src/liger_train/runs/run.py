@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
-import os
 import platform
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from liger_bench import machine
 from liger_bench.process import failure
-from liger_core.errors import DeviceError, LigerError
+from liger_core.errors import LigerError
 from liger_hf.presets import PRESETS
 from liger_hf.private_transformers import set_device
 from liger_hf.without_gradient import GradientCheck
@@ -43,6 +41,7 @@ from liger_train.runs.checkpoint_writer import CheckpointWriter
 from liger_train.runs.compiled import Compiled
 from liger_train.runs.cpu_memory import CpuMemory
 from liger_train.runs.data import Data, read, with_steps
+from liger_train.runs.devices import device_of, release
 from liger_train.runs.profile import Profile
 from liger_train.runs.record import Interruption, Recorder
 from liger_train.runs.snapshot import Snapshot
@@ -79,7 +78,7 @@ def run(
         exporting.check(setup, export)
     if resume:
         saved_checkpoints.check_resumable(setup)
-    device = _device(setup)
+    device = device_of(setup)
     current = _Run(setup, device, [] if notes is None else notes, bar, deterministic)
     memory = current.recorder.memory = _cpu_memory(setup, current.notes, observers)
     results: dict[str, Any] = {}
@@ -124,34 +123,6 @@ def largest_batch(setup: Setup, attempt: Callable[[Setup], Row]) -> Row:
         setup = replace(setup, batch=setup.batch * 3 // 4)
     end = f"; ran out of memory with {', '.join(map(str, failed))}." if failed else ", the first one tried."
     return replace(row, notes=[*(row.notes or []), f"--batch auto: {setup.batch}{end}"])
-
-
-def release(device: torch.device) -> None:
-    """Free unreferenced and cached memory."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _device(setup: Setup) -> torch.device:
-    """Return the device of this rank, after setting the memory limit of the setup."""
-    device = machine.measurable_device("train", setup.device)
-    if device.type == "cpu":
-        return device
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    if device.index >= torch.cuda.device_count():
-        raise DeviceError(
-            f"train: every rank needs a GPU of its own, got {setup.ranks} ranks and {torch.cuda.device_count()} GPUs"
-        )
-    torch.cuda.set_device(device)
-    total = torch.cuda.get_device_properties(device).total_memory
-    limit = total if setup.memory_limit is None else setup.memory_limit
-    if limit > total:
-        raise DeviceError(
-            f"train: --memory-limit must be at most the GPU's {total / 2**30:.1f} GiB, got {limit / 2**30:.1f} GiB"
-        )
-    torch.cuda.set_per_process_memory_fraction(limit / total, device)
-    return device
 
 
 class _Run:
