@@ -165,7 +165,7 @@ def test_a_layer_without_a_graph_is_planned_in_eager_mode(monkeypatch: pytest.Mo
 
 
 def test_a_cuda_graph_has_workspaces_of_its_own() -> None:
-    default, graphs = (predict(Setup("tiny", 2, 64, compile=how)) for how in ("default", "graphs"))
+    default, graphs = (predict(Setup("tiny", 2, 64, checkpoint="none", compile=how)) for how in ("default", "graphs"))
     assert graphs.peak_bytes - default.peak_bytes == WORKSPACES["cuda"]
     assert graphs.notes == (*default.notes, GRAPHS)
 

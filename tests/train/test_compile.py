@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 from liger_core.errors import DeviceError
 from liger_train import checkpointing, combinations, compiling
@@ -79,6 +81,19 @@ def test_compiled_layers_recompute_what_they_recompute_in_eager_mode(small: Setu
             loss.backward()
             losses.append((float(loss), float(model.model.layers[0].mlp.up_proj.weight.grad.sum())))
     assert len(set(losses)) == 1
+
+
+def test_a_compiled_layer_does_not_recompute_its_last_matmul(small: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def matmuls(graph: Any, inputs: Any) -> Any:
+        counts.append(sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    monkeypatch.setattr(compiling, "COMPILER", aot_autograd(fw_compiler=matmuls, bw_compiler=matmuls))
+    counts: list[int] = []
+    row = run(replace(small, steps=2, compile="default", checkpoint="full", precision="fp32"))
+    assert row.reason == ""
+    # The seven linear layers of a layer; two gradients of each, and all but down_proj again.
+    assert counts == [7, 2 * 7 + 6]
 
 
 def test_a_compiler_that_fails_leaves_the_layers_in_eager_mode(small: Setup, monkeypatch: pytest.MonkeyPatch) -> None:

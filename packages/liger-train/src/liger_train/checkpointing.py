@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -17,6 +18,9 @@ from liger_core.kernels import KERNELS
 from liger_hf.tiling import INSIDE
 from liger_train.errors import SetupError
 from liger_train.offloading import Offloading
+
+# The attribute of a compiled layer with the function that checkpoints it, which its graph contains.
+WITHIN = "_liger_checkpoint"
 
 aten = torch.ops.aten
 MATMULS = private_torch.MATMULS | {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
@@ -100,16 +104,29 @@ def keep(
 
     Layers of the same kind share `selective`; all layers share `offloading`.
     """
-    from liger_hf.private_transformers import CHECKPOINT
-
     layer.gradient_checkpointing = what is not Keeps.ALL
     if what is Keeps.NOTHING:
-        setattr(layer, CHECKPOINT, offloading or Offloading())
+        set_checkpoint(layer, offloading or Offloading())
         return
     contexts: dict[str, Any] = (
         {"context_fn": (selective or SelectiveCheckpointing()).contexts} if what is Keeps.MATMULS else {}
     )
-    setattr(layer, CHECKPOINT, partial(checkpoint, use_reentrant=False, **contexts))
+    set_checkpoint(layer, partial(checkpoint, use_reentrant=False, **contexts))
+
+
+def set_checkpoint(layer: Any, function: Callable[..., Any]) -> None:
+    """Set the function that checkpoints a layer: inside its graph, if it is compiled so and nothing is offloaded."""
+    from liger_hf.private_transformers import CHECKPOINT
+
+    if WITHIN in vars(layer):
+        is_within = not isinstance(function, Offloading)
+        vars(layer)[WITHIN] = function if is_within else None
+        function = _directly if is_within else function
+    setattr(layer, CHECKPOINT, function)
+
+
+def _directly(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
 
 
 class SelectiveCheckpointing:

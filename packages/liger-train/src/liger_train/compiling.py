@@ -10,14 +10,17 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from liger_core.private_torch import CompilerError, compiler_counters, compiler_times
-from liger_train.checkpointing import layers
+from liger_hf.private_transformers import CHECKPOINT
+from liger_train.checkpointing import WITHIN, layers, set_checkpoint
 from liger_train.errors import SetupError
 
 COMPILER = "inductor"
@@ -31,11 +34,14 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"
 R = TypeVar("R")
 
 
-def compile_layers(model: nn.Module, backend: Callable[..., Any] | None = None, *, fullgraph: bool = False) -> str:
+def compile_layers(
+    model: nn.Module, within: bool = True, backend: Callable[..., Any] | None = None, *, fullgraph: bool = False
+) -> str:
     """Compile the forward of every layer at its first call; return a sentence for the user.
 
-    `fullgraph` makes a layer that is not one graph an error. Hooks are not compiled, so activation checkpointing and
-    FSDP2 wrap a layer as in eager mode.
+    `within` makes activation checkpointing a part of the graph, so that no result is recomputed that the backward pass
+    does not need, such as the layer's last matmul. `fullgraph` makes a layer that is not one graph an error. Hooks are
+    not compiled, so FSDP2 wraps a layer as in eager mode.
 
     Raises OptionError for a model without such layers.
     """
@@ -44,7 +50,12 @@ def compile_layers(model: nn.Module, backend: Callable[..., Any] | None = None, 
         raise SetupError(f"--compile needs layers that Transformers can checkpoint, got {type(model).__name__}")
     for layer in model_layers:
         vars(layer)[EAGER] = layer.forward
-        layer.forward = torch.compile(layer.forward, backend=backend or COMPILER, dynamic=False, fullgraph=fullgraph)
+        if within:
+            vars(layer)[WITHIN] = None
+            if layer.gradient_checkpointing:
+                set_checkpoint(layer, getattr(layer, CHECKPOINT))
+        forward = MethodType(_with_checkpoint, layer) if within else layer.forward
+        layer.forward = torch.compile(forward, backend=backend or COMPILER, dynamic=False, fullgraph=fullgraph)
     return f"Compiling {len(model_layers)} layers, each kind of them once."
 
 
@@ -53,6 +64,16 @@ def undo(model: nn.Module) -> None:
     for layer in layers(model):
         if EAGER in vars(layer):
             layer.forward = vars(layer).pop(EAGER)
+        function = vars(layer).pop(WITHIN, None)
+        if function is not None:
+            set_checkpoint(layer, function)
+
+
+def _with_checkpoint(layer: Any, *args: Any, **options: Any) -> Any:
+    forward, checkpoint = getattr(layer, EAGER), getattr(layer, WITHIN)
+    if checkpoint is None or not (layer.gradient_checkpointing and layer.training):
+        return forward(*args, **options)
+    return checkpoint(partial(forward, **options), *args)
 
 
 @contextmanager

@@ -78,7 +78,9 @@ def build(
     if setup.compile == "graphs":
         notes.extend(filter(None, (tied.tie(model), "" if setup.mixed else merging.merge(model))))
     if setup.compile != "none":
-        notes.append(compile_layers(model))
+        # Torch 2.11 saves what an autograd function of others, as bitsandbytes has them, computes within a checkpoint.
+        # A captured graph must not draw random numbers again, which is known only after the first step.
+        notes.append(compile_layers(model, setup.compile == "default" and setup.adapter != "qlora"))
     return Built(model, replaced, notes)
 
 

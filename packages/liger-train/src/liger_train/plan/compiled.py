@@ -12,6 +12,7 @@ from functools import partial, wraps
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
@@ -40,9 +41,9 @@ def session(packing: bool) -> Iterator[None]:
         yield
 
 
-def compile_layers(model: nn.Module) -> str:
+def compile_layers(model: nn.Module, within: bool) -> str:
     """Trace the forward of every layer at its first call; return a sentence for the user."""
-    note = compiling.compile_layers(model, backend=_graphs, fullgraph=True)
+    note = compiling.compile_layers(model, within, backend=_graphs, fullgraph=True)
     for layer in layers(model):
         layer.forward = _outside_of_modes(layer.forward)
     return note
@@ -116,6 +117,14 @@ class _Graph(Interpreter):
             return super().boxed_run(arguments)
         finally:
             self.ledger.replace = before
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # The state of the generator, with which a checkpoint draws the same numbers again, takes no memory.
+        if str(target) == "run_and_save_rng_state":
+            return torch.empty(0, dtype=torch.uint8), super().call_function(args[0], args[1:], kwargs)
+        if str(target) == "run_with_rng_state":
+            return super().call_function(args[1], args[2:], kwargs)
+        return super().call_function(target, args, kwargs)
 
     def run_node(self, n: Node) -> Any:
         if n not in self.fused:

@@ -243,7 +243,7 @@ def fake_model(setup: Setup, mode: Any) -> tuple[Any, list[str]]:
             load=lambda setup, device, _: _shard_of(whole, setup, device),
             adapters=_adapted,
             to_float8=lambda model, _, notes: in_float8(model, setup, notes),
-            compile_layers=compiled.compile_layers,
+            compile_layers=lambda model, within: compiled.compile_layers(model, within and setup.compile == "default"),
         )
         if setup.tp > 1:
             classes = config_of(setup).get_text_config().vocab_size
