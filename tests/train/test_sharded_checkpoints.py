@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -33,7 +35,7 @@ from liger_train.row import Row
 from liger_train.runs import checkpoint_writer
 from liger_train.runs.run import run
 from liger_train.setup import Setup
-from liger_train.sharded_loading import SHARD, check_experts, copy_views
+from liger_train.sharded_loading import SHARD, _init_whole, check_experts, copy_views
 from train.training import FIELDS, At, needs_distributed, setup_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu, needs_distributed]
@@ -216,6 +218,36 @@ def check_views(weight: DTensor) -> None:
         assert (kept.data_ptr() == local.data_ptr()) == (local is shard)
         assert kept.untyped_storage().nbytes() == kept.nbytes
         assert torch.equal(kept, shard)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the elements that are copied from the accelerator to the CPU."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and (args[0].device.type, result.device.type) == ("cuda", "cpu"):
+            self.elements += result.numel()
+        return result
+
+
+def initialize(rank: int) -> None:
+    """Raises unless this rank copies only its shard of a weight that is initialized on an accelerator."""
+    torch.distributed.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    module = nn.Linear(4, 6, bias=False, device="meta")
+    shard = distribute_tensor(module.weight.detach(), mesh, [Shard(0)], src_data_rank=None)
+    module.weight = nn.Parameter(shard)
+    # No accelerator is needed for tensors without values.
+    with FakeTensorMode(allow_non_fake_inputs=True), Copies() as copies:
+        _init_whole(lambda module: module.weight.data.normal_(), torch.device("cuda"), module)
+    assert copies.elements == 3 * 4
+    torch.distributed.destroy_process_group()
+
+
+def test_each_rank_copies_only_its_shards_of_random_weights_from_the_accelerator() -> None:
+    on_two_ranks(initialize)
 
 
 def load(rank: int, folder: str) -> None:

@@ -97,7 +97,15 @@ def _initialize_on(device: torch.device, model: Any) -> None:
 
 
 def _sharded(weight: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
-    shard = distribute_tensor(weight.detach(), mesh, placements, src_data_rank=None)
+    """Return this rank's shard of a weight, on the device of the mesh."""
+    whole = weight.detach()
+    if tuple(placements) == (Shard(0),):
+        # distribute_tensor would first copy the whole weight to the device of the mesh.
+        chunks, rank = whole.chunk(mesh.size()), mesh.get_local_rank()
+        rows = (chunks[rank] if rank < len(chunks) else whole[:0]).clone()
+        shard = DTensor.from_local(rows, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+    else:
+        shard = distribute_tensor(whole, mesh, placements, src_data_rank=None)
     return nn.Parameter(shard, weight.requires_grad)
 
 
