@@ -6,7 +6,7 @@ from __future__ import annotations
 import tempfile
 
 import torch
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from peft import LoraConfig, get_peft_model
 from tiny_llama import arguments, batches, load
 from transformers import BitsAndBytesConfig
 
@@ -21,7 +21,6 @@ if folder is None:
     load(None).save_pretrained(folder)
 quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 model = load(folder, quantization_config=quantized, device_map={"": device})
-model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
 model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")).train()
 print(liger_hf.apply(model))
 

@@ -176,8 +176,7 @@ Activation checkpointing is on and the optimizer is AdamW. For other cards, opti
 
 * *bf16* trains all weights, with weights, gradients and moments in bfloat16 (`--precision bf16-pure`).
 * *LoRA* and *QLoRA* have rank 16 and adapt all linear layers and experts.
-* *QLoRA* stores linear layers and [experts](how-to/moe.md#in-4-bits) in 4 bits. bitsandbytes leaves the other weights in 16 bits, and peft casts
-  them to float32.
+* *QLoRA* stores linear layers and [experts](how-to/moe.md#in-4-bits) in 4 bits. The other weights stay in 16 bits.
 * *–*: not even 1 × 64 tokens fit. *1M+*: more than a million tokens fit, if the model can use them.
 
 The figures are [predictions](planning.md#accuracy). For your setup, run `liger plan`, which also finds one that fits:

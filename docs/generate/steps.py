@@ -43,8 +43,7 @@ ABOUT = """
 Whole training steps with AdamW, random weights, every layer recomputed. Throughput is the median step after the first two. *MFU* is the operations of
 the matmuls and of attention, without those that checkpointing repeats, as a share of the card's data sheet. Frozen weights have no gradient, so LoRA
 counts two passes. *Of the bound* is the speed as a share of a step that only multiplies and updates: matmuls, repeated ones too, and attention at the
-rates that `liger bench` measured, and AdamW at the card's bandwidth. Attention counts in full, also in layers with a window. The peak of the mixture
-in 4 bits is that of making its random weights in 16 bits; a checkpoint is quantized piece by piece.
+rates that `liger bench` measured, and AdamW at the card's bandwidth. Attention counts in full, also in layers with a window.
 """.strip()
 LONGEST = """
 The longest sequence that one step of one sequence fits, in multiples of 1024 tokens, with every layer recomputed. The allocator is limited; the card

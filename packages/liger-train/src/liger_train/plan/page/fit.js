@@ -64,13 +64,12 @@
     ];
     if (setup.gpus > 1) lines.push("    fsdp=True,", '    fsdp_config={"version": 2, "reshard_after_forward": True},');
     const dtype = setup.method === "full" ? "torch.float32" : "torch.bfloat16";
-    const loading = setup.method === "qlora" ? "quantization_config=quantized" : `dtype=${dtype}`;
+    const loading = `dtype=${dtype}` + (setup.method === "qlora" ? ", quantization_config=quantized" : "");
     const quantized = 'quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",'
       + "\n    bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16)";
     return [
       ...(setup.method === "qlora" ? [quantized] : []),
       `model = AutoModelForCausalLM.from_pretrained("${setup.model}", ${loading})`,
-      ...(setup.method === "qlora" ? ["model = prepare_model_for_kbit_training(model)"] : []),
       ...(setup.method.includes("lora")
         ? ['model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))'] : []),
       ...lines, ")",
