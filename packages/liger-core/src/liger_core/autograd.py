@@ -130,8 +130,8 @@ def _node(derivative: _Derivative, keep_first: bool) -> Any:
                     break
             else:
                 return nothing
-            kept = ctx.saved_tensors if ctx.before is None else ctx.before.saved_tensors
-            tensors = [tensor if again is None else again() for tensor, again in zip(kept, ctx.again, strict=True)]
+            from_node = ctx.saved_tensors if ctx.before is None else ctx.before.saved_tensors
+            tensors = [tensor if again is None else again() for tensor, again in zip(from_node, ctx.again, strict=True)]
             values = (*[grads[i] for i in upstream], *tensors, *ctx.options)
             results = backward(*[values[i] for i in order], ctx.needs)
             answer: list[Any] = list(nothing)

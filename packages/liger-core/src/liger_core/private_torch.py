@@ -30,10 +30,7 @@ dispatch_stack_length = TORCH.look_up(
 interpreter_stack = TORCH.look_up(
     "torch._C:_functorch.peek_interpreter_stack",
     "Recognizes torch.func transforms, which need plain PyTorch.",
-    (
-        "Every argument is asked whether a transform has wrapped it; nothing is overwritten, and the inductor backend "
-        "runs references."
-    ),
+    "Every argument is asked for a transform; nothing is overwritten, and the inductor backend runs references.",
     lambda: (),
 )
 is_wrapped = TORCH.look_up(
@@ -55,10 +52,7 @@ FORWARD_LEVEL = TORCH.word(
 )
 forward_mode_enabled = TORCH.look_up(
     "torch._C:_is_fwd_grad_enabled",
-    (
-        "Shows whether a custom autograd function runs its forward, to which logits computed on demand cannot give a "
-        "gradient."
-    ),
+    "Recognizes the forward of a custom autograd function, to which lazy logits cannot give a gradient.",
     "Such a function is not recognized.",
     lambda: True,
 )
