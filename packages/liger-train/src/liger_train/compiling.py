@@ -35,7 +35,7 @@ R = TypeVar("R")
 
 
 def compile_layers(
-    model: nn.Module, within: bool = True, backend: Callable[..., Any] | None = None, *, fullgraph: bool = False
+    model: nn.Module, within: bool, backend: Callable[..., Any] | None = None, *, fullgraph: bool = False
 ) -> str:
     """Compile the forward of every layer at its first call; return a sentence for the user.
 

@@ -78,8 +78,8 @@ def build(
     if setup.compile == "graphs":
         notes.extend(filter(None, (tied.tie(model), "" if setup.mixed else merging.merge(model))))
     if setup.compile != "none":
-        # Torch 2.11 saves what an autograd function of others, as bitsandbytes has them, computes within a checkpoint.
-        # A captured graph must not draw random numbers again, which is known only after the first step.
+        # In a graph, PyTorch 2.11 saves the results of bitsandbytes' autograd functions instead of recomputing them.
+        # A CUDA graph cannot draw random numbers again, and whether a layer draws any is known after the first step.
         notes.append(compile_layers(model, setup.compile == "default" and setup.adapter != "qlora"))
     return Built(model, replaced, notes)
 

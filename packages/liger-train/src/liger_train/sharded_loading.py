@@ -102,7 +102,7 @@ def _sharded(weight: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) 
     if tuple(placements) == (Shard(0),):
         # distribute_tensor would first copy the whole weight to the device of the mesh.
         chunks, rank = whole.chunk(mesh.size()), mesh.get_local_rank()
-        rows = (chunks[rank] if rank < len(chunks) else whole[:0]).clone()
+        rows = _owned(chunks[rank] if rank < len(chunks) else whole[:0])
         shard = DTensor.from_local(rows, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
     else:
         shard = distribute_tensor(whole, mesh, placements, src_data_rank=None)
