@@ -17,6 +17,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
+import liger_core
 from liger_core.errors import DeviceError
 from liger_train import checkpointing, combinations, compiling
 from liger_train.model import build
@@ -66,6 +67,23 @@ def test_compiled_layers_train_to_the_losses_of_eager_mode(small: Setup, options
     assert compiled.compile_seconds > 0
     assert _figures(compiled)["compile time"].endswith(" s")
     assert any("--compile default: compiling took" in note for note in compiled.notes)
+
+
+def test_inductor_does_not_write_out_what_custom_ops_are_computed_from(
+    inductor: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The text grows exponentially with the number of ops: 162 s in a layer of Llama 3 8B with LoRA."""
+    monkeypatch.setenv(compiling.CACHE, str(tmp_path))
+    x, a, b = torch.ones(2, 8), torch.ones(2, 8), torch.ones(8, 2)
+
+    def ops(x: Tensor) -> Tensor:
+        return liger_core.lora_linear(liger_core.lora_linear(x, None, a, b, 1.0, base=x), None, a, b, 1.0, base=x)
+
+    with compiling.session(), caplog.at_level("INFO", logger="torch._inductor.graph"):
+        torch.compile(ops)(x)
+    fallbacks = [record.getMessage() for record in caplog.records if "fallback" in record.getMessage()]
+    assert len(fallbacks) >= 2
+    assert not any("args[" in text for text in fallbacks)
 
 
 def test_compiled_layers_recompute_what_they_recompute_in_eager_mode(small: Setup) -> None:

@@ -129,17 +129,10 @@ saved_tensors_hooks = TORCH.look_up(
 
 # -- who holds a tensor
 
-storage_uses = TORCH.look_up(
-    "torch._C:_storage_Use_Count",
-    "Shows whether anything else holds the memory of a tensor, so that it may be overwritten.",
-    "Nothing is overwritten.",
-    None,
-)
-_tensor_uses = TORCH.look_up(
-    "torch:Tensor._use_count",
-    "Shows whether anything else holds a tensor, so that its memory may be overwritten.",
-    "Nothing is overwritten.",
-    None,
+_HELD = "Shows whether anything else holds a tensor or its memory, so that it may be overwritten."
+storage_uses, _tensor_uses = (
+    TORCH.look_up(path, _HELD, "Nothing is overwritten.", None)
+    for path in ("torch._C:_storage_Use_Count", "torch:Tensor._use_count")
 )
 _STORAGE = TORCH.word(
     "torch.storage:_cdata",
@@ -191,16 +184,14 @@ has_global_hook = TORCH.look_up(
     "The dictionaries of hooks are looked at one by one.",
     lambda: any(global_hooks().values()),
 )
-_BACKWARD_HOOKS = TORCH.word(
-    "torch.nn.modules.module:_global_backward_hooks",
-    "Logits are computed at once if a backward hook of all modules sees them.",
-    "Any hook of all modules counts as one.",
-)
-_BACKWARD_PRE_HOOKS = TORCH.word(
-    "torch.nn.modules.module:_global_backward_pre_hooks",
-    "Logits are computed at once if a backward hook of all modules sees them.",
-    "Any hook of all modules counts as one.",
-)
+_BACKWARD_HOOKS = [
+    TORCH.word(
+        f"torch.nn.modules.module:_global_backward_{name}",
+        "Logits are computed at once if a backward hook of all modules sees them.",
+        "Any hook of all modules counts as one.",
+    )
+    for name in ("hooks", "pre_hooks")
+]
 _GLOBAL_HOOKS = TORCH.word(
     "torch.nn.modules.module:_global_",
     "Checks of `apply` run without the hooks of all modules, whose names start so.",
@@ -219,7 +210,7 @@ def global_hooks() -> dict[str, Any]:
 
 def has_global_backward_hook() -> bool:
     """Whether a backward hook of all modules is registered."""
-    for name in (_BACKWARD_HOOKS, _BACKWARD_PRE_HOOKS):
+    for name in _BACKWARD_HOOKS:
         hooks = getattr(hooks_of_modules, name, None)
         if has_global_hook() if hooks is None else hooks:
             return True
@@ -397,4 +388,10 @@ fusible_operators = TORCH.look_up_later(
     "`liger plan` does not count results within fused ops of compiled layers.",
     "It counts them.",
     lambda: SimpleNamespace(fusible_ops=frozenset()),
+)
+OperatorIssue = TORCH.look_up_later(
+    "torch._inductor.exc:OperatorIssue",
+    "`--compile` does not let Inductor write out the arguments of custom ops; up to torch 2.12 it always does.",
+    "With torch 2.12 and older, compiling layers with LoRA and checkpointing takes minutes.",
+    SimpleNamespace(),
 )

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from liger_core.private_torch import CompilerError, compiler_counters, compiler_times
+from liger_core.private_names import replacing
+from liger_core.private_torch import CompilerError, OperatorIssue, compiler_counters, compiler_times
 from liger_hf.private_transformers import CHECKPOINT
 from liger_train.checkpointing import WITHIN, layers, set_checkpoint
 from liger_train.errors import SetupError
@@ -81,7 +82,8 @@ def session(packing: bool = False) -> Iterator[None]:
     """Set up PyTorch for compiling within this context.
 
     The limit of graphs is raised, and the cache is persistent. Without packing, masks do not depend on the values of
-    positions.
+    positions. Messages of Inductor name an op without its arguments: up to torch 2.12, it describes what each custom op
+    is computed from, which grows exponentially with their number, whether or not anybody reads it.
     """
     from accelerate.utils import patch_environment
     from torch._dynamo import config
@@ -91,6 +93,7 @@ def session(packing: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(config.patch(recompile_limit=max(GRAPHS, config.recompile_limit)))
         stack.enter_context(patch_environment(**{CACHE: cache()}))
+        stack.enter_context(replacing(OperatorIssue(), "operator_str", staticmethod(_name_of)))
         stack.callback(torch.compiler.reset)
         if not packing:
             # To find packed texts, Transformers reads the values of positions, so the host waits in each step. During
@@ -98,6 +101,10 @@ def session(packing: bool = False) -> Iterator[None]:
             stack.enter_context(without_packing())
             stack.enter_context(as_outside_a_capture())
         yield
+
+
+def _name_of(operator: Any, args: Any, options: Any) -> str:
+    return f"  {operator}"
 
 
 def cache() -> str:
