@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hf.tiny_configs import tiny_config
 from liger_train.plan import planning, search
-from liger_train.plan.advice import BARE, CHECKLIST, KEEPING_ADAPTERS, SPEEDS, alternatives, checklist
+from liger_train.plan.advice import BARE, CHECKLIST, SPEEDS, alternatives, checklist
 from liger_train.plan.search import LINEAR, answered, fast_peak, largest, what_fits
 from liger_train.plan.step import Prediction
 from liger_train.setup import ALL_LINEAR, Setup
@@ -260,8 +260,8 @@ def _rows(path: Path, speed: int) -> list[dict[str, Any]]:
 
 
 def test_the_checklist_has_the_cheapest_technique_first_by_measured_speed() -> None:
+    """Weights in 4 bits come later than their speed says, since they are rounded."""
     titles = [title for title, _ in CHECKLIST]
-    titles.insert(len(KEEPING_ADAPTERS), "weights in 4 bits")
     # Checkpoints that exist are offloaded at no cost.
     measured = [SPEEDS[title] for title in titles if title in SPEEDS and title != "offload checkpoints"]
     speeds = [min(after / before for before, after in (row["tokens_per_second"] for row in rows)) for rows in measured]

@@ -62,7 +62,8 @@ class Item:
 SPEEDS: dict[str, Any] = tomllib.loads((files("liger_train.plan") / "speeds.toml").read_text())
 Step = tuple[str, dict[str, Any]]
 # Cheapest first: the first two make a step faster, the last ones wait for the host or a disk. Offloading checkpoints is
-# free, but needs them. Offloading takes AdamW, which then runs on the CPU.
+# free, but needs them. Offloading takes AdamW, which then runs on the CPU. Weights in 4 bits follow the techniques that
+# do not round weights.
 KEEPING_ADAPTERS: tuple[Step, ...] = (
     ("Liger", {"liger": "all"}),
     ("mixed precision", {"precision": "bf16"}),
