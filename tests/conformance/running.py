@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -140,14 +140,28 @@ class Trial:
         return not floating <= set(got.gradients)
 
     def complaints(
-        self, got: Result, reference: Result | None = None, exact: Result | None = None, dtype: Any = None
+        self,
+        got: Result,
+        reference: Result | None = None,
+        exact: Result | None = None,
+        dtype: Any = None,
+        define: Callable[[], Result] | None = None,
     ) -> list[str]:
-        """Violations of the criterion, and overwritten inputs; an empty list is a pass."""
+        """Violations of the criterion, and overwritten inputs; an empty list is a pass.
+
+        With `define`, which computes the reference, the definition may be lucky, as with changed inputs.
+        """
         exact, dtype = exact or self.exact, dtype or self.case.dtype
-        found = self._against(reference or self.reference, got, exact, dtype)
-        for seed in range(self.roundings if found and reference is None else 0):
+        roundings = 0 if reference else self.roundings
+        if define is None:
+            define = partial(self.defined, self.arguments, self.names, self.reference.cotangents)
+            reference = reference or self.reference
+        else:
+            reference, roundings = define(), TRIES
+        found = self._against(reference, got, exact, dtype)
+        for seed in range(roundings if found else 0):
             with Rounding(seed):
-                rounded = self.defined(self.arguments, self.names, self.reference.cotangents)
+                rounded = define()
             if not self._against(rounded, got, exact, dtype):
                 return []
         return found
