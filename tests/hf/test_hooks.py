@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -61,66 +61,41 @@ def changed(value: Any) -> Any:
 
 
 Seen = list[tuple[str, list[Tensor]]]
-Watch = Callable[[nn.Module, Seen, bool], Any]
 
 
-def forward_pre_with_kwargs(module: nn.Module, seen: Seen, change: bool) -> Any:
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        seen.append((f"forward_pre of {sorted(kwargs)}", values((args, kwargs))))
-        return (changed(args), kwargs) if change else None
+class Watch(NamedTuple):
+    """How a hook is registered, and what it returns to change something; it gets what it is called with."""
 
-    return module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def forward_with_kwargs(module: nn.Module, seen: Seen, change: bool) -> Any:
-    def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        seen.append((f"forward of {sorted(kwargs)}", values((args, kwargs, output))))
-        return changed(output) if change else None
-
-    return module.register_forward_hook(hook, with_kwargs=True, always_call=True)
+    register: Callable[..., Any]
+    change: Callable[..., Any]
+    on_all: Callable[..., Any]
+    options: dict[str, Any]
 
 
-def backward_pre(module: nn.Module, seen: Seen, change: bool) -> Any:
-    def hook(module: nn.Module, gradients: Any) -> Any:
-        seen.append(("backward_pre", values(gradients)))
-        return changed(gradients) if change else None
-
-    return module.register_full_backward_pre_hook(hook)
-
-
-def backward(module: nn.Module, seen: Seen, change: bool) -> Any:
-    def hook(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-        seen.append(("backward", values((inputs, outputs))))
-        return changed(inputs) if change else None
-
-    return module.register_full_backward_hook(hook)
-
-
-def on_every_module(register: Callable[..., Any]) -> Watch:
-    def watch(module: nn.Module, seen: Seen, change: bool) -> Any:
-        def hook(called: nn.Module, *what: Any) -> None:
-            if called is module:
-                seen.append((register.__name__, values(what)))
-
-        return register(hook)
-
-    return watch
-
-
-WATCHES: dict[str, Watch] = {
-    "forward_pre": forward_pre_with_kwargs,
-    "forward": forward_with_kwargs,
-    "backward_pre": backward_pre,
-    "backward": backward,
+WATCHES = {
+    "forward_pre": Watch(
+        nn.Module.register_forward_pre_hook,
+        lambda args, kwargs: (changed(args), kwargs),
+        global_hooks.register_module_forward_pre_hook,
+        {"with_kwargs": True},
+    ),
+    "forward": Watch(
+        nn.Module.register_forward_hook,
+        lambda args, kwargs, output: changed(output),
+        global_hooks.register_module_forward_hook,
+        {"with_kwargs": True, "always_call": True},
+    ),
+    "backward_pre": Watch(
+        nn.Module.register_full_backward_pre_hook, changed, global_hooks.register_module_full_backward_pre_hook, {}
+    ),
+    "backward": Watch(
+        nn.Module.register_full_backward_hook,
+        lambda inputs, outputs: changed(inputs),
+        global_hooks.register_module_full_backward_hook,
+        {},
+    ),
 }
-ON_ALL: dict[str, Watch] = {
-    "forward_pre": on_every_module(global_hooks.register_module_forward_pre_hook),
-    "forward": on_every_module(global_hooks.register_module_forward_hook),
-    "backward_pre": on_every_module(global_hooks.register_module_full_backward_pre_hook),
-    "backward": on_every_module(global_hooks.register_module_full_backward_hook),
-}
-ORDERS = pytest.mark.parametrize("first", ["hook", "liger"])
-EACH_MODULE = pytest.mark.parametrize("path", MODULES.values(), ids=MODULES.keys())
+EACH_WATCH = pytest.mark.parametrize("watch", WATCHES.values(), ids=WATCHES)
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +109,20 @@ def patched(plain: Any) -> Any:
 
 
 def watched_step(
-    model: Any, path: str, watch: Watch, change: bool, apply: bool = False
+    model: Any, watch: Watch, path: str | None, change: bool = False, apply: bool = False
 ) -> tuple[Seen, dict[str, Tensor]]:
-    """What a hook on a module of a copy sees in one training step, and the results of the step. apply: after the hook
-    came."""
+    """What a hook on a module of a copy, or on all, sees in one training step, and the results of the step. apply:
+    after the hook came."""
     copied, seen = twin(model), []
-    handle = watch(copied.get_submodule(path), seen, change)
+    names = {module: name for name, module in copied.named_modules()}
+
+    def hook(module: nn.Module, *what: Any) -> Any:
+        if module in names:
+            keywords = [sorted(each) for each in what if isinstance(each, dict)]
+            seen.append((f"{names[module]} {keywords}", values(what)))
+        return watch.change(*what) if change else None
+
+    handle = watch.on_all(hook) if path is None else watch.register(copied.get_submodule(path), hook, **watch.options)
     try:
         if apply:
             liger_hf.apply(copied, verify=not change)
@@ -149,28 +132,39 @@ def watched_step(
         handle.remove()
 
 
-def assert_like_plain(plain: Any, patched: Any, path: str, watch: Watch, change: bool, first: str) -> None:
-    expected_seen, expected = watched_step(plain, path, watch, change)
-    hook_first = first == "hook"
-    seen, results = watched_step(plain if hook_first else patched, path, watch, change, apply=hook_first)
-    assert [what for what, _ in seen] == [what for what, _ in expected_seen]
-    for (_, got), (_, wanted) in zip(seen, expected_seen, strict=True):
+def assert_same(seen: Seen, expected: Seen) -> None:
+    assert [what for what, _ in seen] == [what for what, _ in expected]
+    for (_, got), (_, wanted) in zip(seen, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.matrix
-@ORDERS
-@EACH_MODULE
-@pytest.mark.parametrize("watch", WATCHES.values(), ids=WATCHES.keys())
+@pytest.mark.parametrize("first", ["hook", "liger"])
+@pytest.mark.parametrize("path", MODULES.values(), ids=MODULES.keys())
+@EACH_WATCH
 @pytest.mark.parametrize("change", [False, True], ids=["sees", "changes"])
 def test_a_hook_sees_and_changes_what_it_does_in_the_unpatched_model(
     plain: Any, patched: Any, path: str, watch: Watch, change: bool, first: str
 ) -> None:
-    assert_like_plain(plain, patched, path, watch, change, first)
+    expected_seen, expected = watched_step(plain, watch, path, change)
+    hook_first = first == "hook"
+    seen, results = watched_step(plain if hook_first else patched, watch, path, change, apply=hook_first)
+    assert_same(seen, expected_seen)
+    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("write", [operator.imul, operator.itruediv, operator.iadd, operator.isub])
+@pytest.mark.parametrize("first", ["hook", "liger"])
+@EACH_WATCH
+def test_a_hook_on_all_modules_sees_what_it_does_in_the_unpatched_model(
+    plain: Any, patched: Any, watch: Watch, first: str
+) -> None:
+    expected_seen, expected = watched_step(plain, watch, None)
+    seen, results = watched_step(plain if first == "hook" else patched, watch, None, apply=first == "hook")
+    assert_same(seen, expected_seen)
+    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("write", [operator.imul, operator.isub])
 @pytest.mark.parametrize("enabled", [True, False], ids=["with_gradients", "without_gradients"])
 def test_a_hook_on_the_head_writes_to_what_it_does_in_the_unpatched_model(
     plain: Any, patched: Any, write: Callable[[Any, Tensor], Any], enabled: bool
@@ -205,26 +199,6 @@ def test_logits_that_a_hook_makes_and_keeps_are_those_of_the_forward_pass(plain:
         kept[0].argmax(-1)
 
 
-@EACH_MODULE
-@pytest.mark.parametrize("watch", ON_ALL.values(), ids=ON_ALL.keys())
-def test_a_hook_on_all_modules_sees_what_it_does_in_the_unpatched_model(
-    plain: Any, patched: Any, path: str, watch: Watch
-) -> None:
-    assert_like_plain(plain, patched, path, watch, False, "liger")
-
-
-def test_apply_calls_no_hook_on_all_modules() -> None:
-    seen: list[Any] = []
-    handle = global_hooks.register_module_forward_hook(lambda module, args, output: seen.append(module))
-    try:
-        liger_hf.apply(make(num_hidden_layers=1))
-        assert seen == []
-        nn.Identity()(torch.ones(1))
-        assert len(seen) == 1
-    finally:
-        handle.remove()
-
-
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "another_module": lambda owner: setattr(owner, "act_fn", nn.ReLU()),
     "another_forward": lambda owner: setattr(owner.act_fn, "forward", nn.functional.relu),
@@ -240,36 +214,32 @@ def owner_of_activation(model: nn.Module) -> str:
     )
 
 
-@ORDERS
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("kind", OF_ACTIVATION)
-def test_what_becomes_of_the_activation_counts(kind: str, change: Callable[[Any], None], first: str) -> None:
+def test_what_becomes_of_the_activation_counts(kind: str, change: Callable[[Any], None]) -> None:
     plain = build(kind).train()
     patched = twin(plain)
     inputs = tokens()
     unchanged = step(plain, **inputs)
     path = owner_of_activation(plain)
-    if first == "liger":
-        assert liger_hf.apply(patched).replaced[OF_ACTIVATION[kind]] > 1
+    assert liger_hf.apply(patched).replaced[OF_ACTIVATION[kind]] > 1
     for model in (plain, patched):
         change(model.get_submodule(path))
-    if first == "change":
-        liger_hf.apply(patched)
     expected = step(plain, **inputs)
     assert not torch.isclose(expected["loss"], unchanged["loss"], rtol=1e-5)
     torch.testing.assert_close(step(patched, **inputs), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("change", ["another_forward", "hook_that_ablates"])
 @pytest.mark.parametrize("kind", OF_ACTIVATION)
-def test_a_hook_on_the_activation_when_apply_comes_is_a_reason(kind: str) -> None:
-    model, seen = build(kind), []
-    model.get_submodule(owner_of_activation(model)).act_fn.register_forward_hook(lambda *args: seen.append(args))
+def test_a_watched_activation_when_apply_comes_is_a_reason(kind: str, change: str) -> None:
+    model = build(kind)
+    CHANGES[change](model.get_submodule(owner_of_activation(model)))
     rows = [row for row in liger_hf.apply(model).rows if row.op == OF_ACTIVATION[kind]]
     assert "the fused op would skip act_fn, which has a hook or its own forward; remove it before `apply`" in {
         row.reason for row in rows if row.verdict == "left"
     }
     assert [row.verdict for row in rows].count("replaced") == 1
-    assert seen == []
 
 
 class Unit(nn.Module):
@@ -374,9 +344,8 @@ def test_apply_binds_a_shallow_copy_to_its_own_weights() -> None:
     torch.testing.assert_close(norm(x), nn.RMSNorm.forward(norm, x))
 
 
-# Where apply replaces a forward, and a part of a module that a forward passes over.
+# Where apply replaces a forward.
 REPLACED = ("", "model.layers.0", "model.layers.0.self_attn", "model.layers.0.mlp", "model.norm", "lm_head")
-PASSED = ("model.layers.0.post_attention_layernorm", "model.layers.0.mlp.act_fn")
 
 
 def of_another_class(module: nn.Module, forward: bool = True) -> None:
@@ -391,7 +360,7 @@ def of_another_class(module: nn.Module, forward: bool = True) -> None:
     module.scale = 1.5
 
 
-@pytest.mark.parametrize("path", [*REPLACED, *PASSED], ids=lambda path: path or "model")
+@pytest.mark.parametrize("path", [*REPLACED, "model.layers.0.mlp.act_fn"], ids=lambda path: path or "model")
 def test_a_class_that_changes_after_apply_counts(path: str) -> None:
     plain = make(tie_word_embeddings=False).train()
     patched = patched_twin(plain)

@@ -14,7 +14,7 @@ from accelerate import dispatch_model
 from torch import Tensor, nn
 
 import liger_hf.trl
-from hf.test_heads import KINDS, QUANTIZED, adapted
+from hf.test_heads import QUANTIZED, adapted
 from hf.tiny_models import VOCABULARY, LargestResult, make, tokens, twin
 from liger_core import DtypeError, OptionError, TargetError, losses
 from liger_core.losses import Head
@@ -36,14 +36,6 @@ def by_module(model: Any, **inputs: Any) -> tuple[Tensor, Tensor]:
     return found
 
 
-def by_weight(model: Any, **inputs: Any) -> tuple[Tensor, Tensor]:
-    """As a loss takes it, and as TRL does."""
-    hidden, target = body(model, **inputs)
-    found = Head(hidden, model.get_output_embeddings().weight, target, **OPTIONS).log_prob(entropy=True)
-    assert found[1] is not None
-    return found  # type: ignore[return-value]
-
-
 def by_trl(model: Any, **inputs: Any) -> tuple[Tensor, Tensor]:
     hidden, target = body(model, **inputs)
     counted, (temperature, softcap, scale) = target != -100, OPTIONS.values()
@@ -59,10 +51,6 @@ def plainly(model: Any, **inputs: Any) -> tuple[Tensor, Tensor]:
     log = (OPTIONS["softcap"] * (logits / OPTIONS["softcap"]).tanh() / OPTIONS["temperature"]).log_softmax(-1)
     counted = target != -100
     return log.gather(-1, target.clamp(min=0)[..., None])[..., 0] * counted, -(log.exp() * log).sum(-1) * counted
-
-
-WAYS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"module": by_module, "losses": by_weight, "trl": by_trl}
-every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 
 
 def step(model: Any, way: Callable[..., tuple[Tensor, Tensor]], **inputs: Any) -> dict[str, Tensor]:
@@ -82,54 +70,41 @@ def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()), msg=name)
 
 
-@every_way
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_head_that_is_trained_gets_the_gradients_of_plain_pytorch(tied: bool, way: Any) -> None:
-    plain = make(tie_word_embeddings=tied).train()
-    assert_same(step(twin(plain), way, **tokens()), step(plain, plainly, **tokens()))
-
-
-@every_way
-def test_a_frozen_head_gets_no_gradient_and_no_memory_for_one(way: Any) -> None:
+def test_a_frozen_head_gets_no_gradient_and_no_memory_for_one() -> None:
     plain = make(tie_word_embeddings=False, vocab_size=4096).train()
     plain.lm_head.requires_grad_(False)
     plain.model.embed_tokens.requires_grad_(False)
     ours = twin(plain)
     with LargestResult() as largest:
-        got = step(ours, way, **tokens())
+        got = step(ours, by_module, **tokens())
     assert "lm_head.weight" not in got
     assert largest.elements < 4096 * 64
     assert_same(got, step(plain, plainly, **tokens()))
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("target", ["q_proj", "lm_head"])
-def test_adapters_get_the_gradients_of_plain_pytorch(target: str, kind: str, tied: bool) -> None:
-    plain = adapted(make(tie_word_embeddings=tied), target, **KINDS[kind])
-    got = step(twin(plain), by_module, **tokens())
-    assert sum("lora_" in name for name in got) >= 2
-    assert_same(got, step(plain, plainly, **tokens()))
+def untied() -> Any:
+    return make(tie_word_embeddings=False, intermediate_size=128)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_head_that_is_saved_beside_the_adapters_is_trained(tied: bool) -> None:
-    plain = adapted(make(tie_word_embeddings=tied), "q_proj", modules_to_save=["lm_head"])
-    got = step(twin(plain), by_module, **tokens())
-    assert any("modules_to_save" in name for name in got)
-    assert_same(got, step(plain, plainly, **tokens()))
+HEADS: dict[str, Callable[[], Any]] = {
+    "plain": lambda: untied().train(),
+    "tied": lambda: make(tie_word_embeddings=True).train(),
+    "adapted": lambda: adapted(untied(), "lm_head"),
+    "adapted_and_tied": lambda: adapted(make(tie_word_embeddings=True), "lm_head"),
+    "adapted_by_dora": lambda: adapted(untied(), "lm_head", use_dora=True),
+    "saved_beside_adapters": lambda: adapted(untied(), "q_proj", modules_to_save=["lm_head"]),
+    "tied_and_saved": lambda: adapted(make(tie_word_embeddings=True), "q_proj", modules_to_save=["lm_head"]),
+    **{kind: lambda quantize=quantize: quantize(untied()).train() for kind, quantize in QUANTIZED.items()},
+    **{
+        f"{kind}_and_adapted": lambda quantize=quantize: adapted(quantize(untied()), "lm_head")
+        for kind, quantize in QUANTIZED.items()
+    },
+}
 
 
-@pytest.mark.parametrize(
-    "adapter", [None, "lm_head", "q_proj"], ids=["no_adapter", "adapted_head", "adapted_attention"]
-)
-@pytest.mark.parametrize("quantize", QUANTIZED.values(), ids=QUANTIZED.keys())
-def test_what_is_not_quantized_gets_the_gradients_of_plain_pytorch(
-    quantize: Callable[[Any], Any], adapter: str | None
-) -> None:
-    plain = quantize(make(tie_word_embeddings=False, intermediate_size=128)).train()
-    if adapter is not None:
-        plain = adapted(plain, adapter)
+@pytest.mark.parametrize("kind", HEADS)
+def test_what_is_trained_gets_the_gradients_of_plain_pytorch(kind: str) -> None:
+    plain = HEADS[kind]()
     got = step(twin(plain), by_module, **tokens())
     trained = {name for name, parameter in plain.named_parameters() if parameter.requires_grad}
     assert got.keys() - {"log_prob", "entropy"} == trained
@@ -137,22 +112,21 @@ def test_what_is_not_quantized_gets_the_gradients_of_plain_pytorch(
 
 
 def test_trl_runs_with_a_weight_that_dequantizes_itself() -> None:
-    plain = QUANTIZED["torchao_int8"](make(tie_word_embeddings=False, intermediate_size=128)).train()
+    plain = QUANTIZED["torchao_int8"](untied()).train()
     assert_same(step(twin(plain), by_trl, **tokens()), step(plain, plainly, **tokens()))
 
 
 def test_a_quantized_weight_is_an_error_of_the_op_that_says_what_to_do() -> None:
-    model = QUANTIZED["torchao_int8"](make(tie_word_embeddings=False, intermediate_size=128)).train()
-    message = (
-        r"^linear_log_prob: tensors must be plain, got weight as Int8Tensor; pass what its dequantize\(\) returns$"
-    )
+    model = QUANTIZED["torchao_int8"](untied()).train()
+    message = r"^linear_log_prob: tensors must be plain, got weight as Int8Tensor; pass what its dequantize"
+    hidden, target = body(model, **tokens())
     with pytest.raises(DtypeError, match=message):
-        by_weight(model, **tokens())
+        Head(hidden, model.get_output_embeddings().weight, target).log_prob()
 
 
 @pytest.mark.parametrize("kind", ["bitsandbytes_4bit", "bitsandbytes_8bit"])
 def test_a_weight_of_packed_integers_is_an_error_that_says_what_to_do(kind: str) -> None:
-    model = QUANTIZED[kind](make(tie_word_embeddings=False, intermediate_size=128)).train()
+    model = QUANTIZED[kind](untied()).train()
     message = r"^use_in_trl: the head's weight must have a floating dtype, got torch\.u?int8; leave lm_head out of "
     with pytest.raises(OptionError, match=message):
         by_trl(model, **tokens())

@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -39,8 +38,6 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
     "cross_entropy_without_gradients": without_gradients(lambda outputs: F.cross_entropy(outputs.logits.flatten(0, 1), TARGET)),
     "materialize_without_gradients": without_gradients(lambda outputs: getattr(outputs.logits, "materialize", lambda: None)()),
     "detach": lambda outputs: outputs.logits.detach(),
-    "numpy": lambda outputs: np.asarray(outputs.logits.detach()),
-    "tolist": lambda outputs: outputs.logits.tolist(),
     "deepcopy_of_lazy_logits": lambda outputs: (copy.deepcopy(outputs.logits) if isinstance(outputs.logits, liger_hf.LazyLogits) else None),
     "pickle": lambda outputs: pickle.dumps(outputs.logits),
     "no_gradients_then_gradients": lambda outputs: (LOOKS["accuracy_without_gradients"](outputs), outputs.logits.sum()),
