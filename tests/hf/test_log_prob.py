@@ -118,7 +118,9 @@ def test_trl_runs_with_a_weight_that_dequantizes_itself() -> None:
 
 def test_a_quantized_weight_is_an_error_of_the_op_that_says_what_to_do() -> None:
     model = QUANTIZED["torchao_int8"](untied()).train()
-    message = r"^linear_log_prob: tensors must be plain, got weight as Int8Tensor; pass what its dequantize"
+    message = (
+        r"^linear_log_prob: tensors must be plain, got weight as Int8Tensor; pass what its dequantize\(\) returns$"
+    )
     hidden, target = body(model, **tokens())
     with pytest.raises(DtypeError, match=message):
         Head(hidden, model.get_output_embeddings().weight, target).log_prob()
