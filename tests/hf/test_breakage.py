@@ -20,12 +20,7 @@ pytestmark = pytest.mark.cpu
 def pair(architecture: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
     """A model and its patched copy, both training."""
     plain = make(architecture, dtype, **options).train()
-    patched = patched_twin(plain)
-    return patched, plain
-
-
-def same(patched: Any, plain: Any, **inputs: Any) -> bool:
-    return step_disagreements(patched, plain, **inputs) == {}
+    return patched_twin(plain), plain
 
 
 def test_logits_to_keep_is_honoured_while_training() -> None:
@@ -34,7 +29,7 @@ def test_logits_to_keep_is_honoured_while_training() -> None:
     labels = ids[:, -keep:].contiguous()
     inputs = {"input_ids": ids, "labels": labels, "shift_labels": labels, "logits_to_keep": keep}
     assert patched(**inputs).logits.shape == (2, keep, VOCABULARY)
-    assert same(patched, plain, **inputs)
+    assert step_disagreements(patched, plain, **inputs) == {}
 
 
 @pytest.mark.parametrize("items", [None, 13, 13.0, torch.tensor(13)], ids=["mean", "int", "float", "tensor"])
@@ -46,7 +41,7 @@ def test_items_of_an_accumulated_batch_and_shifted_labels_count_as_in_the_plain_
         inputs["shift_labels"] = inputs["labels"].roll(-3, 1)
     if items is not None:
         inputs["num_items_in_batch"] = items
-    assert same(patched, plain, **inputs)
+    assert step_disagreements(patched, plain, **inputs) == {}
 
 
 def test_items_of_an_accumulated_batch_may_be_a_vector_of_one_number() -> None:
@@ -66,22 +61,15 @@ def test_replicas_of_data_parallel_are_refused_with_a_sentence() -> None:
 
 
 def fsdp1(rank: int, store: str) -> None:
-    import torch.distributed as dist
-
-    from liger_core import use
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=two_ranks.PATIENCE)
-    model = make(tie_word_embeddings=False).train()
-    expected = step(twin(model), **tokens())["loss"]
-    with use("reference"):
+    with two_ranks.two_processes(rank, store):
+        model = make(tie_word_embeddings=False).train()
+        expected = step(twin(model), **tokens())["loss"]
         liger_hf.apply(model)
         wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
         loss = wrapped(**tokens()).loss
         loss.backward()
-    torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=0)
-    assert sum(float(p.grad.abs().sum()) for p in wrapped.parameters() if p.grad is not None) > 0
-    dist.destroy_process_group()
+        torch.testing.assert_close(loss.detach(), expected, rtol=1e-5, atol=0)
+        assert sum(float(p.grad.abs().sum()) for p in wrapped.parameters() if p.grad is not None) > 0
 
 
 @pytest.mark.slow

@@ -120,7 +120,6 @@ def test_the_dtype_decides_what_is_checked(monkeypatch: pytest.MonkeyPatch) -> N
 
 MISTAKES: dict[str, tuple[tuple[str, ...], type[LigerError], str]] = {
     "no_network": (("some/model",), liger_hf.ModelError, r"liger inspect: the model must be tiny, .*, a folder with a config\.json, a model type of Transformers or a name on the hub, got 'some/model': no such folder, and the hub cannot be reached\."),
-    "near_miss": (("llamma",), liger_hf.ModelError, r"Did you mean 'llama'\?"),
     "empty_folder": (("{folder}/..",), liger_hf.ModelError, r"liger inspect: the model must be .*, a folder with a config\.json, .*: ValueError: "),
     "dtype": (("llama", "--dtype", "bfloat17"), OptionError, r"dtype must be one of float32, bfloat16, float16, got 'bfloat17'"),
     "device": (("llama", "--device", "nowhere"), OptionError, r"device must be one that is here, got 'nowhere'"),

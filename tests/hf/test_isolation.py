@@ -7,11 +7,13 @@ import copy
 import itertools
 import sys
 from contextlib import nullcontext
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 import liger_hf
 from hf.tiny_models import ARCHITECTURES, make, step, tokens
@@ -22,8 +24,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.cpu]
 def shared_state(model: nn.Module) -> dict[tuple[str, str], int]:
     """The identity of everything that models of the process share: members of classes, globals of modeling files, the
     loss table."""
-    from transformers.loss.loss_utils import LOSS_MAPPING
-
     classes = {base for module in model.modules() for base in type(module).__mro__ if base is not object}
     spaces = {f"class {c.__qualname__}": vars(c) for c in classes}
     spaces |= {f"module {c.__module__}": vars(sys.modules[c.__module__]) for c in classes}
@@ -65,8 +65,6 @@ def test_a_block_undoes_what_it_applied_also_after_an_error() -> None:
 
 
 def test_undo_restores_a_loss_function_that_was_set_on_the_instance() -> None:
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
     model = make()
     model.loss_function = ForCausalLMLoss
     liger_hf.apply(model).undo()
@@ -139,8 +137,6 @@ def test_random_state_weights_and_gradients_are_untouched_by_the_check() -> None
 
 
 def test_a_forward_wrapped_again_after_apply_passes_calls_through_after_undo() -> None:
-    from types import MethodType
-
     model = make().train()
     inputs = tokens()
     before = step(model, **inputs)

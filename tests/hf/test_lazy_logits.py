@@ -74,7 +74,6 @@ USES: dict[str, Callable[[Any], Any]] = {
     "flatten_all": lambda z: z.flatten(),
     "cross_entropy_ignoring": lambda z: F.cross_entropy(z.view(-1, VOCABULARY), TARGET, ignore_index=7),
     "cross_entropy_module": lambda z: torch.nn.CrossEntropyLoss()(z[..., :-1, :].contiguous().view(-1, VOCABULARY), TARGET[2:]),
-    "cross_entropy_smoothed": lambda z: F.cross_entropy(z.flatten(0, 1), TARGET, label_smoothing=0.1),
     "cross_entropy_weighted": lambda z: F.cross_entropy(z.flatten(0, 1), TARGET, weight=torch.arange(1.0, VOCABULARY + 1)),
     "cross_entropy_per_token": lambda z: F.cross_entropy(z.transpose(1, 2), TARGET.view(2, 11), reduction="none"),
     "cross_entropy_with_probabilities": lambda z: F.cross_entropy(z.flatten(0, 1), torch.full((22, VOCABULARY), 1 / VOCABULARY)),

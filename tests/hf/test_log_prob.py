@@ -86,14 +86,18 @@ def untied() -> Any:
     return make(tie_word_embeddings=False, intermediate_size=128)
 
 
-HEADS: dict[str, Callable[[], Any]] = {
-    "plain": lambda: untied().train(),
+# Of these, the op computes the chunks.
+PLAIN: dict[str, Callable[[], Any]] = {
+    "untied": lambda: untied().train(),
     "tied": lambda: make(tie_word_embeddings=True).train(),
+    "saved_beside_adapters": lambda: adapted(untied(), "q_proj", modules_to_save=["lm_head"]),
+    "tied_and_saved": lambda: adapted(make(tie_word_embeddings=True), "q_proj", modules_to_save=["lm_head"]),
+}
+HEADS: dict[str, Callable[[], Any]] = {
+    **PLAIN,
     "adapted": lambda: adapted(untied(), "lm_head"),
     "adapted_and_tied": lambda: adapted(make(tie_word_embeddings=True), "lm_head"),
     "adapted_by_dora": lambda: adapted(untied(), "lm_head", use_dora=True),
-    "saved_beside_adapters": lambda: adapted(untied(), "q_proj", modules_to_save=["lm_head"]),
-    "tied_and_saved": lambda: adapted(make(tie_word_embeddings=True), "q_proj", modules_to_save=["lm_head"]),
     **{kind: lambda quantize=quantize: quantize(untied()).train() for kind, quantize in QUANTIZED.items()},
     **{
         f"{kind}_and_adapted": lambda quantize=quantize: adapted(quantize(untied()), "lm_head")
@@ -103,12 +107,18 @@ HEADS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_what_is_trained_gets_the_gradients_of_plain_pytorch(kind: str) -> None:
-    plain = HEADS[kind]()
-    got = step(twin(plain), by_module, **tokens())
+def test_what_is_trained_gets_the_gradients_of_plain_pytorch_from_a_head_or_its_chunks(
+    kind: str, place: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(liger_hf.rules.head.causal_loss.CHUNK_ELEMENTS, place.type, 16 * VOCABULARY)
+    plain, inputs = HEADS[kind](), tokens(batch=4, length=50)
+    with LargestResult() as largest:
+        got = step(twin(plain), by_module, **inputs)
+    # The head's own weight, which some libraries dequantize, is 64 wide.
+    assert kind in PLAIN or largest.elements < 200 * VOCABULARY
     trained = {name for name, parameter in plain.named_parameters() if parameter.requires_grad}
     assert got.keys() - {"log_prob", "entropy"} == trained
-    assert_same(got, step(plain, plainly, **tokens()))
+    assert_same(got, step(plain, plainly, **inputs))
 
 
 def test_trl_runs_with_a_weight_that_dequantizes_itself() -> None:
@@ -132,19 +142,6 @@ def test_a_weight_of_packed_integers_is_an_error_that_says_what_to_do(kind: str)
     message = r"^use_in_trl: the head's weight must have a floating dtype, got torch\.u?int8; leave lm_head out of "
     with pytest.raises(OptionError, match=message):
         by_trl(model, **tokens())
-
-
-@pytest.mark.parametrize("kind", ["adapted", "quantized"])
-def test_another_head_is_computed_in_chunks(kind: str, place: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make(tie_word_embeddings=False)
-    model = adapted(model, "lm_head") if kind == "adapted" else QUANTIZED["torchao_int8"](model).train()
-    monkeypatch.setitem(liger_hf.rules.head.causal_loss.CHUNK_ELEMENTS, place.type, 16 * VOCABULARY)
-    inputs = tokens(batch=4, length=50)
-    with LargestResult() as largest:
-        got = step(twin(model), by_module, **inputs)
-    # The head's own weight, which some libraries dequantize, is 64 wide.
-    assert largest.elements < 200 * VOCABULARY
-    assert_same(got, step(model, plainly, **inputs))
 
 
 @pytest.mark.cpu
