@@ -117,9 +117,8 @@ def watched_step(
     names = {module: name for name, module in copied.named_modules()}
 
     def hook(module: nn.Module, *what: Any) -> Any:
-        if module in names:
-            keywords = [sorted(each) for each in what if isinstance(each, dict)]
-            seen.append((f"{names[module]} {keywords}", values(what)))
+        keywords = [sorted(each) for each in what if isinstance(each, dict)]
+        seen.append((f"{names.get(module)} {keywords}", values(what)))
         return watch.change(*what) if change else None
 
     handle = watch.on_all(hook) if path is None else watch.register(copied.get_submodule(path), hook, **watch.options)
@@ -132,10 +131,12 @@ def watched_step(
         handle.remove()
 
 
-def assert_same(seen: Seen, expected: Seen) -> None:
-    assert [what for what, _ in seen] == [what for what, _ in expected]
-    for (_, got), (_, wanted) in zip(seen, expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+def assert_same(got: tuple[Seen, dict[str, Tensor]], expected: tuple[Seen, dict[str, Tensor]]) -> None:
+    (seen, results), (wanted, wanted_results) = got, expected
+    assert [what for what, _ in seen] == [what for what, _ in wanted]
+    for (_, each), (_, other) in zip(seen, wanted, strict=True):
+        torch.testing.assert_close(each, other, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(results, wanted_results, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.matrix
@@ -146,11 +147,9 @@ def assert_same(seen: Seen, expected: Seen) -> None:
 def test_a_hook_sees_and_changes_what_it_does_in_the_unpatched_model(
     plain: Any, patched: Any, path: str, watch: Watch, change: bool, first: str
 ) -> None:
-    expected_seen, expected = watched_step(plain, watch, path, change)
     hook_first = first == "hook"
-    seen, results = watched_step(plain if hook_first else patched, watch, path, change, apply=hook_first)
-    assert_same(seen, expected_seen)
-    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
+    got = watched_step(plain if hook_first else patched, watch, path, change, apply=hook_first)
+    assert_same(got, watched_step(plain, watch, path, change))
 
 
 @pytest.mark.parametrize("first", ["hook", "liger"])
@@ -158,10 +157,8 @@ def test_a_hook_sees_and_changes_what_it_does_in_the_unpatched_model(
 def test_a_hook_on_all_modules_sees_what_it_does_in_the_unpatched_model(
     plain: Any, patched: Any, watch: Watch, first: str
 ) -> None:
-    expected_seen, expected = watched_step(plain, watch, None)
-    seen, results = watched_step(plain if first == "hook" else patched, watch, None, apply=first == "hook")
-    assert_same(seen, expected_seen)
-    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-5)
+    got = watched_step(plain if first == "hook" else patched, watch, None, apply=first == "hook")
+    assert_same(got, watched_step(plain, watch, None))
 
 
 @pytest.mark.parametrize("write", [operator.imul, operator.isub])

@@ -110,7 +110,6 @@ def frozen_head(model: Any) -> Any:
 
 STEPS_OF_OTHERS: dict[str, Callable[[Any], Any]] = {
     "another_model": lambda model: make(tie_word_embeddings=False).parameters(),
-    "the_layers_alone": lambda model: model.model.layers.parameters(),
     "a_frozen_head": frozen_head,
 }
 
