@@ -49,17 +49,13 @@ def adaptable(model: Any) -> tuple[list[str], list[str]]:
     experts."""
     beside = beside_text(model)
     linear = [name for name in _linear_layers(model) if f"{name}.weight" not in beside]
-    modules = (
-        (path, module)
+    experts = [
+        f"{path}.{name}"
         for path, module in model.named_modules()
         if not isinstance(module, nn.Conv1d | nn.ConvTranspose1d)
-    )
-    weights = (
-        (f"{path}.{name}", weight)
-        for path, module in modules
         for name, weight in module.named_parameters(recurse=False)
-    )
-    experts = [name for name, weight in weights if len(_shape(weight)) == 3 and name not in beside]
+        if len(_shape(weight)) == 3 and f"{path}.{name}" not in beside
+    ]
     return linear, experts
 
 

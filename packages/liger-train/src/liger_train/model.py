@@ -25,6 +25,7 @@ from liger_train.parallelism import parallelism
 from liger_train.random_weights import random_weights
 from liger_train.setup import MLP_ROWS, ZERO, Setup
 from liger_train.sharded_loading import copy_views, forget_initialization, in_shards, wait_on_meta
+from liger_train.smoothing import smooth
 
 # The dtype of activations; float8 has none of its own.
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-pure": torch.bfloat16} | dict.fromkeys(
@@ -74,7 +75,7 @@ def build(
     checkpointing.enable(model, setup.checkpoint)
     # After adapters, which wrap the modules that Liger replaces.
     replaced = _patched(model, setup, notes)
-    _smoothed(model, setup, notes)
+    smooth(model, setup, notes)
     if setup.compile == "graphs":
         notes.extend(filter(None, (tied.tie(model), "" if setup.mixed else merging.merge(model))))
     if setup.compile != "none":
@@ -229,10 +230,3 @@ def _patched(model: nn.Module, setup: Setup, notes: list[str]) -> str:
         if row.verdict == LEFT and not row.reason.endswith((EXCLUDED, UNLISTED))
     )
     return ", ".join(f"{op} {count}" for op, count in report.replaced.items())
-
-
-def _smoothed(model: nn.Module, setup: Setup, notes: list[str]) -> None:
-    if setup.set:
-        from liger_train.smoothing import smooth
-
-        smooth(model, setup, notes)

@@ -29,16 +29,9 @@ MOST = 2**31 - 1
 FLOAT8_MULTIPLE = 16
 # Option → range. Transformers also seeds NumPy, which takes 32 bits.
 LIMITS = {
-    "batch": (1, MOST),
+    **dict.fromkeys(("batch", "accumulation", "ranks", "tp", "cp", "replicate", "steps"), (1, MOST)),
+    **dict.fromkeys(("adapter_rank", "adapter_alpha"), (1, MOST)),
     "sequence": (2, 2**24),
-    "accumulation": (1, MOST),
-    "ranks": (1, MOST),
-    "tp": (1, MOST),
-    "cp": (1, MOST),
-    "replicate": (1, MOST),
-    "steps": (1, MOST),
-    "adapter_rank": (1, MOST),
-    "adapter_alpha": (1, MOST),
     "seed": (0, 2**32 - 1),
 }
 # Tokens in a tile of --mlp tiled: enough to keep a GPU busy, and for summing weight gradients to take little time.

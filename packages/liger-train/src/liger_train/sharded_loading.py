@@ -138,14 +138,10 @@ def copy_views(model: nn.Module) -> None:
     """
     for weight in model.parameters():
         if isinstance(weight, DTensor):
-            mesh, placements, shard = weight.device_mesh, weight.placements, weight.to_local()
+            shard = weight.to_local()
             owned = _owned(shard)
             if owned is not shard:
-                copy = DTensor.from_local(
-                    owned, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
-                )
-                # In place, so that tied weights and hooks keep theirs.
-                torch.utils.swap_tensors(weight, nn.Parameter(copy, weight.requires_grad))
+                _give(weight, owned)
 
 
 def _owned(shard: Tensor) -> Tensor:
@@ -204,13 +200,12 @@ def give_shards(accelerator: Any) -> None:
 
 
 def _give(weight: Any, shard: Tensor) -> None:
-    whole = DTensor.from_local(
-        shard.to(weight.dtype),
-        weight.device_mesh,
-        weight.placements,
-        run_check=False,
-        shape=weight.shape,
-        stride=weight.stride(),
-    )
-    # In place, so that FSDP2, the optimizer and tied modules keep theirs.
+    """Give a weight another shard, in place, so that FSDP2, the optimizer, hooks and tied modules keep the weight."""
+    whole = sharded_like(weight, shard.to(weight.dtype))
     torch.utils.swap_tensors(weight, nn.Parameter(whole, weight.requires_grad))
+
+
+def sharded_like(weight: Any, shard: Tensor) -> DTensor:
+    """Return a DTensor of a rank's shard, with the shape and the placements of a weight."""
+    mesh, placements = weight.device_mesh, weight.placements
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())

@@ -81,14 +81,10 @@ CHECKLIST: tuple[Step, ...] = (
     ("offload the weights, too", {"optimizer": "adamw", "shard": "zero3", "offload": "parameters"}),
     ("offload to NVMe", {"optimizer": "adamw", "shard": "zero3", "offload": "nvme"}),
 )
+# The first value of an option is no technique.
 BARE: dict[str, Any] = {
-    "liger": "none",
-    "checkpoint": "none",
-    "mlp": "whole",
-    "precision": "fp32",
-    "optimizer": "adamw",
-    "shard": "none",
-    "offload": "none",
+    option: next(iter(TECHNIQUES[option]))
+    for option in ("liger", "checkpoint", "mlp", "precision", "optimizer", "shard", "offload")
 }
 MANY_RANKS = ("ZeRO stage 2", "ZeRO stage 3")
 

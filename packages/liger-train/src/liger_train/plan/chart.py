@@ -30,9 +30,8 @@ def print_bars(console: Console, bars: Sequence[Bar], limit: int | None) -> None
     most = max([prediction.peak_bytes for _, prediction in bars] + ([limit] if limit else []))
     table = Table.grid(padding=(0, 1))
     for name, prediction in bars:
-        table.add_row(
-            name, _line(prediction, most, limit), f"{size(prediction.peak_bytes)}{_verdict(prediction, limit)}"
-        )
+        verdict = "" if limit is None else ", fits" if prediction.fits(limit) else ", does not fit"
+        table.add_row(name, _line(prediction, most, limit), size(prediction.peak_bytes) + verdict)
     console.print(table)
     used = [category for category in CATEGORIES if any(prediction.held.get(category) for _, prediction in bars)]
     console.print(Text("  ").join([Text("█ ", COLORS[c]) + Text(c, "default") for c in used]))
@@ -78,7 +77,3 @@ def _line(prediction: Prediction, most: int, limit: int | None) -> Text:
         end = min(WIDTH - 1, round(WIDTH * limit / most))
         line = line[:end] + Text("│", "bold") + line[end + 1 :]
     return line
-
-
-def _verdict(prediction: Prediction, limit: int | None) -> str:
-    return "" if limit is None else ", fits" if prediction.fits(limit) else ", does not fit"

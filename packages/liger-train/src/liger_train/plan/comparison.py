@@ -12,7 +12,6 @@ from liger_bench.results import read_json
 from liger_core.errors import OptionError
 from liger_hf.presets import preset_name
 from liger_train.implementations import PEER
-from liger_train.plan.advice import Predict
 from liger_train.plan.auto_checkpoint import predict_end
 from liger_train.plan.step import forward_and_backward, predict
 from liger_train.setup import Setup
@@ -49,15 +48,7 @@ class Compared:
         return self.right and (self.error is None or abs(self.error) <= ALLOWED)
 
     def columns(self) -> dict[str, Any]:
-        return {
-            "setup": self.setup.command(),
-            "predicted_bytes": self.predicted_bytes,
-            "measured_bytes": self.measured_bytes,
-            "reserved_bytes": self.reserved_bytes,
-            "error": self.error,
-            "predicted_to_fit": self.predicted_to_fit,
-            "fitted": self.fitted,
-        }
+        return vars(self) | {"setup": self.setup.command(), "error": self.error}
 
 
 def rows_in(results: Path) -> list[dict[str, Any]]:
@@ -77,17 +68,16 @@ def rows_in(results: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def compare_rows(
-    rows: Sequence[dict[str, Any]], predict_setup: Predict = predict, *, trust_remote_code: bool = False
-) -> Iterator[Compared]:
+def compare_rows(rows: Sequence[dict[str, Any]], *, trust_remote_code: bool = False) -> Iterator[Compared]:
     """Yield each row with its prediction; a model's own code runs only if both the row and the caller trust it."""
     for row in rows:
-        setup = _setup_of_benchmark(row) if "implementation" in row else _setup_of_run(row)
-        setup = replace(setup, trust_remote_code=setup.trust_remote_code and trust_remote_code)
         if "implementation" in row:
+            setup = _setup_of_benchmark(row)
             predicted = forward_and_backward(setup)
         else:
-            predicted = predict_end(predict_setup(setup), setup.memory_limit).peak_bytes
+            setup = Setup(**{field.name: row[field.name] for field in fields(Setup) if field.name in row})
+            setup = replace(setup, trust_remote_code=setup.trust_remote_code and trust_remote_code)
+            predicted = predict_end(predict(setup), setup.memory_limit).peak_bytes
         fitted = not row["out_of_memory"]
         # Without a limit, a row does not say how much memory the device has.
         predicted_to_fit = None if setup.memory_limit is None else predicted <= setup.memory_limit
@@ -96,19 +86,14 @@ def compare_rows(
         yield Compared(setup, predicted, measured, reserved, predicted_to_fit, fitted)
 
 
-def _setup_of_run(row: dict[str, Any]) -> Setup:
-    return Setup(**{field.name: row[field.name] for field in fields(Setup) if field.name in row})
-
-
 def _setup_of_benchmark(row: dict[str, Any]) -> Setup:
     """Return the setup of a row in an earlier version's model.json, whose weights had the dtype of matmuls."""
-    precision = "fp32" if row["dtype"] == "float32" else "bf16-pure"
     return Setup(
         preset_name(row["model"]),
         row["batch"],
         row["sequence"],
         liger=LIGER[row["implementation"]],
-        precision=precision,
+        precision="fp32" if row["dtype"] == "float32" else "bf16-pure",
         device=row["device"],
         memory_limit=row["memory_limit_bytes"],
     )

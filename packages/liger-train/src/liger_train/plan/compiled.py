@@ -77,10 +77,6 @@ def _outside_of_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     return outside
 
 
-def _ledger() -> Ledger:
-    return next(mode for mode in active_modes() if isinstance(mode, Ledger))
-
-
 def _graphs(module: GraphModule, inputs: Any) -> Any:
     """Compile like Inductor, up to the graphs of the forward and backward pass."""
     return compile_by_inductor()(module, inputs, inner_compile=_runner)
@@ -94,7 +90,8 @@ def _runner(module: GraphModule, inputs: Any, **options: Any) -> Callable[[list[
             # Autograd runs the backward pass within the modes.
             for mode in _outside:
                 stack.enter_context(mode)
-            return _Graph(module, _ledger()).boxed_run(arguments)
+            ledger = next(mode for mode in active_modes() if isinstance(mode, Ledger))
+            return _Graph(module, ledger).boxed_run(arguments)
 
     vars(run)["_boxed_call"] = True
     return run

@@ -108,13 +108,8 @@ def estimate(setup: Setup, rates: Rates, trainable: int, parameters: int | None 
         return Estimate(*(share * a + (1 - share) * b for a, b in zip(full, none, strict=True)))
     one_layer, two_layers = (_micro_batch_time(setup, layers, rates) for layers in (1, 2))
     micro = one_layer + (two_layers - one_layer) * (layers - 1) + _attention_operations(setup, text) / rates.attention
-    update = (
-        UPDATE_PASSES
-        * weights_dtype(setup).itemsize
-        * trainable
-        / setup.tp
-        / (setup.sharing_ranks if setup.shard != "none" else 1)
-    )
+    ranks = setup.tp * (setup.sharing_ranks if setup.shard != "none" else 1)
+    update = UPDATE_PASSES * weights_dtype(setup).itemsize * trainable / ranks
     operations = micro * setup.accumulation + update / rates.memory
     all_exchanges = exchanges(setup, parameters or trainable, trainable)
     waits, overlaps = (

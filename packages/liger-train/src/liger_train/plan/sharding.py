@@ -189,22 +189,18 @@ def sharding_of(setup: Setup, model: Any) -> Sharding:
 
 def optimizer_memory(setup: Setup, kind: Optimizer, weights: Sequence[Weight]) -> tuple[int, int]:
     """Return a rank's bytes of optimizer state, and of the workspace of the update."""
+    if setup.shard != "none" and setup.offload != "none":
+        return 0, 0
     shards = list(weights)
     if setup.shard in ZERO:
         # DeepSpeed's optimizer has one flat float32 weight, and flattens the shard of the gradients, too.
-        elements, itemsize = (
-            -(-sum(w.elements for w in weights) // setup.sharing_ranks),
-            max((w.itemsize for w in weights), default=2),
-        )
-        if setup.offload != "none":
-            return 0, 0
+        elements = -(-sum(w.elements for w in weights) // setup.sharing_ranks)
+        itemsize = max((w.itemsize for w in weights), default=2)
         flat = Weight(elements, (elements,), 4)
         copied = itemsize < 4
         workspace = kind.step(flat) + (elements * (4 + itemsize) if copied else 4 * elements)
         return kind.state(flat) + (rounded(4 * elements) if copied else 0), workspace
     if setup.shard == "fsdp2":
-        if setup.offload != "none":
-            return 0, 0
         itemsize = 2 if setup.pure else 4
         shards = [replace(w, elements=-(-w.elements // setup.sharing_ranks), itemsize=itemsize) for w in weights]
     return sum(map(kind.state, shards)), max(map(kind.step, shards), default=0)

@@ -40,21 +40,15 @@ from liger_train.plan.ledger import (
 )
 from liger_train.plan.optimizers import OPTIMIZERS, Weight, weights_of
 from liger_train.plan.sharding import Sharding, optimizer_memory, quantized_weights, record_four_bits, sharding_of
-from liger_train.setup import LIBRARY, Setup
+from liger_train.row import FREE
+from liger_train.setup import Setup
 from liger_train.smoothing import factor_of, is_smoothed
 from liger_train.techniques import chosen
 
 CPU = torch.device("cpu")
 # Options that do not affect memory, with the values of every prediction, so that predictions can be cached.
 NEUTRAL: dict[str, Any] = {
-    "memory_limit": None,
-    "steps": 20,
-    "learning_rate": 1e-5,
-    "seed": 0,
-    "data": LIBRARY,
-    "nvme_folder": None,
-    "validation": 0.0,
-    "random_weights": False,
+    name: getattr(Setup, name) for name in (*FREE, "memory_limit", "data", "validation") if name != "trust_remote_code"
 }
 GRAPHS = "--compile graphs reserves more than its peak, since a CUDA graph has a memory pool of its own."
 AUTO = "This is the start of --checkpoint auto, which uses the free memory; with --memory-limit, plans show its end."

@@ -94,12 +94,14 @@ def _print_what_fits(console: Console, rows: Sequence[dict[str, int]]) -> None:
     print_table(console, [Column(name, number=True) for name in columns], lines)
 
 
+FITS = {True: "yes", False: "no", None: "–"}
+
+
 def print_sweep(predictions: Sequence[Prediction], varied: Sequence[str], fits: Sequence[bool | None]) -> None:
     scale, unit = unit_of(max(each.peak_bytes for each in predictions))
-    words = {True: "yes", False: "no", None: "–"}
     names = (*varied, "liger")
     lines = [
-        [*(str(getattr(each.setup, name)) for name in names), f"{each.peak_bytes / scale:.2f}", each.doing, words[fit]]
+        [*(str(getattr(each.setup, name)) for name in names), f"{each.peak_bytes / scale:.2f}", each.doing, FITS[fit]]
         for each, fit in zip(predictions, fits, strict=True)
     ]
     columns = [*map(Column, names), Column(f"peak {unit}", number=True), Column("in the"), Column("fits")]
@@ -198,15 +200,14 @@ def print_compared(comparisons: Sequence[Compared]) -> None:
 
 
 def cells_of(comparison: Compared) -> list[str]:
-    words = {True: "yes", False: "no", None: "–"}
     return [
         comparison.setup.command().removeprefix("liger train "),
         f"{comparison.predicted_bytes / GiB:.2f}",
         "out of memory" if comparison.measured_bytes is None else f"{comparison.measured_bytes / GiB:.2f}",
         "–" if comparison.error is None else f"{comparison.error:+.1%}",
         "–" if not comparison.reserved_bytes else f"{comparison.reserved_bytes / GiB:.2f}",
-        words[comparison.predicted_to_fit],
-        words[comparison.fitted],
+        FITS[comparison.predicted_to_fit],
+        FITS[comparison.fitted],
         "" if comparison.good else "wrong",
     ]
 

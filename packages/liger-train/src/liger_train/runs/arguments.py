@@ -4,21 +4,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import TrainingArguments
 
 from liger_hf.private_transformers import use_one_gpu
 from liger_train import fields, techniques, zero
 from liger_train.combinations import ZERO
 from liger_train.errors import SetupError
+from liger_train.model import LOW
 from liger_train.parallelism import parallelism
 from liger_train.runs import process_group
 from liger_train.setup import Setup
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
-# Value of --precision → dtype of weights and activations in layers under FSDP2.
-LOW_IN_FSDP2 = {"bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "fp8-rowwise": "bfloat16"}
 
 
 def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArguments:
@@ -52,16 +51,14 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
         "ddp_find_unused_parameters": True,
     }
     values |= techniques.arguments(setup) | _sharding(setup) | joined | more | _set_fields(setup)
-    from transformers import TrainingArguments
-
     try:
         arguments = TrainingArguments(**values)
     except ValueError as error:
         if not setup.set:
             raise
         raise SetupError(f"--set must have values that TrainingArguments accepts, got {setup.set}: {error}") from error
-    if setup.shard == "fsdp2" and setup.precision in LOW_IN_FSDP2:
-        arguments.fsdp_plugin_args["mixed_precision_policy"] = _mixed_precision_policy(LOW_IN_FSDP2[setup.precision])
+    if setup.shard == "fsdp2" and setup.mixed:
+        arguments.fsdp_plugin_args["mixed_precision_policy"] = _mixed_precision_policy(LOW[setup.precision])
     if arguments.n_gpu > 1:
         # Otherwise the Trainer splits the batch over all GPUs that the process sees.
         use_one_gpu(arguments)
@@ -85,15 +82,12 @@ def _set_fields(setup: Setup) -> dict[str, Any]:
     return required | {name: value for name, value in values.items() if name != fields.EPOCHS}
 
 
-def _mixed_precision_policy(dtype: str) -> Any:
+def _mixed_precision_policy(dtype: torch.dtype) -> Any:
     """Return a policy that reduces gradients in float32, where accelerate's default uses the low precision.
 
     Outputs keep their dtype: low precision for layers, whose outputs matmuls read; float32 for the loss.
     """
-    import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    return MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32, output_dtype=None)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None)
 
 
 def _sharding(setup: Setup) -> dict[str, Any]:

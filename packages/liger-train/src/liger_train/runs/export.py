@@ -19,6 +19,7 @@ from liger_hf.presets import PRESETS
 from liger_train import ranks
 from liger_train.errors import SetupError
 from liger_train.model import unquantized
+from liger_train.runs import sharded_checkpoints
 from liger_train.setup import Setup
 
 # Files of processors for images and other inputs, which training on text does not change.
@@ -43,8 +44,6 @@ def export(setup: Setup, model: Any, tokenizer: Any, folder: Path) -> None:
     All ranks must call this for a sharded model.
     """
     if setup.saves_shards:
-        from liger_train.runs import sharded_checkpoints
-
         sharded_checkpoints.save_model(model, folder)
     if not ranks.first():
         return

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from liger_train import ranks
 from liger_train.float8 import is_cast_when_gathered
 from liger_train.runs.saved_checkpoints import SHARDS
+from liger_train.sharded_loading import sharded_like
 
 # Bytes of a file of weights.
 FILE_SIZE = 5 * 10**9
@@ -55,7 +56,8 @@ def _first_failure() -> Iterator[None]:
 def save_model(model: Any, folder: Path, write: Write = at_once) -> None:
     """Write the weights and the config of a model, or its adapters; all ranks must call this."""
     if hasattr(model, "peft_config"):
-        adapters = {name: _whole(weight) for name, weight in _trained(model).items()}
+        trained = _trained(model).items()
+        adapters = {name: weight.full_tensor() if isinstance(weight, DTensor) else weight for name, weight in trained}
         if ranks.first():
             model.save_pretrained(folder, state_dict=adapters)
         return
@@ -123,16 +125,10 @@ def _plain(weight: Any) -> Any:
     """Return a weight that FSDP2 gathers in float8 as an ordinary one with the same memory."""
     if not is_cast_when_gathered(weight):
         return weight
-    mesh, placements = weight.device_mesh, weight.placements
     shard = weight.to_local()
     # torchao's class wraps a tensor; a scale may come after it.
-    plain = getattr(shard, shard.__tensor_flatten__()[0][0])
-    return DTensor.from_local(plain, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
+    return sharded_like(weight, getattr(shard, shard.__tensor_flatten__()[0][0]))
 
 
 def _trained(model: nn.Module) -> State:
     return dict(get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True)))
-
-
-def _whole(weight: Any) -> Any:
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight

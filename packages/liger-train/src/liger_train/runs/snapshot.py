@@ -212,14 +212,8 @@ def from_snapshot(snapshot: dict[str, Any], device: int) -> _Trace:
     log = snapshot["device_traces"][device]
     actions = {"alloc": 1, "free_requested": -1}
     events = [Event(e["time_us"], e["addr"], actions[e["action"]] * e["size"]) for e in log if e["action"] in actions]
-    initial: dict[int, int] = {}
-    for segment in snapshot["segments"]:
-        # Older versions have no addresses of blocks, which are contiguous in a segment.
-        address = segment["address"]
-        for block in segment["blocks"]:
-            if block["state"] == "active_allocated" and segment["device"] == device:
-                initial[block.get("address", address)] = block.get("requested_size", block["size"])
-            address += block["size"]
+    blocks = (block for segment in snapshot["segments"] if segment["device"] == device for block in segment["blocks"])
+    initial = {b["address"]: b["requested_size"] for b in blocks if b["state"] == "active_allocated"}
     for event in reversed(events):
         if event.bytes > 0:
             initial.pop(event.address, None)

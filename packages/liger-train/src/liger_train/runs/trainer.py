@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -18,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.trainer_callback import PrinterCallback
 
 from liger_train import ranks
-from liger_train.runs import saved_checkpoints
+from liger_train.runs import saved_checkpoints, sharded_checkpoints
 from liger_train.runs.checkpoint_writer import CheckpointWriter
 from liger_train.runs.compiled import Compiled
 from liger_train.runs.data import Data
@@ -95,26 +94,26 @@ class RunTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if self.compiled.setup.saves_shards:
             folder = Path(output_dir or str(self.args.output_dir))
-            sharded_checkpoints().save_model(self.model, folder, self.writer.add)
+            sharded_checkpoints.save_model(self.model, folder, self.writer.add)
         else:
             super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.compiled.setup.saves_shards:
             states = self.model, self.optimizer, self.lr_scheduler
-            sharded_checkpoints().save_state(*states, Path(output_dir), self.writer.add)
+            sharded_checkpoints.save_state(*states, Path(output_dir), self.writer.add)
         else:
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if saved_checkpoints.is_sharded(Path(resume_from_checkpoint)):
-            sharded_checkpoints().load_model(self.model, Path(resume_from_checkpoint))
+            sharded_checkpoints.load_model(self.model, Path(resume_from_checkpoint))
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and saved_checkpoints.is_sharded(Path(checkpoint)):
-            sharded_checkpoints().load_state(self.model, self.optimizer, self.lr_scheduler, Path(checkpoint))
+            sharded_checkpoints.load_state(self.model, self.optimizer, self.lr_scheduler, Path(checkpoint))
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -126,11 +125,6 @@ class RunTrainer(Trainer):
             loss: Any = self.compute_loss(model, inputs)
         # The Trainer averages over batches, regardless of their number of tokens.
         return torch.where(count > 0, loss.detach() * count / self.labels_per_batch, 0.0), None, None
-
-
-def sharded_checkpoints() -> Any:
-    """Import the module of that name, which needs torch.distributed."""
-    return importlib.import_module("liger_train.runs.sharded_checkpoints")
 
 
 def _loss_alone(model: nn.Module, inputs: Any, outputs: Any) -> Any:
