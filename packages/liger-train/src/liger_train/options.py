@@ -130,7 +130,6 @@ def setup_of(values: Mapping[str, Any], auto: Mapping[str, int], **chosen: Any) 
 
 
 def _parameters(optional: str) -> list[inspect.Parameter]:
-    """Return the parameters of all options, in the order of the help."""
     parameters: dict[str, inspect.Parameter] = {}
     for kind in (Setup, RunOptions):
         hints = get_type_hints(kind, include_extras=True)

@@ -95,7 +95,6 @@ def reason_to_skip(setup: Setup, rows: Sequence[Row]) -> str:
 
 
 def _parsed(name: str, word: str) -> Any:
-    """Convert a word to the type of its option."""
     if name == "memory_limit":
         return bytes_of("--sweep memory_limit", word, SetupError)
     if name == IMPLEMENTATION:

@@ -21,7 +21,8 @@ def prepare(setup: Setup) -> None:
     # DeepSpeed reads this variable when it is imported.
     os.environ["DS_ACCELERATOR"] = setup.device
     logger = importlib.import_module("deepspeed.utils").logger
-    logger.addFilter(_is_relevant)
+    # Its hooks warn that they find no tensor in lazy logits. The LM head is gathered when the loss is computed.
+    logger.addFilter(lambda record: "LazyLogits" not in record.getMessage())
     for handler in logger.handlers:
         # By default it logs to standard output, which is reserved for the results.
         if type(handler) is logging.StreamHandler:
@@ -78,14 +79,6 @@ def live_elements(setup: Setup) -> int:
     With weights on disk this is 0, because each would occupy a read buffer.
     """
     return 0 if setup.offload == "nvme" else LIVE
-
-
-def _is_relevant(record: logging.LogRecord) -> bool:
-    """Return False for DeepSpeed's warning that its hooks find no tensor in lazy logits.
-
-    The weights of the LM head are gathered when the loss is computed.
-    """
-    return "LazyLogits" not in record.getMessage()
 
 
 def _offload_device(setup: Setup) -> dict[str, Any]:

@@ -52,20 +52,11 @@ def adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
     Raises OptionError for a model with experts if peft, which has several ways to adapt them, is not installed.
     """
     if importlib.util.find_spec("peft") is not None:
-        with replacing(torch.utils, "swap_tensors", _swap):
+        # swap_tensors rejects fake tensors.
+        with replacing(torch.utils, "swap_tensors", lambda old, new: setattr(old, "data", new)):
             return adapt(model, setup, notes)
     if any(holds_experts(module) for module in model.modules()):
         raise OptionError(f"plan: --adapter {setup.adapter} needs peft for a model with experts; pip install peft")
-    return _adapted(model, setup, notes)
-
-
-def _swap(old: Tensor, new: Tensor) -> None:
-    """A replacement for torch.utils.swap_tensors, which rejects fake tensors."""
-    old.data = new
-
-
-def _adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
-    """Add adapters to the linear layers that the setup targets, except the LM head."""
     model.requires_grad_(False)
     linear, _ = adaptable(model)
     for name in linear:

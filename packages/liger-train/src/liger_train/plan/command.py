@@ -139,7 +139,6 @@ def _serve(setup: Setup) -> None:
 
 
 def _plan_sweep(setup: Setup, limit: int | None, auto: list[str], options: RunOptions) -> None:
-    """Predict the peak of every run of a sweep."""
     varied = swept_values(options.sweeps or [])
     setups = setups_of(setup, varied, strategies_of(options.strategies, varied))
     for each in setups:

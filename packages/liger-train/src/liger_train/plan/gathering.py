@@ -30,10 +30,10 @@ class ZeroGathering:
     """
 
     def __init__(
-        self, ledger: Ledger, persistent: int, live: int, prefetch: int, order: list[list[Tensor]] | None = None
+        self, ledger: Ledger, persistent: int, live: int, prefetch: int, order: list[list[Tensor]] | None
     ) -> None:
         self.ledger, self.persistent, self.live, self.prefetch = ledger, persistent, live, prefetch
-        self.known_order = order
+        self.known_order = order or []
         self.order: list[list[Tensor]] = []
         self.gathered: dict[int, tuple[Tensor, int]] = {}
         self.users: defaultdict[int, set[int]] = defaultdict(set)
@@ -55,8 +55,7 @@ class ZeroGathering:
         for weight in weights:
             self._fetch(weight)
             self.users[id(weight)].add(id(module))
-        if self.known_order is not None:
-            self._prefetch()
+        self._prefetch()
 
     def _after(self, module: nn.Module, weights: list[Tensor]) -> None:
         soon = self._used_soon()
@@ -70,7 +69,6 @@ class ZeroGathering:
             self.gathered[id(weight)] = weight, self.ledger.allocate(rounded(weight.numel() * weight.itemsize), WEIGHTS)
 
     def _prefetch(self) -> None:
-        assert self.known_order is not None
         room = min(self.live - sum(w.numel() for w, _ in self.gathered.values()), self.prefetch)
         fetched = 0
         for weights in self.known_order[len(self.order) :]:
@@ -89,7 +87,7 @@ class ZeroGathering:
     def _used_soon(self) -> set[int]:
         soon: set[int] = set()
         distance = 0
-        for weights in (self.known_order or [])[len(self.order) :]:
+        for weights in self.known_order[len(self.order) :]:
             if distance >= self.live:
                 break
             soon.update(map(id, weights))

@@ -98,7 +98,6 @@ class Ledger(TorchDispatchMode):
         return result
 
     def _dequantized_bytes(self, args: tuple[Any, ...]) -> int:
-        """Return the bytes of dequantized weights among the arguments."""
         if not self.dequantized or len(args) < 2:
             return 0
         used = [t for t in args if isinstance(t, Tensor) and storage_id(t.untyped_storage()) in self.dequantized]

@@ -229,7 +229,6 @@ def _values(terms: Sequence[str], batch: float, sequence: float, ranks: int) -> 
 
 
 def _states(model: _Model, terms: Sequence[str], optimizers: Sequence[str]) -> dict[str, Tensor]:
-    """Return the bytes of each optimizer's state."""
     weights = weights_of(model.model)
     states = {}
     for name in optimizers:

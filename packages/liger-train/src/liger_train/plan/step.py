@@ -246,7 +246,6 @@ def fake_model(setup: Setup, mode: Any) -> tuple[Any, list[str]]:
 
 
 def _shard_of(model: Any, setup: Setup, device: torch.device) -> Any:
-    """Return a rank's shard of the model on the device, with uninitialized weights."""
     model.to_empty(device=device)
     model.tie_weights()
     if setup.tp > 1:

@@ -93,7 +93,6 @@ def report(
 
 
 def _command(results: Sequence[Path], heading: str, docs: Path | None, images: Path | None) -> str:
-    """Return the command that repeats this report."""
     words = ["liger", "report", *(folder.as_posix() for folder in results)]
     words += ["--heading", heading] if heading != HEADING else []
     for option, path in (("--docs", docs), ("--images", images)):

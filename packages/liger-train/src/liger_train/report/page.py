@@ -75,11 +75,12 @@ def page(
     command: str,
 ) -> list[str]:
     """Return the sections of the page in Markdown, which link to the paths of the pictures."""
-    sections = [_where(rows), ABOUT]
+    heading, *lines = markdown.where(rows) + [f"* {versions}" for versions in distinct(rows, "versions")]
+    sections = [heading + "\n\n" + "\n".join(lines), ABOUT]
     for sweep, images in zip(all_sweeps, pictures.sweeps, strict=True):
-        lines = list(statements(sweep))
+        figures = list(statements(sweep))
         sections += [f"## {sweep.title}", f"{sweep.setting}.", *_images(images)]
-        sections += [markdown.table(("", "figure"), lines) if lines else "", _figures(sweep)]
+        sections += [markdown.table(("", "figure"), figures) if figures else "", _figures(sweep)]
     sections += _timelines(timelines, pictures)
     sections += _others(rest, heading=bool(all_sweeps))
     sections.append(_repeat(all_sweeps, rest, command))
@@ -100,11 +101,6 @@ def as_html(text: str, folder: Path) -> str:
         f'content="width=device-width"><title>{title}</title><style>\n{STYLE}\n</style>'
     )
     return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}</body>\n</html>\n'
-
-
-def _where(rows: Sequence[Record]) -> str:
-    lines = markdown.where(rows) + [f"* {versions}" for versions in distinct(rows, "versions")]
-    return lines[0] + "\n\n" + "\n".join(lines[1:])
 
 
 def _images(pictures: Sequence[tuple[str, Path]]) -> list[str]:
@@ -151,13 +147,10 @@ def _sentences(sweep: Sweep, sentences: Callable[[Record], Sequence[str]]) -> st
 
 def _notes(row: Record) -> list[str]:
     """Return the notes of a row, without those on defaults, which the section's heading shows."""
-    return [_current_wording(note) for note in row.get("notes") or [] if not NOTES_ON_DEFAULTS.match(note)]
-
-
-def _current_wording(note: str) -> str:
+    notes = [note for note in row.get("notes") or [] if not NOTES_ON_DEFAULTS.match(note)]
     for old, new in OLDER_NOTES:
-        note = re.sub(old, new, note)
-    return note
+        notes = [re.sub(old, new, note) for note in notes]
+    return notes
 
 
 def _figure_names(unit: str) -> tuple[str, ...]:

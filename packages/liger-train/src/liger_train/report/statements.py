@@ -113,5 +113,4 @@ def _rows(sweep: Sweep, strategy: Strategy, column: str) -> list[Record]:
 
 
 def _has(row: Record, column: str) -> bool:
-    """Return whether a run has a value in this column."""
     return row[SPEED] is not None and row[column] is not None and not row["out_of_memory"]

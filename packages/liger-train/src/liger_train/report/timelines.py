@@ -184,7 +184,6 @@ def _grouped(records: Sequence[Record], *free: str) -> list[list[Record]]:
 
 
 def _unused_name(name: str, groups: dict[str, Any]) -> str:
-    """Return a valid file name, with a number if a picture has the name already."""
     name = "".join(letter if letter.isalnum() or letter in ".-" else "-" for letter in name)
     count = sum(each == name or each.startswith(f"{name}-no-") for each in groups)
     return name if not count else f"{name}-no-{count + 1}"

@@ -58,7 +58,10 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
             raise
         raise SetupError(f"--set must have values that TrainingArguments accepts, got {setup.set}: {error}") from error
     if setup.shard == "fsdp2" and setup.mixed:
-        arguments.fsdp_plugin_args["mixed_precision_policy"] = _mixed_precision_policy(LOW[setup.precision])
+        # Gradients are reduced in float32, where accelerate's default uses the low precision. Outputs keep their dtype:
+        # low precision for layers, whose outputs matmuls read; float32 for the loss.
+        policy = MixedPrecisionPolicy(param_dtype=LOW[setup.precision], reduce_dtype=torch.float32, output_dtype=None)
+        arguments.fsdp_plugin_args["mixed_precision_policy"] = policy
     if arguments.n_gpu > 1:
         # Otherwise the Trainer splits the batch over all GPUs that the process sees.
         use_one_gpu(arguments)
@@ -80,14 +83,6 @@ def _set_fields(setup: Setup) -> dict[str, Any]:
         required |= {"logging_strategy": "steps", "logging_steps": 1}
     # setup.steps is already the number of steps of these epochs.
     return required | {name: value for name, value in values.items() if name != fields.EPOCHS}
-
-
-def _mixed_precision_policy(dtype: torch.dtype) -> Any:
-    """Return a policy that reduces gradients in float32, where accelerate's default uses the low precision.
-
-    Outputs keep their dtype: low precision for layers, whose outputs matmuls read; float32 for the loss.
-    """
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None)
 
 
 def _sharding(setup: Setup) -> dict[str, Any]:

@@ -124,7 +124,6 @@ def _cost(setup: Setup, device: torch.device) -> list[str]:
 
 
 def _check(values: Mapping[str, Any], options: RunOptions, device: torch.device) -> None:
-    """Raise OptionError or DeviceError for options that exclude each other."""
     if options.resume and options.output is None and not options.sweeping:
         raise SetupError("--resume needs --output, the folder of the checkpoints to resume from")
     if options.save_every and options.output is None:

@@ -279,7 +279,6 @@ def _check_endings(answers: list[Tensor], tokenizer: Any, setup: Setup) -> list[
 
 
 def _stop_tokens(tokenizer: Any, setup: Setup) -> set[int]:
-    """Return the tokens that end generation, from the tokenizer, the config and the generation config."""
     from transformers import GenerationConfig
 
     ids = [tokenizer.eos_token_id, config_of(setup).get_text_config().eos_token_id]

@@ -141,7 +141,6 @@ def _names(row: Any) -> str:
 
 
 def _check_columns(located: Iterable[tuple[str, Any]], columns: tuple[str, ...]) -> Iterator[Row]:
-    """Yield the rows; raise OptionError for a row without the columns of the first one."""
     for location, row in located:
         if not _has(row, columns):
             raise OptionError(f"{location}: must have {' and '.join(columns)}, as the rows before, got {_names(row)}")

@@ -356,7 +356,6 @@ def _folders(stack: contextlib.ExitStack, setup: Setup, folder: Path | None) -> 
 
 
 def _counts(model: Any) -> dict[str, int]:
-    """Return the numbers of weights, of trained weights, and of weights in 4 and in 16 bits."""
     widths = weight_counts(model)
     return {
         "parameters": widths.total(),

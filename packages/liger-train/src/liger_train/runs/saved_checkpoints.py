@@ -164,7 +164,6 @@ def check_same(saved: SavedCheckpoint, setup: dict[str, Any], text: str) -> None
 
 
 def _sequences(options: dict[str, Any]) -> int:
-    """Return the number of sequences in a step."""
     names = ("model", "batch", "accumulation", "ranks", "tp", "cp")
     return Setup(**{name: options[name] for name in names}).sequences_per_step
 
