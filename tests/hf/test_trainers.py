@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forks import on_ranks
-from hf.tiny_models import LargestResult
 from liger_core import OptionError
 from liger_hf.trainers import FusedLinearForPPO, FusedOutputLinear, output_processor
 
@@ -94,32 +94,13 @@ def test_the_head_of_verl_has_the_results_and_gradients_of_plain_pytorch(tempera
     assert_same(model, verl_forward(model, temperature), other, plain(other, temperature))
 
 
-def test_the_head_of_verl_takes_packed_tokens_of_any_integer_dtype() -> None:
+def test_the_head_of_verl_takes_packed_tokens_of_any_integer_dtype_and_options_of_the_op() -> None:
     model, other = Model(), Model()
     hidden, target = model.hidden(ids()).flatten(0, 1), following(ids()).flatten().int()
-    packed = FusedLinearForPPO()(hidden, model.lm_head.weight, target, 0.7)
+    packed = FusedLinearForPPO(logit_scale=0.5)(hidden, model.lm_head.weight, target, 0.7)
     assert [result.shape for result in packed] == [(SEQUENCES * TOKENS,)] * 2
-    expected = plain(other, 0.7)
+    expected = plain(other, 0.7, scale=0.5)
     assert_same(model, packed, other, (expected[0].flatten(), expected[1].flatten()))
-
-
-def test_the_head_of_verl_returns_float32_for_bfloat16() -> None:
-    model = Model().bfloat16()
-    assert [result.dtype for result in verl_forward(model, 1.0)] == [torch.float32] * 2
-
-
-def test_the_head_of_verl_holds_no_more_logits_than_its_budget() -> None:
-    hidden, weight = torch.randn(200, WIDTH, requires_grad=True), torch.randn(CLASSES, WIDTH, requires_grad=True)
-    target = torch.randint(CLASSES, (200,))
-    with LargestResult() as largest:
-        log_prob, entropy = FusedLinearForPPO(budget=80 * CLASSES * 4)(hidden, weight, target)
-        (log_prob.sum() + entropy.sum()).backward()
-    assert largest.elements < 100 * CLASSES
-
-
-def test_the_head_of_verl_reports_the_errors_of_the_op() -> None:
-    with pytest.raises(OptionError, match="temperature must be a finite number > 0"):
-        verl_forward(Model(), 0.0)
 
 
 # -- prime-rl: its layer replaces lm_head, with the same weight, and model(…) returns what the layer returns
@@ -153,10 +134,6 @@ def test_the_layer_of_prime_rl_caps_the_logits_of_gemma() -> None:
     found = model(ids(), following(ids()), PER_TOKEN)
     logits = 3.0 * (other.hidden(ids()) @ other.lm_head.weight.t() / 3.0).tanh() / PER_TOKEN[..., None]
     assert_same(model, (found["logprobs"], found["entropy"]), other, of_logits(logits, following(ids())))
-
-
-def test_the_layer_of_prime_rl_has_the_state_of_a_linear_layer() -> None:
-    assert list(FusedOutputLinear(4, 8).state_dict()) == ["weight"]
 
 
 @pytest.mark.parametrize("missing", ["labels", "temperature"])
@@ -204,23 +181,12 @@ def test_the_processor_for_megatron_has_the_results_and_gradients_of_plain_pytor
     assert_same(model, megatron(model, temperature=temperature), other, plain(other, temperature))
 
 
-def test_the_processor_for_megatron_needs_no_context() -> None:
-    model, other = MegatronModel(tied=False), Model()
-    assert_same(model, megatron(model), other, plain(other, 1.0))
-
-
-def test_the_processor_for_megatron_scales_the_logits_of_mup() -> None:
-    model, other = MegatronModel(tied=False, scale=0.25), Model()
-    assert_same(model, megatron(model, temperature=0.7), other, plain(other, 0.7, scale=0.25))
-
-
-def test_the_processor_for_megatron_leaves_out_what_no_label_counts() -> None:
-    model = MegatronModel(tied=False)
-    labels = following(ids())
-    labels[:, -1] = -100
-    log_prob, entropy = model(ids(), None, None, labels, output_processor=output_processor)
-    assert not log_prob[:, -1].any()
-    assert not entropy[:, -1].any()
+@pytest.mark.parametrize(("context", "scale"), [({}, 1.0), ({"temperature": 0.7}, 0.25)], ids=["no_context", "mup"])
+def test_the_processor_for_megatron_needs_no_context_and_scales_the_logits(
+    context: dict[str, Any], scale: float
+) -> None:
+    model, other = MegatronModel(tied=False, scale=scale), Model()
+    assert_same(model, megatron(model, **context), other, plain(other, context.get("temperature", 1.0), scale=scale))
 
 
 def test_the_processor_for_megatron_names_what_it_cannot_do() -> None:
@@ -247,9 +213,16 @@ class PartOfTokens(torch.autograd.Function):
         return torch.cat(parts)
 
 
-def megatron_on_ranks(rank: int, sequence_parallel: bool, temperature: Tensor | float) -> None:
+def megatron_on_ranks(rank: int) -> None:
     """Column-parallel heads of two ranks, with and without shards of the tokens, against one process."""
     dist.init_process_group("gloo")
+    per_token = torch.linspace(0.4, 1.6, 8 * SEQUENCES).reshape(SEQUENCES, 8)
+    for sequence_parallel, temperature in product((False, True), (0.7, per_token)):
+        compare_with_one_process(rank, sequence_parallel, temperature)
+    dist.destroy_process_group()
+
+
+def compare_with_one_process(rank: int, sequence_parallel: bool, temperature: Tensor | float) -> None:
     torch.manual_seed(0)
     hidden, whole, bias = torch.randn(8, SEQUENCES, WIDTH), torch.randn(CLASSES, WIDTH), torch.randn(CLASSES)
     labels, upstream = torch.randint(CLASSES, (SEQUENCES, 8)), torch.randn(2, SEQUENCES, 8)
@@ -274,14 +247,7 @@ def megatron_on_ranks(rank: int, sequence_parallel: bool, temperature: Tensor | 
     for found, wanted in ((x.grad, one.grad), (layer.weight.grad, w.grad[mine]), (layer.bias.grad, b.grad[mine])):
         assert type(found) is Tensor
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-    dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    "temperature", [0.7, torch.linspace(0.4, 1.6, 8 * SEQUENCES).reshape(SEQUENCES, 8)], ids=["number", "of_each_token"]
-)
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tokens_whole", "tokens_sharded"])
-def test_the_processor_for_megatron_takes_the_classes_of_a_rank(
-    sequence_parallel: bool, temperature: Tensor | float
-) -> None:
-    on_ranks(2, megatron_on_ranks, sequence_parallel, temperature)
+def test_the_processor_for_megatron_takes_the_classes_of_a_rank() -> None:
+    on_ranks(2, megatron_on_ranks)

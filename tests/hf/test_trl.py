@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -14,8 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 import liger_hf
 import liger_hf.trl
-from hf.tiny_models import VOCABULARY, make, twin
-from liger_core import Unsupported
+from hf.tiny_models import VOCABULARY, make
 
 trl = pytest.importorskip("trl", reason="needs trl and datasets: pip install trl")
 datasets = pytest.importorskip("datasets")
@@ -66,7 +67,13 @@ def grpo(model: Any, folder: Path, **options: Any) -> Any:
     return trl.GRPOTrainer(model, reward, config, **of_rows(rows, **options))
 
 
-TRAINERS: dict[str, Callable[..., Any]] = {"sft": sft, "dpo": dpo, "grpo": grpo}
+def kto(model: Any, folder: Path, **options: Any) -> Any:
+    rows = [{"prompt": sentence(i), "completion": " " + sentence(i + 50), "label": i % 2 == 0} for i in range(8)]
+    config, reference = trl.KTOConfig(str(folder), **SETTINGS), make(tie_word_embeddings=False)
+    return trl.KTOTrainer(model, reference, config, **of_rows(rows, **options))
+
+
+TRAINERS: dict[str, Callable[..., Any]] = {"sft": sft, "dpo": dpo, "grpo": grpo, "kto": kto}
 
 
 def history(trainer: Any) -> list[float]:
@@ -75,13 +82,21 @@ def history(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@cache
+def unpatched(name: str) -> tuple[list[float], Any]:
+    """Return the losses of a trainer of the unpatched model, and the trained model."""
+    model = make(tie_word_embeddings=False).train()
+    with TemporaryDirectory() as folder:
+        return history(TRAINERS[name](model, Path(folder))), model
+
+
 @pytest.mark.parametrize("first", ["apply", "trainer"])
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
 def test_a_trainer_of_trl_has_the_losses_of_the_unpatched_model_and_keeps_its_head(
     name: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = make(tie_word_embeddings=False).train()
-    patched = twin(plain)
+    expected, _ = unpatched(name)
+    patched = make(tie_word_embeddings=False).train()
     if first == "apply":
         liger_hf.apply(patched)
     callback = liger_hf.LigerCallback(show=None)
@@ -93,33 +108,24 @@ def test_a_trainer_of_trl_has_the_losses_of_the_unpatched_model_and_keeps_its_he
     losses = history(trainer)
     assert seen != []
     assert len(losses) == 2
-    assert losses == pytest.approx(history(TRAINERS[name](plain, tmp_path)), abs=2e-4)
+    assert losses == pytest.approx(expected, abs=2e-4)
 
 
-def kto(model: Any, folder: Path, **options: Any) -> Any:
-    rows = [{"prompt": sentence(i), "completion": " " + sentence(i + 50), "label": i % 2 == 0} for i in range(8)]
-    config, reference = trl.KTOConfig(str(folder), **SETTINGS), make(tie_word_embeddings=False)
-    return trl.KTOTrainer(model, reference, config, **of_rows(rows, **options))
-
-
-@pytest.mark.parametrize("name", [*TRAINERS, "kto"])
+@pytest.mark.parametrize("name", TRAINERS)
 def test_a_trainer_of_trl_runs_on_our_head_and_comes_to_the_same_weights(name: str, tmp_path: Path) -> None:
-    trainers = {**TRAINERS, "kto": kto}
-    plain = make(tie_word_embeddings=False).train()
-    other, calls = twin(plain), []
+    expected, plain = unpatched(name)
+    other, calls = make(tie_word_embeddings=False).train(), []
     op = liger_hf.trl.linear_log_prob
     with pytest.MonkeyPatch.context() as patched, liger_hf.use_in_trl():
         patched.setattr(liger_hf.trl, "linear_log_prob", lambda *args, **more: calls.append(1) or op(*args, **more))
-        losses = history(trainers[name](other, tmp_path))
+        losses = history(TRAINERS[name](other, tmp_path))
     assert calls != []
-    assert losses == pytest.approx(history(trainers[name](plain, tmp_path)), abs=1e-5)
+    assert losses == pytest.approx(expected, abs=1e-5)
     for ours, theirs in zip(other.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-
-
 ASKED = (OUTPUTS, ("log_probs",), ("log_probs", "entropy"), ("log_probs", "is_top1"))
 OPTIONS = {"plain": (1.0, None, 1.0), "temperature, softcap and scale": (0.7, 5.0, 0.5)}
 
@@ -169,27 +175,6 @@ def test_our_head_keeps_at_most_a_gibibyte_of_logits(monkeypatch: pytest.MonkeyP
     assert 1 << 29 < max(sizes) <= 1 << 30
 
 
-def test_undo_brings_back_the_function_of_trl() -> None:
-    original = trl.trainer.utils._ChunkedLogProbFunction
-    first = liger_hf.use_in_trl()
-    second = liger_hf.use_in_trl()
-    second.undo()
-    first.undo()
-    first.undo()
-    assert trl.trainer.utils._ChunkedLogProbFunction is original
-
-
-def test_another_version_of_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Other:
-        @staticmethod
-        def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> None: ...
-
-    monkeypatch.setattr(trl.trainer.utils, "_ChunkedLogProbFunction", Other)
-    message = r"^use_in_trl knows TRL 1\.16, got .*Function is missing or takes other arguments$"
-    with pytest.raises(Unsupported, match=message):
-        liger_hf.use_in_trl()
-
-
 def test_a_head_of_trl_that_was_there_before_is_left_and_named() -> None:
     model = make(tie_word_embeddings=False)
     trl.trainer.utils.add_fused_lm_head(model)
@@ -210,17 +195,16 @@ def test_undo_at_the_end_leaves_a_trainer_of_trl_as_it_was(tmp_path: Path) -> No
 @pytest.mark.filterwarnings("ignore:.*use_liger_kernel:FutureWarning")
 def test_use_liger_kernel_of_trl_puts_in_the_layers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reports: list[liger_hf.Report] = []
+    expected, _ = unpatched("sft")
     monkeypatch.setitem(SETTINGS, "use_liger_kernel", True)
     with liger_hf.compat.install(show=reports.append):
         losses = history(sft(make(tie_word_embeddings=False).train(), tmp_path))
     assert [report.replaced for report in reports] == [LAYERS]
-    monkeypatch.undo()
-    assert losses == pytest.approx(history(sft(make(tie_word_embeddings=False).train(), tmp_path)), abs=2e-4)
+    assert losses == pytest.approx(expected, abs=2e-4)
 
 
 def test_the_layers_of_both_models_of_dpo_can_be_patched(tmp_path: Path) -> None:
     policy, reference = make(tie_word_embeddings=False).train(), make(tie_word_embeddings=False)
-    expected = history(dpo(twin(policy), tmp_path))
     for model in (policy, reference):
         liger_hf.apply(model)
-    assert history(dpo(policy, tmp_path, reference=reference)) == pytest.approx(expected, abs=2e-4)
+    assert history(dpo(policy, tmp_path, reference=reference)) == pytest.approx(unpatched("dpo")[0], abs=2e-4)
