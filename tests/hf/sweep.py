@@ -43,11 +43,7 @@ PAGE = ROOT / "docs" / "models.md"
 COLUMNS = {
     "norm": ("rms_norm", "layer_norm", "gated_rms_norm", "group_norm", "modulated_rms_norm", "modulated_layer_norm"),
     "residual": ("add_rms_norm", "add_layer_norm", "sinkhorn"),
-    "MLP": (
-        "swiglu",
-        "geglu",
-        "relu_squared",
-    ),
+    "MLP": ("swiglu", "geglu", "relu_squared"),
     "experts": ("experts",),
     "rope": ("rope",),
     "q/k norm + rope": ("qk_norm_rope",),
@@ -59,47 +55,21 @@ ADDED = ("lora_linear",)
 ON_REQUEST = ("embedding",)
 # What people call the models, and their model types.
 FAMILIES = {
-    "Llama 1 to 4, and models of their architecture": ("llama", "llama4_text"),
-    "Qwen 2 to 3.5, dense and mixture of experts": (
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "qwen3_next",
-        "qwen3_5_text",
-        "qwen3_5_moe_text",
-    ),
-    "Mistral, Ministral, Mixtral": ("mistral", "ministral", "ministral3", "mixtral"),
-    "Gemma 1 to 4": ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text"),
-    "DeepSeek V2 and V3, Kimi Linear": ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_linear"),
-    "Phi-3 and Phi-4, Phi MoE": ("phi3", "phimoe"),
-    "GLM 4, gpt-oss, MiniMax": ("glm4", "glm4_moe", "gpt_oss", "minimax", "minimax_m2"),
-    "OLMo 1 to 3, SmolLM 3, Granite, Cohere": (
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "smollm3",
-        "granite",
-        "granitemoe",
-        "cohere",
-        "cohere2",
-    ),
-    "Mamba 2, Jamba, Bamba, Nemotron, Falcon H1, LFM 2": (
-        "mamba2",
-        "jamba",
-        "bamba",
-        "nemotron",
-        "nemotron_h",
-        "falcon_h1",
-        "lfm2",
-    ),
-    "GPT-2, GPT-NeoX (Pythia), OPT, BLOOM, Falcon, MPT": ("gpt2", "gpt_neox", "opt", "bloom", "falcon", "mpt"),
-}
-CLASSES: dict[str, Any] = {
-    "": AutoModelForCausalLM,
-    "vision": AutoModelForImageTextToText,
-    "seq2seq": AutoModelForSeq2SeqLM,
-}
+    name: types.split()
+    for name, types in {
+        "Llama 1 to 4, and models of their architecture": "llama llama4_text",
+        "Qwen 2 to 3.5, dense and mixture of experts": "qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text",
+        "Mistral, Ministral, Mixtral": "mistral ministral ministral3 mixtral",
+        "Gemma 1 to 4": "gemma gemma2 gemma3_text gemma3n_text gemma4_text",
+        "DeepSeek V2 and V3, Kimi Linear": "deepseek_v2 deepseek_v3 deepseek_v32 kimi_linear",
+        "Phi-3 and Phi-4, Phi MoE": "phi3 phimoe",
+        "GLM 4, gpt-oss, MiniMax": "glm4 glm4_moe gpt_oss minimax minimax_m2",
+        "OLMo 1 to 3, SmolLM 3, Granite, Cohere": "olmo olmo2 olmo3 smollm3 granite granitemoe cohere cohere2",
+        "Mamba 2, Jamba, Bamba, Nemotron, Falcon H1, LFM 2": "mamba2 jamba bamba nemotron nemotron_h falcon_h1 lfm2",
+        "GPT-2, GPT-NeoX (Pythia), OPT, BLOOM, Falcon, MPT": "gpt2 gpt_neox opt bloom falcon mpt",
+    }.items()
+}  # fmt: skip
+CLASSES = {"": AutoModelForCausalLM, "vision": AutoModelForImageTextToText, "seq2seq": AutoModelForSeq2SeqLM}
 SAME, WRONG, UNBUILT = "same", "wrong", "not built"
 SECONDS = 300
 DRAWS = 3
@@ -149,10 +119,8 @@ def _checked(model_type: str) -> Result:
         other = build(model_type, draw)
         _, inexact, rounded = _compared(other, _outcomes(other))
     if problems := inexact + rounded:
-        result.verdict, result.detail = (
-            WRONG,
-            "; ".join(problems[:3]) + (f"; {len(problems) - 3} more" if len(problems) > 3 else ""),
-        )
+        more = f"; {len(problems) - 3} more" if len(problems) > 3 else ""
+        result.verdict, result.detail = WRONG, "; ".join(problems[:3]) + more
     return result
 
 
@@ -172,11 +140,8 @@ def _compared(plain: Any, expected: dict[str, Tensor]) -> tuple[liger_hf.Report,
         problems = []
     rounded = differences(_outcomes(patched), exact, expected)
     report.undo()
-    problems += [
-        f"after undo, {name} differs"
-        for name, value in _outcomes(patched).items()
-        if not torch.equal(value, expected[name])
-    ]
+    undone = _outcomes(patched)
+    problems += [f"after undo, {name} differs" for name, v in undone.items() if not torch.equal(v, expected[name])]
     return report, problems, rounded
 
 
@@ -190,9 +155,8 @@ def differences(got: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[st
     """
     if got.keys() != exact.keys():
         return [f"{name} on one side only" for name in sorted(got.keys() ^ exact.keys())]
-    scale = max(
-        (float(v.double().square().mean().sqrt()) for name, v in exact.items() if "gradient" in name), default=0.0
-    )
+    gradients = [float(v.double().square().mean().sqrt()) for name, v in exact.items() if "gradient" in name]
+    scale = max(gradients, default=0.0)
     problems = []
     for name, value in got.items():
         true = exact[name].double()
@@ -248,9 +212,8 @@ def _outcome(model: nn.Module, mode: str) -> dict[str, Tensor]:
     model.zero_grad()
     with torch.set_grad_enabled(mode == "training"):
         # A model of two parts may not accept use_cache.
-        outputs = model(
-            input_ids=ids, labels=labels, **({} if model.config.is_encoder_decoder else {"use_cache": False})
-        )
+        options = {} if model.config.is_encoder_decoder else {"use_cache": False}
+        outputs = model(input_ids=ids, labels=labels, **options)
     results = {"loss": outputs.loss.detach(), "logits": outputs.logits.detach()}
     if mode == "training":
         outputs.loss.backward()
@@ -272,29 +235,23 @@ def count(result: Result, report: liger_hf.Report) -> None:
 
 
 # What an exception of a model that was not compared means; the first that matches.
+TEXT_ONLY = "its forward requires {}, and the sweep has text only"
+PARTS_UNSAID = "its configuration class does not say which models its parts are"
 NOT_COMPARED = (
     (r"requires the (\w+) library|No module named '(\w+)'", "the package {} is not installed"),
-    (r"missing \d+ required positional arguments?: '(\w+)'", "its forward requires {}, and the sweep has text only"),
-    (r"one of encoder_outputs or (\w+)", "its forward requires {}, and the sweep has text only"),
-    (
-        r"[Yy]ou (?:have to|must) specify[^`\w]*(?:either |exactly one of )?`?(\w+)",
-        "its forward requires {}, and the sweep has text only",
-    ),
-    (r"Exactly 1 of (\w+)|^(Bbox) is required", "its forward requires {}, and the sweep has text only"),
+    (r"missing \d+ required positional arguments?: '(\w+)'|one of encoder_outputs or (\w+)", TEXT_ONLY),
+    (r"[Yy]ou (?:have to|must) specify[^`\w]*(?:either |exactly one of )?`?(\w+)", TEXT_ONLY),
+    (r"Exactly 1 of (\w+)|^(Bbox) is required", TEXT_ONLY),
     (r"input batch_size \(0\)", "its loss is that of what follows an image, and the sweep has text only"),
-    (r"sub-configurations|Field 'text_encoder'", "its configuration class does not say which models its parts are"),
-    (r"class <class 'NoneType'>", "its configuration class does not say which models its parts are"),
+    (r"sub-configurations|Field 'text_encoder'|class <class 'NoneType'>", PARTS_UNSAID),
     (r"configuration class <class '[\w.]+\.(\w+)'>", "no auto class makes a language model from {}"),
-    (
-        r"element of type (None)Type|(None)Type' (?:has no len|object is not subscriptable)|dtype=(None)Type",
-        "a size in its default configuration is {}",
-    ),
+    (r"element of type (None)Type|(None)Type' (?:has no len|object is not subscriptable)|dtype=(None)Type", "a size in its default configuration is {}"),
     (r"Class validation error", "its configuration class refuses the small sizes of its parts"),
     (r"shared_kv_states cannot be None", "it only drafts for another model"),
     (r"set the (pad_token_id) attribute", "its default configuration has no {}"),
     (r"OutputWithPast' object has no attribute", "its forward fails without images"),
     (r"'\w+' object has no attribute '(\w+)'", "its default configuration has no {}"),
-)
+)  # fmt: skip
 
 
 def why_not(problem: BaseException) -> str:
@@ -331,11 +288,8 @@ def main() -> int:
                 file.write(json.dumps({"key": key, **asdict(known[model_type])}) + "\n")
         result = known[model_type]
         cells = " ".join(f"{column} {done}/{done + left}" for column, (done, left) in result.columns.items())
-        print(
-            f"[{number}/{len(chosen)}] {model_type}: {result.verdict} {cells} {result.raised or result.detail} "
-            f"({result.seconds} s)",
-            flush=True,
-        )
+        head = f"[{number}/{len(chosen)}] {model_type}: {result.verdict} {cells}"
+        print(f"{head} {result.raised or result.detail} ({result.seconds} s)", flush=True)
     fresh = {t: known[t] for t in chosen}
     shown = list(({r.model_type: r for r in read(PAGE.read_text())} | fresh if options.types else fresh).values())
     PAGE.write_text(page(shown))
@@ -346,11 +300,8 @@ def main() -> int:
 
 def fingerprint() -> str:
     """A digest of everything that a result depends on."""
-    sources = [
-        *sorted((ROOT / "packages").glob("liger-[ch]*/src/**/*.py")),
-        Path(__file__),
-        Path(__file__).with_name("tiny_configs.py"),
-    ]
+    packages = sorted((ROOT / "packages").glob("liger-[ch]*/src/**/*.py"))
+    sources = [*packages, Path(__file__), Path(__file__).with_name("tiny_configs.py")]
     text = b"".join(path.read_bytes() for path in sources) + f"{torch.__version__} {transformers.__version__}".encode()
     return hashlib.sha256(text).hexdigest()[:16]
 
@@ -419,15 +370,14 @@ def line(result: Result) -> str:
 def families(results: list[Result]) -> list[str]:
     """The table of the best-known models."""
     known = {r.model_type: r for r in results}
+    words = {(True, False): "✓", (True, True): "partly", (False, True): "left", (False, False): "–"}
     rows = [f"| models | {' | '.join(COLUMNS)} | not replaced |", f"| --- |{' :---: |' * len(COLUMNS)} --- |"]
     for name, types in FAMILIES.items():
         cells, left = [], []
         for column in COLUMNS:
             counts = [(t, known[t].columns.get(column, (0, 0))) for t in types if t in known]
             done, remaining = (any(count[part] for _, count in counts) for part in (0, 1))
-            cells.append(
-                {(True, False): "✓", (True, True): "partly", (False, True): "left"}.get((done, remaining), "–")
-            )
+            cells.append(words[done, remaining])
             left += [f"{column} of {t}" for t, (_, remaining) in counts if remaining]
         rows.append(f"| {name} | {' | '.join(cells)} | {', '.join(left) or 'nothing'} |")
     return rows
@@ -438,27 +388,22 @@ def read(text: str) -> list[Result]:
     found: dict[str, Result] = {}
     for name, model, cells, verdict in re.findall(r"^\| (\S+) \| (\w+) \| (.*) \| (\w+) \|$", text, re.MULTILINE):
         counts = [[int(number) for number in re.findall(r"\d+", cell)] for cell in cells.split(" | ")]
-        columns = {
-            column: (c[0], c[1] - c[0] if len(c) > 1 else 0) for column, c in zip(COLUMNS, counts, strict=True) if c
-        }
+        both = zip(COLUMNS, counts, strict=True)
+        columns = {column: (c[0], c[1] - c[0] if len(c) > 1 else 0) for column, c in both if c}
         found[name] = Result(name, verdict, model, columns=columns)
     reasons, _, unbuilt = text.partition("## Why modules were left")[2].partition("## Not compared")
     for column, reason, types in re.findall(r"^\* (.+?) – (.*) \(([^()]*)\)$", reasons, re.MULTILINE):
         for name in types.split(", "):
             found[name].reasons.setdefault(column, []).append(reason)
-    found |= {
-        name: Result(name, UNBUILT, detail=detail)
-        for name, detail in re.findall(r"^\* (\S+): (.*)$", unbuilt, re.MULTILINE)
-    }
+    pairs = re.findall(r"^\* (\S+): (.*)$", unbuilt, re.MULTILINE)
+    found |= {name: Result(name, UNBUILT, detail=detail) for name, detail in pairs}
     return [found[name] for name in (*TYPES, *COMPOSITES) if name in found]
 
 
 def page(results: list[Result]) -> str:
     parts = [[r for r in results if (":" in r.model_type) == composite] for composite in (False, True)]
     compared = [r for r in results if r.verdict != UNBUILT]
-    reasons: Counter[tuple[str, str]] = Counter(
-        (c, reason) for r in compared for c, rs in r.reasons.items() for reason in rs
-    )
+    reasons = {(c, reason) for r in compared for c, rs in r.reasons.items() for reason in rs}
     where = {key: [r.model_type for r in compared if key[1] in r.reasons.get(key[0], ())] for key in reasons}
     heading = [
         f"| type | class | {' | '.join(COLUMNS)} | results |",

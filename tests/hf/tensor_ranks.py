@@ -8,9 +8,9 @@ Every run is compared in float64 with the unpatched model on one process: the lo
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import pytest
@@ -58,11 +58,8 @@ def ignored(rows: int) -> dict[str, Any]:
 # Micro-batches whose mean is that of all their tokens.
 ACCUMULATED = tuple({**batch, "num_items_in_batch": torch.tensor(29)} for batch in (tokens(), ignored(1)))
 SETUPS = {
-    "llama": Setup(),
-    "shift_labels": Setup(batches=(shifted(),)),
-    "accumulation": Setup(batches=ACCUMULATED),
+    "shift_labels": Setup(batches=(shifted(),), plan={"model.embed_tokens": "embedding_rowwise"}),
     "all_ignored": Setup(batches=({**ignored(2), "num_items_in_batch": 5}, {**tokens(), "num_items_in_batch": 5})),
-    "sharded_embedding": Setup(plan={"model.embed_tokens": "embedding_rowwise"}),
     "softcap": Setup("gemma2", {"tie_word_embeddings": False}),
     "scaled": Setup("granite"),
     "bias": Setup("phi"),
@@ -119,11 +116,17 @@ def ranks(count: int) -> Any:
     dist.destroy_process_group()
 
 
-def steps(rank: int, names: list[str]) -> None:
-    """Raises if one of these models does not have the loss and the gradients of one process, or gathers its logits."""
+def in_turn(rank: int, works: tuple[Callable[[Any], None], ...]) -> None:
+    """Do what two ranks do, one work after the other."""
     with ranks(2) as mesh:
-        for name in names:
-            setup = SETUPS[name]
+        for work in works:
+            work(mesh)
+
+
+def steps(rank: int) -> None:
+    """Raises if a model does not have the loss and the gradients of one process, or gathers its logits."""
+    with ranks(2) as mesh:
+        for name, setup in SETUPS.items():
             base = make(setup.architecture, torch.float64, **setup.options).train()
             expected = exact(twin(base), setup.batches)
             model = distributed(base, mesh, setup.plan)
@@ -134,44 +137,43 @@ def steps(rank: int, names: list[str]) -> None:
             compare(f"{name}, rank {rank}", got, expected)
 
 
-def report_of_a_rank(rank: int) -> None:
-    with ranks(2) as mesh:
-        report = liger_hf.apply(distributed(make().train(), mesh))
-        (row,) = (row for row in report.rows if row.op == "linear_cross_entropy")
-        assert row.verdict == "replaced"
-        assert "this rank holds 150 of 300 classes (2 ranks, tensor parallelism)" in row.reason
-        assert "logits are gathered only when they are read, which must happen on all of these ranks" in row.reason
+def report_of_a_rank(mesh: Any) -> None:
+    """It says what a rank holds."""
+    report = liger_hf.apply(distributed(make().train(), mesh))
+    (row,) = (row for row in report.rows if row.op == "linear_cross_entropy")
+    assert row.verdict == "replaced"
+    assert "this rank holds 150 of 300 classes (2 ranks, tensor parallelism)" in row.reason
+    assert "logits are gathered only when they are read, which must happen on all of these ranks" in row.reason
 
 
-def logits_that_are_read(rank: int) -> None:
+def logits_that_are_read(mesh: Any) -> None:
     """They are those of all classes on every rank, and so are their gradients."""
-    with ranks(2) as mesh:
-        base = make(dtype=torch.float64).train()
-        plain, model = twin(base), distributed(base, mesh)
-        liger_hf.apply(model)
-        batch = tokens()
-        with DoublePrecision():
-            outputs, expected = model(**batch), plain(**batch)
-            assert isinstance(outputs.logits, liger_hf.LazyLogits)
-            torch.testing.assert_close(outputs.logits.materialize(), expected.logits)
-            for logits in (outputs.logits, expected.logits):
-                (logits[..., 7] ** 2).sum().backward()
-            compare("gradients of logits", _gradients(model), _gradients(plain))
-            model.eval(), plain.eval()
-            with torch.no_grad():
-                torch.testing.assert_close(model(**batch).logits, plain(**batch).logits)
-                evaluated = model(**batch, num_items_in_batch=13)
-                assert type(evaluated.logits).__name__ == "DeferredLogits"
-                torch.testing.assert_close(evaluated.logits + 0, plain(**batch).logits)
-        ids = batch["input_ids"][:, :3]
-        generated = [one.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0) for one in (model, plain)]
-        assert torch.equal(*generated)
+    base = make(dtype=torch.float64).train()
+    plain, model = twin(base), distributed(base, mesh)
+    liger_hf.apply(model)
+    batch = tokens()
+    with DoublePrecision():
+        outputs, expected = model(**batch), plain(**batch)
+        assert isinstance(outputs.logits, liger_hf.LazyLogits)
+        torch.testing.assert_close(outputs.logits.materialize(), expected.logits)
+        for logits in (outputs.logits, expected.logits):
+            (logits[..., 7] ** 2).sum().backward()
+        compare("gradients of logits", _gradients(model), _gradients(plain))
+        model.eval(), plain.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(model(**batch).logits, plain(**batch).logits)
+            evaluated = model(**batch, num_items_in_batch=13)
+            assert type(evaluated.logits).__name__ == "DeferredLogits"
+            torch.testing.assert_close(evaluated.logits + 0, plain(**batch).logits)
+    ids = batch["input_ids"][:, :3]
+    generated = [one.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0) for one in (model, plain)]
+    assert torch.equal(*generated)
 
 
-def log_probabilities(rank: int) -> None:
+def log_probabilities(mesh: Any) -> None:
     """Of a head as a module, whether its model is patched or not: no logits are gathered, and gradients are those of
     one process."""
-    with ranks(2) as mesh, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         hidden = torch.randn(2, 7, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
         target = tokens()["labels"][:, 2:9]
         cotangent = torch.linspace(-1, 1, target.numel(), dtype=torch.float64).reshape(target.shape)
@@ -194,69 +196,68 @@ def log_probabilities(rank: int) -> None:
             compare(f"patched={patched}", run(model), expected)
 
 
-def memory_of_a_step(rank: int) -> None:
+def memory_of_a_step(mesh: Any) -> None:
     """No result of any operation in a step is as large as the logits, or as the whole weight."""
-    with ranks(2) as mesh:
-        # The local logits and the local weight are the largest; a chunk of rows holds all of them here.
-        batch = {name: value.repeat(8, 1) for name, value in tokens().items()}
-        rows, width = batch["input_ids"].numel(), 64
-        for patched in (False, True):
-            model = distributed(make(vocab_size=3000).train(), mesh)
-            if patched:
-                liger_hf.apply(model)
-            for measured in (False, True):
-                largest = LargestResult()
-                with largest if measured else nullcontext():
-                    model(**batch).loss.backward()
-            if patched:
-                assert largest.elements <= max(rows, width) * 1500, f"{largest.elements} elements, {rows}×3000 logits"
-            else:
-                assert largest.elements >= rows * 3000, "the unpatched model gathers its logits, or nothing is seen"
+    # The local logits and the local weight are the largest; a chunk of rows holds all of them here.
+    batch = {name: value.repeat(8, 1) for name, value in tokens().items()}
+    rows, width = batch["input_ids"].numel(), 64
+    for patched in (False, True):
+        model = distributed(make(vocab_size=3000).train(), mesh)
+        if patched:
+            liger_hf.apply(model)
+        for measured in (False, True):
+            largest = LargestResult()
+            with largest if measured else nullcontext():
+                model(**batch).loss.backward()
+        if patched:
+            assert largest.elements <= max(rows, width) * 1500, f"{largest.elements} elements, {rows}×3000 logits"
+        else:
+            assert largest.elements >= rows * 3000, "the unpatched model gathers its logits, or nothing is seen"
 
 
-def applied_before_the_plan(rank: int) -> None:
+def applied_before_the_plan(mesh: Any) -> None:
     """Right, and it says that the logits are gathered."""
-    with ranks(2) as mesh:
-        base = make(dtype=torch.float64).train()
-        expected = exact(twin(base), (tokens(),))
-        liger_hf.apply(base)
-        model = distributed(base, mesh)
-        with pytest.warns(UserWarning, match="call liger_hf.apply after that"):
-            got = exact(model, (tokens(),))
-        compare("applied before", got, expected)
+    base = make(dtype=torch.float64).train()
+    expected = exact(twin(base), (tokens(),))
+    liger_hf.apply(base)
+    model = distributed(base, mesh)
+    with pytest.warns(UserWarning, match="call liger_hf.apply after that"):
+        got = exact(model, (tokens(),))
+    compare("applied before", got, expected)
 
 
-def undone(rank: int) -> None:
-    """The head is given back to the plan. Norms whose gradients the ranks add up get one hook on the module and one on the weight, which `undo` takes away."""
-    with ranks(2) as mesh:
-        model = distributed(make("qwen3").train(), mesh)
-        norms = [norm for layer in model.model.layers for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm)]
+def undone(mesh: Any) -> None:
+    """The head is given back to the plan. Norms whose gradients the ranks add up get one hook on the module and one on
+    the weight, which `undo` takes away."""
+    model = distributed(make("qwen3").train(), mesh)
+    norms = [norm for layer in model.model.layers for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm)]
 
-        def hooks() -> list[tuple[int, int]]:
-            return [(len(norm._forward_pre_hooks), len(norm.weight._backward_hooks or ())) for norm in norms]
+    def hooks() -> list[tuple[int, int]]:
+        return [(len(norm._forward_pre_hooks), len(norm.weight._backward_hooks or ())) for norm in norms]
 
-        before, head = hooks(), dict(model.lm_head.__dict__)
-        report = liger_hf.apply(model)
-        assert model.lm_head.__dict__ != head
-        liger_hf.apply(model)
-        model(**tokens())
-        note = f"Gradients of {len(norms)} norms over the heads of a rank stay right when they are accumulated"
-        assert note in str(report)
-        assert hooks() == [(module + 1, weight + 1) for module, weight in before]
-        report.undo()
-        assert (hooks(), model.lm_head.__dict__) == (before, head)
-        assert type(model(**tokens()).logits) is Tensor
+    before, head = hooks(), dict(model.lm_head.__dict__)
+    report = liger_hf.apply(model)
+    assert model.lm_head.__dict__ != head
+    liger_hf.apply(model)
+    model(**tokens())
+    note = f"Gradients of {len(norms)} norms over the heads of a rank stay right when they are accumulated"
+    assert note in str(report)
+    assert hooks() == [(module + 1, weight + 1) for module, weight in before]
+    report.undo()
+    assert (hooks(), model.lm_head.__dict__) == (before, head)
+    assert type(model(**tokens()).logits) is Tensor
 
 
-def loaded(rank: int, folder: str) -> None:
+def loaded(rank: int, folders: list[str]) -> None:
     """As a user does it. Embeddings that are tied to the head are sharded like it."""
     from transformers.distributed import DistributedConfig
 
     with ranks(2):
-        _compare_loaded("loaded", folder, DistributedConfig(tp_size=2))
+        for folder in folders:
+            _compare_loaded(folder, DistributedConfig(tp_size=2))
 
 
-def _compare_loaded(name: str, folder: str, config: Any) -> tuple[nn.Module, nn.Module]:
+def _compare_loaded(folder: str, config: Any) -> tuple[nn.Module, nn.Module]:
     """Compare a step of a loaded model on the ranks with one of a whole model, and return both models."""
     from transformers import AutoModelForCausalLM
 
@@ -266,11 +267,11 @@ def _compare_loaded(name: str, folder: str, config: Any) -> tuple[nn.Module, nn.
     assert model.liger_report.replaced["linear_cross_entropy"] == 1
     with no_logits():
         got = exact(model, (tokens(),))
-    compare(name, got, exact(plain, (tokens(),)))
+    compare(folder, got, exact(plain, (tokens(),)))
     return model, plain
 
 
-def experts_of_ranks(rank: int, folder: str) -> None:
+def experts_of_ranks(rank: int, folders: list[str]) -> None:
     """Each rank holds half of the experts. Tied embeddings are whole on each rank; from Transformers 5.19, which has
     tensor parallelism beside sharded experts, each holds half of the classes."""
     from transformers.distributed import DistributedConfig
@@ -280,8 +281,9 @@ def experts_of_ranks(rank: int, folder: str) -> None:
     with ranks(2), pytest.MonkeyPatch.context() as patch:
         # The grouped matmul of torch does not support float64; the loop that Transformers has for other cases does.
         patch.setattr("transformers.integrations.moe._can_use_grouped_mm", lambda *_: False)
-        model, plain = _compare_loaded("experts", folder, config)
-        compare("experts", _logits(model), _logits(plain))
+        for folder in folders:
+            model, plain = _compare_loaded(folder, config)
+            compare(folder, _logits(model), _logits(plain))
 
 
 def _logits(model: Any) -> dict[str, Tensor]:
@@ -293,7 +295,7 @@ def sharded_twice(rank: int) -> None:
     """Four ranks: two shards of the vocabulary, and over them FSDP2, one of whose ranks has no token that counts."""
     with ranks(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        for patch_last, alone in product((True, False), (False, True)):
+        for patch_last, alone in ((True, False), (False, True)):
             base = make(dtype=torch.float64).train()
             batches = [{**batch, "num_items_in_batch": 11} for batch in (tokens(), ignored(2))]
             expected = exact(twin(base), batches)
@@ -316,7 +318,7 @@ def sharded_twice(rank: int) -> None:
             compare(f"patch_last={patch_last}, head alone={alone}, rank {rank}", got, expected)
 
 
-def sequence_parallel(rank: int) -> None:
+def sequence_parallel(mesh: Any) -> None:
     """By torch's own plan, with hooks on modules: norms on a shard of the sequence, whose weights are DTensors."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -346,41 +348,40 @@ def sequence_parallel(rank: int) -> None:
         "model.norm": SequenceParallel(),
         "lm_head": ColwiseParallel(input_layouts=tokens_here, output_layouts=whole),
     }
-    with ranks(2) as mesh:
-        batch = {**tokens(length=12), "position_ids": torch.arange(12)[None]}
-        for patch_last in (True, False):
-            base = make(dtype=torch.float64).train()
-            expected = exact(twin(base), (batch,))
-            if not patch_last:
-                liger_hf.apply(base)
-            model = parallelize_module(base, mesh, plan)
-            if patch_last:
-                liger_hf.apply(model)
-            counts = model.liger_report.replaced
-            assert (counts["rms_norm"], counts["rope"], counts["swiglu"]) == (5, 2, 2), model.liger_report
-            with pytest.warns(UserWarning, match="so all ranks gather all the logits"):
-                got = exact(model, (batch,))
-            compare(f"patch_last={patch_last}", got, expected)
+    batch = {**tokens(length=12), "position_ids": torch.arange(12)[None]}
+    for patch_last in (True, False):
+        base = make(dtype=torch.float64).train()
+        expected = exact(twin(base), (batch,))
+        if not patch_last:
+            liger_hf.apply(base)
+        model = parallelize_module(base, mesh, plan)
+        if patch_last:
+            liger_hf.apply(model)
+        counts = model.liger_report.replaced
+        assert (counts["rms_norm"], counts["rope"], counts["swiglu"]) == (5, 2, 2), model.liger_report
+        with pytest.warns(UserWarning, match="so all ranks gather all the logits"):
+            got = exact(model, (batch,))
+        compare(f"patch_last={patch_last}", got, expected)
 
 
-def shifts_in_a_shard(rank: int) -> None:
-    """Under torch's context_parallel, with labels that are sharded before they are shifted."""
+def shifts_in_a_shard(mesh: Any) -> None:
+    """Under torch's context_parallel, with labels that are sharded before they are shifted: the last token of each shard
+    would lose its label (verl #6068)."""
     from torch.distributed.tensor.experimental import context_parallel
 
-    with ranks(2) as mesh:
-        # Attention of its own, since that of context_parallel runs on GPUs only; the refusal comes from the loss.
-        model = make().train()
-        model.set_attn_implementation("eager")
-        liger_hf.apply(model)
-        batch = tokens(length=12)
-        whole = {**batch, "shift_labels": nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()}
-        local = {name: value.clone() for name, value in whole.items()}
-        with context_parallel(mesh, buffers=list(local.values()), buffer_seq_dims=[1] * len(local)):
-            assert local["labels"].shape[1] == 6
-            assert model(**local).loss.isfinite()
-            with pytest.raises(liger_hf.LogitsError, match=r"context_parallel is active\), got labels"):
-                model(input_ids=local["input_ids"], labels=local["labels"])
-        assert model(**batch).loss.isfinite()
-        logits = distribute_tensor(torch.randn(2, 12, 300), mesh, [Shard(1)])
-        with pytest.raises(liger_hf.LogitsError, match=r"hidden states are sharded: \(Shard\(dim=1\),\)\), got labels"):
-            causal_lm_loss(logits, batch["labels"][:, :6], 300)
+    # Attention of its own, since that of context_parallel runs on GPUs only; the refusal comes from the loss.
+    model = make().train()
+    model.set_attn_implementation("eager")
+    liger_hf.apply(model)
+    batch = tokens(length=12)
+    whole = {**batch, "shift_labels": nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()}
+    local = {name: value.clone() for name, value in whole.items()}
+    with context_parallel(mesh, buffers=list(local.values()), buffer_seq_dims=[1] * len(local)):
+        assert local["labels"].shape[1] == 6
+        assert model(**local).loss.isfinite()
+        with pytest.raises(liger_hf.LogitsError, match=r"context_parallel is active\), got labels"):
+            model(input_ids=local["input_ids"], labels=local["labels"])
+    assert model(**batch).loss.isfinite()
+    logits = distribute_tensor(torch.randn(2, 12, 300), mesh, [Shard(1)])
+    with pytest.raises(liger_hf.LogitsError, match=r"hidden states are sharded: \(Shard\(dim=1\),\)\), got labels"):
+        causal_lm_loss(logits, batch["labels"][:, :6], 300)

@@ -84,13 +84,10 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 TRAINERS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "accumulation": {"gradient_accumulation_steps": 2},
+    "accumulation_and_checkpointing": {"gradient_accumulation_steps": 2, "gradient_checkpointing": True},
     "metrics": {"compute_metrics": accuracy},
     "metrics_in_pieces": {"compute_metrics": accuracy, "eval_accumulation_steps": 1},
-    "loss_only": {"prediction_loss_only": True},
     "label_smoothing": {"label_smoothing_factor": 0.1},
-    "checkpointing": {"gradient_checkpointing": True},
 }
 
 
@@ -155,14 +152,13 @@ def test_logits_of_an_evaluation_are_padded_and_gathered(fresh_accelerator: None
     torch.testing.assert_close(*gathered)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_scaled_training_under_autocast_has_the_losses_of_float32(dtype: torch.dtype, device: torch.device) -> None:
+def test_scaled_training_under_autocast_has_the_losses_of_float32(device: torch.device) -> None:
     def train(model: Any, enabled: bool) -> list[float]:
         scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, enabled=enabled)
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.2), []
         for turn in range(4):
             inputs = {name: value.roll(turn, 0).to(device) for name, value in tokens(batch=4, length=24).items()}
-            with torch.autocast(device.type, dtype=dtype, enabled=enabled):
+            with torch.autocast(device.type, dtype=torch.float16, enabled=enabled):
                 loss = model(**inputs).loss
             assert loss.dtype == torch.float32
             optimizer.zero_grad()
@@ -192,7 +188,7 @@ def test_training_with_the_trainer_makes_no_tensor_of_all_the_logits(
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "phi3"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
 def test_gradient_checkpointing_of_layers_gives_the_same_gradients(architecture: str, reentrant: bool) -> None:
     patched, plain = pair(architecture)
     inputs = tokens()
