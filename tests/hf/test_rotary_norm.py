@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import liger_hf
-from hf.test_residual import Doubled, Norm, applied, fitting_calls, wrap_the_forward
+from hf.test_residual import Doubled, Norm, applied, fitting_calls
 from hf.tiny_models import LAYERS, assert_same_step, make, rows_of, step, step_disagreements, tokens, twin
 from liger_hf.rules.rotary_norm import rule
 from liger_hf.rules.rotary_norm.source import norms_before_rotary
@@ -108,8 +108,6 @@ def test_norms_of_another_dtype_than_their_heads_are_called_as_modules(calls: An
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "wrap_the_module": lambda attention: setattr(attention, "q_norm", Doubled(attention.q_norm)),
-    "wrap_the_forward": lambda attention: wrap_the_forward(attention.k_norm),
-    "take_it_away": lambda attention: setattr(attention, "q_norm", nn.Identity()),
     "change_its_eps": lambda attention: setattr(attention.k_norm, "variance_epsilon", 0.5),
 }
 

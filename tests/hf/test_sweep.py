@@ -19,8 +19,8 @@ pytestmark = pytest.mark.cpu
 
 # One of each way to write a norm, a gated MLP, a rotary function or a head.
 SAMPLE = [
-    "bamba", "bart", "bert", "blenderbot", "bloom", "cohere2", "deepseek_v3", "ernie4_5", "gemma3_text", "glm4",
-    "gpt2", "gpt_oss", "granitemoe", "helium", "llama4_text", "mamba2", "olmo2", "opt", "phi3", "qwen3_5_text",
+    "bamba", "bart", "bert", "bloom", "cohere2", "deepseek_v3", "gemma3_text", "glm4", "gpt2", "gpt_oss", "granitemoe",
+    "llama4_text", "olmo2", "phi3", "qwen3_5_text",
 ]  # fmt: skip
 
 

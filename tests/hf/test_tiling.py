@@ -60,7 +60,7 @@ def test_a_model_with_tiles_is_as_accurate_as_without(architecture: str) -> None
 
 
 @pytest.mark.parametrize("ops", [{}, {"only": ()}], ids=["with Liger's ops", "without"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3"])
+@pytest.mark.parametrize("architecture", ["gemma2", "phi3"])
 def test_in_bfloat16_tiles_are_as_accurate_as_the_whole(architecture: str, ops: dict[str, Any]) -> None:
     model = make(architecture, torch.bfloat16).train()
     x = torch.randn(2, 100, 64, generator=torch.Generator().manual_seed(3)).to(tiny_models.DEVICE, torch.bfloat16)

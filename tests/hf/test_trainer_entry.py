@@ -18,7 +18,7 @@ from transformers.utils import is_liger_kernel_available
 import forks
 import liger_hf
 from hf.test_isolation import instance_state
-from hf.test_training import Rows, history
+from hf.test_training import Rows
 from hf.tiny_models import VOCABULARY, LargestResult, make, twin
 from liger_core import OptionError
 
@@ -106,16 +106,6 @@ def test_nothing_stands_in_unless_it_is_installed() -> None:
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_use_liger_kernel_trains_with_liger(stand_in: list[liger_hf.Report], tmp_path: Path) -> None:
-    plain = make().train()
-    patched = twin(plain)
-    losses, metrics = history(patched, tmp_path, use_liger_kernel=True)
-    expected, expected_metrics = history(plain, tmp_path)
-    assert losses == pytest.approx(expected, abs=2e-4)
-    assert metrics == pytest.approx(expected_metrics, abs=2e-4)
-    assert [report.replaced for report in stand_in] == [ALL]
-
-
 @pytest.mark.parametrize("options", [{}, {"prediction_loss_only": True}], ids=["no_metrics", "loss_only"])
 def test_an_evaluation_without_metrics_makes_no_logits(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -147,24 +137,30 @@ def test_predictions_of_a_trainer_are_the_logits_of_the_unpatched_model(tmp_path
     assert got.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-5)
 
 
-def test_the_config_leaves_ops_out(stand_in: list[liger_hf.Report], tmp_path: Path) -> None:
-    config = {"rope": False, "fused_linear_cross_entropy": False}
-    config |= dict.fromkeys(("cross_entropy", "rms_norm", "tiled_mlp"), True)
-    trainer(make(), tmp_path, use_liger_kernel=True, liger_kernel_config=config).train()
-    assert stand_in[0].replaced == {"rms_norm": 5, "add_rms_norm": 2, "swiglu": 2}
-    assert stand_in[0].notes[-2:] == [
-        "liger_kernel_config: tiled_mlp names no op of Liger and was ignored.",
-        "liger_kernel_config: cross_entropy comes with fused_linear_cross_entropy, alone it was ignored.",
-    ]
+LEFT_OUT = {"rope": False, "fused_linear_cross_entropy": False}
+LEFT_OUT |= dict.fromkeys(("cross_entropy", "rms_norm", "tiled_mlp"), True)
+NOTES = [
+    "liger_kernel_config: tiled_mlp names no op of Liger and was ignored.",
+    "liger_kernel_config: cross_entropy comes with fused_linear_cross_entropy, alone it was ignored.",
+]
+WITHOUT_NORMS = {"rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
+# Without norms, a sum is normed as before unless it is asked for.
+CONFIGS: dict[str, tuple[Any, dict[str, int], list[str]]] = {
+    "none": (None, ALL, []),
+    "left_out": (LEFT_OUT, {"rms_norm": 5, "add_rms_norm": 2, "swiglu": 2}, NOTES),
+    "norms_left_out": ({"rms_norm": False}, WITHOUT_NORMS, []),
+    "sums_asked_for": ({"rms_norm": False, "add_rms_norm": True}, {**WITHOUT_NORMS, "add_rms_norm": 2}, []),
+}
 
 
-@pytest.mark.parametrize(("config", "expected"), [({}, 0), ({"add_rms_norm": True}, 2)], ids=["unsaid", "asked_for"])
-def test_without_norms_a_sum_is_normed_as_before_unless_asked_for(
-    stand_in: list[liger_hf.Report], config: dict[str, bool], expected: int, tmp_path: Path
+@pytest.mark.parametrize(("config", "replaced", "notes"), CONFIGS.values(), ids=CONFIGS)
+def test_use_liger_kernel_puts_in_what_its_config_says(
+    config: Any, replaced: dict[str, int], notes: list[str], stand_in: list[liger_hf.Report], tmp_path: Path
 ) -> None:
-    trainer(make(), tmp_path, use_liger_kernel=True, liger_kernel_config={"rms_norm": False, **config}).train()
-    assert "rms_norm" not in stand_in[0].replaced
-    assert stand_in[0].replaced.get("add_rms_norm", 0) == expected
+    trainer(make(), tmp_path, use_liger_kernel=True, liger_kernel_config=config).train()
+    (report,) = stand_in
+    assert report.replaced == replaced
+    assert [note for note in report.notes if note.startswith("liger_kernel_config")] == notes
 
 
 def test_undo_takes_the_stand_in_out() -> None:

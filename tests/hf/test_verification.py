@@ -467,21 +467,6 @@ def test_a_module_that_does_something_else_in_float64_is_left() -> None:
     assert row.reason == "it could not be checked, since its float64 run gives another result (float32, output)"
 
 
-def test_a_norm_without_a_weight_is_replaced() -> None:
-    class Weightless(nn.Module):
-        eps = 1e-5
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.rms_norm(x, x.shape[-1:], eps=self.eps)
-
-    class Centered(Weightless):
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.layer_norm(x, x.shape[-1:], eps=self.eps)
-
-    report = liger_hf.apply(nn.Sequential(Weightless(), Centered()))
-    assert report.replaced == {"rms_norm": 1, "layer_norm": 1}
-
-
 def test_a_norm_of_mixed_dtypes_keeps_the_dtype_of_the_plain_module() -> None:
     plain = make("qwen3").model.layers[0].self_attn.q_norm
     patched = twin(plain)
@@ -498,13 +483,11 @@ def test_a_gate_that_no_op_computes_is_left(activation: str) -> None:
     assert [row.reason.startswith(NO_OP) for row in rows_of(report, "swiglu")] == [True]
 
 
-@pytest.mark.parametrize(
-    ("activation", "op"), [("gelu", "geglu"), ("gelu_pytorch_tanh", "geglu"), ("silu", "swiglu"), ("gelu_new", "geglu")]
-)
-def test_the_activation_decides_the_op(activation: str, op: str) -> None:
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new"])
+def test_the_activation_decides_the_op(activation: str) -> None:
     plain = make(hidden_act=activation).train()
     patched = twin(plain)
-    assert liger_hf.apply(patched).replaced[op] == 2
+    assert liger_hf.apply(patched).replaced["geglu"] == 2
     assert_same_step(patched, plain)
 
 

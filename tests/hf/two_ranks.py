@@ -96,7 +96,11 @@ def work(rank: int, store: str, ways: tuple[str, ...], patch_last: bool, device:
     with two_processes(rank, store, device):
         base = trained("everything")
         for way in ways:
-            _compare(way, twin(base), Expected.of(base), rank, patch_last)
+            model = twin(base)
+            wrapped = patched_and_wrapped(model, WAYS[way], patch_last)
+            with no_logits():
+                wrapped(**batch(rank)).loss.backward()
+            Expected.of(base).compare(way, model)
 
 
 STEPS = 4
@@ -124,14 +128,12 @@ def trained(kind: str) -> Any:
     return model.train()
 
 
-def gathered_gradient(parameter: Any) -> Tensor:
-    return parameter.grad.full_tensor()
+def whole_gradient(parameter: Any, zero: bool) -> Any:
+    if zero:
+        from deepspeed.utils import safe_get_full_grad
 
-
-def zero_gradient(parameter: Any) -> Any:
-    from deepspeed.utils import safe_get_full_grad
-
-    return safe_get_full_grad(parameter)
+        return safe_get_full_grad(parameter)
+    return parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
 
 
 class Expected:
@@ -144,14 +146,14 @@ class Expected:
     def of(cls, base: Any) -> Expected:
         return cls([step(twin(base), **batch(rank)) for rank in range(2)])
 
-    def compare(self, way: str, model: Any, gradient_of: Callable[[Any], Any] = gathered_gradient) -> None:
-        """Raises if not exactly these parameters of a model have these gradients; gradient_of a parameter is whole."""
+    def compare(self, way: str, model: Any, zero: bool = False) -> None:
+        """Raises if not exactly these parameters of a model, which DeepSpeed may shard, have these gradients."""
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if trained.keys() != self.gradients.keys():
             raise AssertionError(f"{way}: {sorted(trained)} are trained, they must be {sorted(self.gradients)}")
         for name, parameter in trained.items():
             expected = self.gradients[name]
-            largest = float((gradient_of(parameter) - expected).abs().max() / expected.abs().max())
+            largest = float((whole_gradient(parameter, zero) - expected).abs().max() / expected.abs().max())
             if not largest <= tolerance(1e-5):
                 raise AssertionError(f"{way}: the gradient of {name} is off by {largest:.3g} of its largest element")
 
@@ -169,8 +171,7 @@ def train(rank: int, store: str, runs: list[tuple[str, str, bool]], device: str 
         for kind, way, patch_last in runs:
             base = trained(kind)
             expected = _losses_of_one_process(twin(base))[rank]
-            begin = _zero(int(way[-1])) if way.startswith("zero") else _fsdp2(way)
-            losses = begin(twin(base), Expected.of(base), rank, patch_last)
+            losses = _losses_of_a_rank(way, twin(base), Expected.of(base), rank, patch_last)
             if max(abs(got / want - 1) for got, want in zip(losses, expected, strict=True)) > tolerance(1e-4):
                 raise AssertionError(f"{kind}, {way}, rank {rank}: the losses are {losses}, they must be {expected}")
 
@@ -187,25 +188,38 @@ def _losses_of_one_process(model: Any) -> list[list[float]]:
     return [list(of_rank) for of_rank in zip(*losses, strict=True)]
 
 
-Run = Callable[[Any, Expected, int, bool], list[float]]
-
-
-def _fsdp2(way: str) -> Run:
-    def run(model: Any, gradients: Expected, rank: int, patch_last: bool) -> list[float]:
-        patched_and_wrapped(model, WAYS[way], patch_last)
-        optimizer, losses = optimizer_of(model), []
-        for _ in range(STEPS):
-            with no_logits():
-                loss = model(**batch(rank)).loss
-                loss.backward()
-            if not losses:
-                gradients.compare(way, model)
-            optimizer.step()
+def _losses_of_a_rank(way: str, model: Any, gradients: Expected, rank: int, patch_last: bool) -> list[float]:
+    """By step; raises if the gradients of the first step are wrong."""
+    losses: list[float] = []
+    wrapped = patched_and_wrapped(model, wrap(way), patch_last)
+    for name, weight in inside_peft(model).lm_head.named_parameters() if is_zero(way) else ():
+        if (weight.numel() == 0) != (way == "zero3"):
+            raise AssertionError(f"{way}: {name} of the head has {weight.numel()} elements between steps")
+    optimizer = wrapped if is_zero(way) else optimizer_of(model)
+    for _ in range(STEPS):
+        with no_logits():
+            loss = wrapped(**batch(rank)).loss
+            backward(wrapped, loss)
+        if not losses:
+            gradients.compare(way, model, is_zero(way))
+        optimizer.step()
+        if not is_zero(way):
             optimizer.zero_grad()
-            losses.append(float(loss.detach()))
-        return losses
+        losses.append(float(loss.detach()))
+    return losses
 
-    return run
+
+def is_zero(way: str) -> bool:
+    return way.startswith("zero")
+
+
+def wrap(way: str) -> Callable[[Any], Any]:
+    return _engine(int(way[-1])) if is_zero(way) else WAYS[way]
+
+
+def backward(wrapped: Any, loss: Tensor) -> None:
+    """By the engine of DeepSpeed, which reduces gradients, or by autograd."""
+    (wrapped.backward if hasattr(wrapped, "backward") else Tensor.backward)(loss)
 
 
 def _engine(stage: int) -> Callable[[Any], Any]:
@@ -225,32 +239,6 @@ def _engine(stage: int) -> Callable[[Any], Any]:
     return engine_of
 
 
-def _zero(stage: int) -> Run:
-    def run(model: Any, gradients: Expected, rank: int, patch_last: bool) -> list[float]:
-        engine, losses = patched_and_wrapped(model, _engine(stage), patch_last), []
-        for name, weight in inside_peft(model).lm_head.named_parameters():
-            if (weight.numel() == 0) != (stage == 3):
-                raise AssertionError(f"ZeRO-{stage}: {name} of the head has {weight.numel()} elements between steps")
-        for _ in range(STEPS):
-            with no_logits():
-                loss = engine(**batch(rank)).loss
-                engine.backward(loss)
-            if not losses:
-                gradients.compare(f"ZeRO-{stage}", model, zero_gradient)
-            engine.step()
-            losses.append(float(loss.detach()))
-        return losses
-
-    return run
-
-
-def _compare(way: str, model: Any, gradients: Expected, rank: int, patch_last: bool) -> None:
-    wrapped = patched_and_wrapped(model, WAYS[way], patch_last)
-    with no_logits():
-        wrapped(**batch(rank)).loss.backward()
-    gradients.compare(way, model, gathered_gradient if way.startswith("fsdp") else lambda parameter: parameter.grad)
-
-
 def chunks_by_rank(rank: int, store: str, runs: list[tuple[str, str]], device: str = "cpu") -> None:
     """One process; raises if ranks with different numbers of chunks get other gradients, or wait for each other
     forever."""
@@ -260,12 +248,10 @@ def chunks_by_rank(rank: int, store: str, runs: list[tuple[str, str]], device: s
             expected = _mean_gradients(twin(base), lambda model, **inputs: model(**inputs).loss)
             in_several_chunks(patch)
             model = twin(base)
-            wrap = _engine(3) if way == "zero3" else WAYS[way]
-            wrapped = patched_and_wrapped(model, wrap, patch_last=False)
+            wrapped = patched_and_wrapped(model, wrap(way), patch_last=False)
             with no_logits():
-                loss = wrapped(**uneven(rank)).loss
-                (wrapped.backward if way == "zero3" else Tensor.backward)(loss)
-            expected.compare(f"{kind}, {way}", model, zero_gradient if way == "zero3" else gathered_gradient)
+                backward(wrapped, wrapped(**uneven(rank)).loss)
+            expected.compare(f"{kind}, {way}", model, is_zero(way))
 
 
 def in_several_chunks(patch: pytest.MonkeyPatch) -> None:
@@ -319,10 +305,9 @@ def log_probs(rank: int, store: str, runs: list[tuple[str, str, str]], device: s
                 model.lm_head = layer
             whole = PerToken(model, path)
             alone = way == "fsdp2_head_alone"
-            wrapped = _engine(3)(whole) if way == "zero3" else _sharded_around(whole, inside_peft(model), alone)
-            loss = wrapped(**uneven(rank))
-            (wrapped.backward if way == "zero3" else Tensor.backward)(loss)
-            expected.compare(f"{kind}, {way}, {path}", whole, zero_gradient if way == "zero3" else gathered_gradient)
+            wrapped = wrap(way)(whole) if is_zero(way) else _sharded_around(whole, inside_peft(model), alone)
+            backward(wrapped, wrapped(**uneven(rank)))
+            expected.compare(f"{kind}, {way}, {path}", whole, is_zero(way))
 
 
 def _sharded_around(whole: nn.Module, inner: Any, head_alone: bool) -> nn.Module:
