@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import liger_hf
 from hf.tiny_models import LargestResult, make, tokens, twin
@@ -320,7 +320,6 @@ def sharded_twice(rank: int) -> None:
 
 def sequence_parallel(mesh: Any) -> None:
     """By torch's own plan, with hooks on modules: norms on a shard of the sequence, whose weights are DTensors."""
-    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         PrepareModuleInput,

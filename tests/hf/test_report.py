@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import liger_hf
 from hf.tiny_configs import tiny_config
 from hf.tiny_models import COMMON, OPTIONS, make, tokens
 from liger_core import rms_norm, swiglu
+from liger_core.versions import warn_if_untested
 from liger_hf import application
 from liger_hf.verification import decide
 
@@ -189,6 +192,20 @@ def test_a_deep_model_costs_one_check_for_each_kind_of_module(monkeypatch: pytes
     monkeypatch.setattr(application, "decide", lambda found, verify: checked.append(found.op) or decide(found, verify))
     liger_hf.apply(make(num_hidden_layers=9))
     assert sorted(checked) == ["add_rms_norm", "linear_cross_entropy", "rms_norm", "rope", "swiglu"]
+
+
+def test_a_version_of_transformers_that_is_not_tested_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = metadata.version
+    monkeypatch.setattr(metadata, "requires", lambda name: ["liger-core==0.1.0", "transformers<5.24,>=5.17"])
+    monkeypatch.setattr(metadata, "version", lambda name: "5.24.0" if name == "transformers" else real(name))
+    warn_if_untested.cache_clear()
+    model = make(num_hidden_layers=1)
+    with pytest.warns(UserWarning, match="Liger is tested with transformers<5.24,>=5.17, got 5.24.0") as said:
+        liger_hf.inspect(model)
+    assert said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        liger_hf.apply(model)
 
 
 def test_auto_models_come_with_their_report(tmp_path: Path) -> None:

@@ -480,11 +480,12 @@ def test_norms_of_two_classes_in_one_layer_are_left() -> None:
 
 
 def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    def turned(x: Tensor) -> Tensor:
-        first, second = x.chunk(2, -1)
-        return x * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
+    return apply_rotary_of_one(q, cos, sin), apply_rotary_of_one(k, cos, sin)
 
-    return turned(q), turned(k)
+
+def apply_rotary_of_one(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(1)
 
 
 class Rotating(Layer):

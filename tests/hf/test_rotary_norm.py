@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import liger_hf
-from hf.test_residual import Doubled, Norm, applied, fitting_calls
+from hf.test_residual import Doubled, Norm, applied, apply_rotary, apply_rotary_of_one, fitting_calls
 from hf.tiny_models import LAYERS, assert_same_step, make, rows_of, step, step_disagreements, tokens, twin
 from liger_hf.rules.rotary_norm import rule
 from liger_hf.rules.rotary_norm.source import norms_before_rotary
@@ -140,20 +140,6 @@ def test_norms_over_all_heads_and_norms_after_the_rotary_function_are_left(archi
     report = liger_hf.apply(make(architecture, head_dim=16))
     assert report.replaced["rope"] == LAYERS
     assert rows_of(report, "qk_norm_rope") == []
-
-
-def apply_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return q * cos + turned(q) * sin, k * cos + turned(k) * sin
-
-
-def apply_rotary_of_one(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return q * cos.unsqueeze(1) + turned(q) * sin.unsqueeze(1)
-
-
-def turned(x: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
 
 
 class Attention(nn.Module):

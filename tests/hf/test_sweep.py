@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
 import liger_hf
 from hf import sweep
 from hf.sweep import ADDED, COLUMNS, COMPOSITES, ON_REQUEST, PAGE, SAME, TYPES, UNBUILT, WRONG
+from hf.test_verification import OffBy
 from liger_hf.rules.head import causal_loss
 
 pytestmark = pytest.mark.cpu
@@ -61,23 +59,10 @@ def test_a_type_that_cannot_be_built_is_distinguished_from_a_wrong_one() -> None
     assert result.columns == {}
 
 
-class Larger(torch.autograd.Function):
-    """The identity with a gradient that is a hundredth too large."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad * 1.01
-
-
 def test_a_wrong_gradient_of_one_percent_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     right, apply = causal_loss.linear_cross_entropy, liger_hf.apply
-    monkeypatch.setattr(
-        causal_loss, "linear_cross_entropy", lambda x, *args, **options: right(Larger.apply(x), *args, **options)
-    )
+    wrong = lambda x, *args, **options: right(OffBy.apply(x, 1.01), *args, **options)  # noqa: E731
+    monkeypatch.setattr(causal_loss, "linear_cross_entropy", wrong)
     monkeypatch.setattr(liger_hf, "apply", lambda model: apply(model, verify=False))
     result = sweep.check("llama")
     assert result.verdict == WRONG

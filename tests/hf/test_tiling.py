@@ -28,7 +28,7 @@ from hf.tiny_models import (
     tokens,
     twin,
 )
-from hf.two_ranks import WAYS, batch, on_two_ranks, two_processes
+from hf.two_ranks import WAYS, Expected, batch, on_two_ranks, two_processes
 from liger_core import GradientError, OptionError
 from liger_hf.tiling import _TiledCall
 from liger_train import checkpointing
@@ -265,7 +265,6 @@ def _trains(rank: int, way: str) -> None:
 
     model = make().train()
     checkpoint_layers(model)
-    expected = [step(twin(model), **batch(each)) for each in range(2)]
     ours = tiled(model)
     _TiledCall.weights = counted  # type: ignore[method-assign]
     try:
@@ -276,10 +275,7 @@ def _trains(rank: int, way: str) -> None:
     # Once in the forward pass, once when the layer is recomputed, once in the backward pass.
     assert set(gathered.values()) == {3}
     assert len(gathered) == LAYERS
-    for name, weight in ours.named_parameters():
-        whole = weight.grad.full_tensor() if hasattr(weight.grad, "full_tensor") else weight.grad
-        mean = (expected[0][name] + expected[1][name]) / 2
-        torch.testing.assert_close(whole, mean, rtol=1e-4, atol=1e-6)
+    Expected.of(model).compare(way, ours)
 
 
 @pytest.mark.cpu

@@ -65,13 +65,13 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def history(
-    model: Any, folder: Path, compute_metrics: Any = None, callbacks: Any = None, **options: Any
+    model: Any, folder: Path, compute_metrics: Any = None, **options: Any
 ) -> tuple[list[float], dict[str, float]]:
     """The logged losses of four steps, and the metrics of an evaluation."""
     sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
     arguments = arguments_for(folder, **sizes, max_steps=4, logging_steps=1, learning_rate=1e-2, **options)
     data = {"train_dataset": Rows(16), "eval_dataset": Rows(6)}
-    trainer = Trainer(model, arguments, compute_metrics=compute_metrics, callbacks=callbacks, **data)
+    trainer = Trainer(model, arguments, compute_metrics=compute_metrics, **data)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     metrics = trainer.evaluate()

@@ -102,11 +102,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str, str, str]] = {
     "layer_norm": (lambda: nn.Sequential(Layer(nn.LayerNorm)), "Layer", "add_layer_norm", "sums before its norms are left alone"),
     "rotary_norm": (lambda: make("qwen3"), "Qwen3Attention", "qk_norm_rope", "norms of queries and keys are left alone"),
     "gate": (lambda: nn.Sequential(Gate()), "Gate", "swiglu", "products with an activation are left alone"),
+    "function": (lambda: nn.Sequential(FunctionalGate()), "FunctionalGate", "swiglu", "products with an activation are left alone"),
 }  # fmt: skip
 
 
 # The code of a compiled one does not show that it rotates.
-CASES = [case for case in product(MODELS, WAYS) if case != ("rotary_norm", "compiled")]
+CASES = [
+    *product(("residual", "gate"), WAYS),
+    *product(("layer_norm", "rotary_norm"), ["decorator"]),
+    ("function", "source"),
+]
 
 
 @pytest.mark.parametrize(("name", "way"), CASES)
@@ -126,11 +131,6 @@ def test_modulation_that_cannot_be_read_is_a_row(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Modulated, "forward", undeclared(Modulated.forward))
     ops = {op: reason for _, op, _, reason in rows(nn.Sequential(Modulated()))}
     assert "so norms that it scales and shifts are left alone" in ops["modulated_layer_norm"]
-
-
-def test_a_gate_without_a_module_for_its_activation_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FunctionalGate, "forward", without_source(FunctionalGate.forward))
-    assert [op for _, op, *_ in rows(nn.Sequential(FunctionalGate()))] == ["swiglu"]
 
 
 def test_adapters_that_read_the_same_input_in_a_forward_that_cannot_be_read_are_noted(
