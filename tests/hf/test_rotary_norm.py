@@ -13,7 +13,18 @@ from torch import Tensor, nn
 
 import liger_hf
 from hf.test_residual import Doubled, Norm, applied, apply_rotary, apply_rotary_of_one, fitting_calls
-from hf.tiny_models import LAYERS, assert_same_step, make, rows_of, step, step_disagreements, tokens, twin
+from hf.tiny_models import (
+    LAYERS,
+    assert_same_step,
+    checkpoint_layers,
+    make,
+    rows_of,
+    step,
+    step_disagreements,
+    tokens,
+    twin,
+)
+from liger_hf.rules.residual import rule as residual
 from liger_hf.rules.rotary_norm import rule
 from liger_hf.rules.rotary_norm.source import norms_before_rotary
 
@@ -67,15 +78,17 @@ def test_rope_alone_is_put_in_where_qk_norm_rope_is_excluded(calls: Any) -> None
     assert (report.replaced["rope"], report.replaced.get("qk_norm_rope", 0), calls) == (LAYERS, 0, [])
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "glm4_moe"])
-def test_a_compiled_attention_does_not_fall_back(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ARCHITECTURES[architecture] | {"num_hidden_layers": 1}
-    model, inputs = make(architecture, **options).train(), tokens() | {"use_cache": False}
+def test_a_compiled_checkpointed_layer_falls_back_neither_for_its_attention_nor_for_its_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, inputs = make("qwen3", num_hidden_layers=1).train(), tokens() | {"use_cache": False}
     expected = model(**inputs).loss
     liger_hf.apply(model)
+    checkpoint_layers(model)
     fit, untouched = rule._fit, rule.untouched
     monkeypatch.setattr(rule, "_fit", lambda *args: fit(*args) or pytest.fail("normalized before it was rotated"))
     monkeypatch.setattr(rule, "untouched", lambda *args: untouched(*args) or pytest.fail("normalized by the module"))
+    monkeypatch.setattr(residual, "_plain", lambda *args: pytest.fail("added and normed one after the other"))
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs).loss, expected)
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.utils import is_liger_kernel_available
 
 import forks
 import liger_hf
 from hf.test_isolation import instance_state
-from hf.test_training import Rows
+from hf.test_training import Rows, arguments_for
 from hf.tiny_models import VOCABULARY, LargestResult, make, twin
 from liger_core import OptionError
 
@@ -37,8 +37,7 @@ def stand_in() -> Iterator[list[liger_hf.Report]]:
 
 def trainer(model: Any, folder: Path, callbacks: Any = None, **options: Any) -> Trainer:
     """model: one, or what makes one for each run."""
-    fixed = {"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
-    arguments = TrainingArguments(str(folder), **fixed, **({"max_steps": 1} | options))
+    arguments = arguments_for(folder, **({"max_steps": 1} | options))
     given = {"model": model} if isinstance(model, nn.Module) else {"model_init": model}
     return Trainer(**given, args=arguments, train_dataset=Rows(8), eval_dataset=Rows(8), callbacks=callbacks)
 
