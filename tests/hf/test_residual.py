@@ -401,14 +401,6 @@ def test_a_forward_keeps_its_meaning(forward: Any, calls: Any) -> None:
     torch.testing.assert_close(outcome(layer, x), expected, rtol=0, atol=0)
 
 
-def test_a_rebuilt_forward_keeps_its_decorators(calls: Any) -> None:
-    layer, x = layer_with(Forwards.decorated_by_transformers)(), torch.randn(5, 8)
-    expected = layer(x)
-    applied(layer, calls)
-    torch.testing.assert_close(layer(hidden=x), expected)
-    assert len(calls) == 1
-
-
 @pytest.mark.parametrize("other", [torch.ones(8), torch.ones(5, 8, dtype=torch.float32)], ids=["broadcast", "promoted"])
 def test_a_sum_of_unlike_tensors_stays_a_sum(other: Tensor, calls: Any) -> None:
     layer, x = layer_with(Forwards.normed_under_a_name_of_its_own)().double(), torch.randn(5, 8, dtype=torch.float64)
