@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -35,7 +34,6 @@ from liger_core import (
     layer_norm,
     linear_log_prob,
     rms_norm,
-    rope,
     selection,
     swiglu,
     use,
@@ -572,27 +570,6 @@ def test_no_fake_tensor_reaches_a_backend_that_does_not_support_them(install: In
     assert explain(rms_norm, X).candidates["third"] == "can run unless it declines, which only the call itself shows"
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
-def test_explain_leaves_a_compiled_backend_alone(install: Install) -> None:
-    """Generated C++ reads the address of a fake tensor, 0, and takes the process with it."""
-    site = install(
-        "compiled",
-        """
-        import torch
-        from liger_core import Backend, hookimpl, swiglu
-
-        @hookimpl
-        def liger_backends():
-            return [Backend("compiled", ("cpu",), 50, {swiglu: torch.compile(swiglu.reference)})]
-        """,
-    )
-    code = "import torch; from liger_core import explain, swiglu; x = torch.ones(2, 8); swiglu(x, x); "
-    code += "print(explain(swiglu, x, x).backend)"
-    variables = {**os.environ, "PYTHONPATH": f"{site}:{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=variables, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, "compiled"), done.stderr
-
-
 def test_explain_raises_what_the_call_would_raise() -> None:
     sentence = r"rms_norm: weight must have shape \(8,\) to match x \(2, 8\), got \(7,\)"
     for call in (rms_norm, lambda *args: explain(rms_norm, *args)):
@@ -616,13 +593,6 @@ def test_the_first_call_may_be_a_compiled_one(preferred_third: None) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: rms_norm(x), backend="eager", fullgraph=True)
     assert torch.equal(compiled(X), rms_norm.reference(X) + 1)
-
-
-def test_rope_may_be_named_with_its_keywords(third: None) -> None:
-    """The device is found where the first tensor is given by name."""
-    q, t = torch.randn(1, 2, 3, 8), torch.randn(3, 8)
-    with use("reference"):
-        assert torch.equal(rope(k=q, q=q, cos=t, sin=t)[0], rope.reference(q, q, t, t)[0])
 
 
 @pytest.fixture

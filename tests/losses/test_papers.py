@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -180,19 +179,6 @@ def test_a_loss_of_a_head_is_the_formula_of_its_paper(case: Case, device: torch.
     expected = case.paper(replace(batch, policy=policy, entropy=-(every.exp() * every).sum(-1)))
     want = expected, dict(zip(exact, torch.autograd.grad(expected, list(exact.values())), strict=True))
     assert_equal(got, want, rtol=2e-4, atol=2e-5)
-
-
-@EACH
-def test_a_head_and_its_log_probabilities_give_one_loss(case: Case) -> None:
-    batch, leaves, target = head_batch()
-    hidden, weight = leaves["hidden"].requires_grad_(), leaves["weight"].requires_grad_()
-    head = Head(hidden, weight, target, return_entropy=case.entropy)
-    log_prob, entropy = head.log_prob()
-    plain: Any = log_prob if entropy is None else (log_prob, entropy)
-    fused, written = case.ours(head, batch)[0], case.ours(plain, batch, mask=head.mask)[0]
-    torch.testing.assert_close(fused, written, rtol=0, atol=0)
-    for a, b in zip(*(torch.autograd.grad(loss, (hidden, weight)) for loss in (fused, written)), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def test_the_papers_have_every_variant_of_dpo_and_the_cases_every_one_of_grpo() -> None:

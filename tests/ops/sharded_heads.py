@@ -16,15 +16,17 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from liger_core import LigerError, VocabShard, linear_cross_entropy, linear_divergence, linear_log_prob
 from liger_core.ops.head import shards
 
-CLASSES = 37
+CLASSES, C10D = 37, shards._c10d
 
 
-def on_gloo(rank: int, work: Callable[..., None], *args: Any) -> None:
+def on_gloo(rank: int, *works: Callable[[], None]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    work(*args)
-    dist.barrier()
+    for work in works:
+        torch.manual_seed(0)
+        shards._c10d = C10D
+        work()
+        dist.barrier()
     dist.destroy_process_group()
 
 
@@ -54,7 +56,7 @@ def placed(tensor: Tensor, mesh: DeviceMesh, *placements: Placement) -> Any:
 
 def counted() -> Counting:
     """Collectives from now on."""
-    shards._c10d = counting = Counting(shards._c10d)  # type: ignore[assignment]
+    shards._c10d = counting = Counting(C10D)  # type: ignore[assignment]
     return counting
 
 
@@ -168,15 +170,20 @@ def sums_where_few_rows_count() -> None:
     same((x.grad, hidden.grad))
 
 
-def refuses(message: str, options: dict[str, Any]) -> None:
-    """Rows over two ranks, with these options."""
+def refuses() -> None:
+    """Rows over two ranks: a mean of each, a weight that is sharded over its width, and a target without placements."""
     hidden, weight, target, _ = call()
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    rows, head = [Shard(0), Replicate()], [Replicate(), Shard(options.pop("dimension", 0))]
-    t = target if options.pop("plain", False) else distribute_tensor(target, mesh, rows)
-    with pytest.raises(LigerError) as raised:
-        linear_cross_entropy(distribute_tensor(hidden, mesh, rows), distribute_tensor(weight, mesh, head), t, **options)
-    assert message in str(raised.value)
+    rows = [Shard(0), Replicate()]
+    x, t = (distribute_tensor(value, mesh, rows) for value in (hidden, target))
+    classes, width = (distribute_tensor(weight, mesh, [Replicate(), Shard(dimension)]) for dimension in (0, 1))
+    for given, reduction, message in (
+        ((x, classes, t), "mean", "reduction='mean' needs a normalizer where rows are distributed"),
+        ((x, width, t), "sum", "weight must be replicated, or sharded over its classes"),
+        ((x, classes, target), "sum", "target must be a DTensor like hidden, whose rows are distributed"),
+    ):
+        with pytest.raises(LigerError, match=f"^linear_cross_entropy: {message}"):
+            linear_cross_entropy(*given, reduction=reduction)
 
 
 class Counting:

@@ -66,24 +66,15 @@ def test_the_first_of_equal_logits_is_predicted(device: torch.device) -> None:
     assert metrics.prediction.tolist() == [0, 7]
 
 
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf], ids=["nan", "plus_infinity", "minus_infinity"])
-def test_an_ignored_row_is_not_looked_at(poison: float, device: torch.device) -> None:
-    logits = torch.randn(3, 30, device=device)
-    logits[1] = poison
+def test_an_ignored_row_is_not_looked_at(device: torch.device) -> None:
+    logits = torch.randn(5, 30, device=device)
+    logits[2:] = torch.tensor([[torch.nan], [torch.inf], [-torch.inf]])
     logits.requires_grad_()
-    loss = cross_entropy(logits, torch.tensor([4, -100, 2], device=device))
+    loss = cross_entropy(logits, torch.tensor([4, 2, -100, -100, -100], device=device))
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(logits.grad).all()
-    assert not logits.grad[1].any()
-
-
-def test_large_logits_do_not_overflow(device: torch.device) -> None:
-    logits = torch.tensor([[6e4, -6e4, 0.0]], device=device, dtype=torch.float16).requires_grad_()
-    loss = cross_entropy(logits, torch.tensor([1], device=device))
-    loss.backward()
-    assert loss.item() == 120000.0
-    assert logits.grad.tolist() == [[1.0, -1.0, 0.0]]
+    assert not logits.grad[2:].any()
 
 
 def test_losses_of_low_precision_logits_are_float32(device: torch.device) -> None:
@@ -102,13 +93,6 @@ def test_an_implementation_gives_nan_for_a_target_out_of_range(wrong: int, devic
     assert rows.isnan().tolist() == [False, True, False]
     assert grad.isnan().all(-1).tolist() == [False, True, False]
     assert torch.isfinite(grad[[0, 2]]).all()
-
-
-def test_a_compiled_call_gives_nan_for_a_target_out_of_range(device: torch.device) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x, t: cross_entropy(x, t), fullgraph=True, backend="aot_eager")
-    loss = compiled(torch.randn(3, 30, device=device), torch.tensor([4, 30, 2], device=device))
-    assert loss.isnan()
 
 
 def test_low_precision_logits_are_not_copied_to_float32_at_once(measured_device: torch.device) -> None:

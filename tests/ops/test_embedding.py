@@ -11,9 +11,9 @@ import torch
 from liger_core import embedding
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_frequent_row_gets_all_of_its_gradient(dtype: torch.dtype, device: torch.device) -> None:
+def test_a_frequent_row_gets_all_of_its_gradient(device: torch.device) -> None:
     # A sum in bfloat16 stops growing at 256.
+    dtype = torch.bfloat16
     weight = torch.zeros(3, 4, dtype=dtype, device=device, requires_grad=True)
     index = torch.ones(1000, dtype=torch.int64, device=device)
     embedding(index, weight).backward(torch.ones(1000, 4, dtype=dtype, device=device))

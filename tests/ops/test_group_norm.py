@@ -6,16 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from liger_core import Unsupported, nn
-
-
-def test_the_module_takes_the_state_of_that_of_torch(device: torch.device) -> None:
-    theirs = torch.nn.GroupNorm(2, 6, device=device)
-    torch.nn.init.normal_(theirs.weight)
-    ours = nn.GroupNorm(2, 6, device=device)
-    ours.load_state_dict(theirs.state_dict())
-    x = torch.randn(3, 6, 5, device=device)
-    torch.testing.assert_close(ours(x), theirs(x))
+from liger_core import Unsupported
 
 
 def test_a_group_that_32_bits_cannot_count_is_declined() -> None:

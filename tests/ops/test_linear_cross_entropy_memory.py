@@ -35,15 +35,10 @@ def tensors(device: torch.device, *, hidden: bool = True, weight: bool = True) -
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_chunks_never_hold_all_the_logits(reduction: str, measured_device: torch.device) -> None:
-    pair = tensors(measured_device)
-    used = allocations(lambda: step(*pair, chunk=32, reduction=reduction), measured_device)
-    assert used.largest < LOGITS_BYTES // 4
-
-
-def test_one_chunk_holds_them_as_the_measurement_must_notice(measured_device: torch.device) -> None:
-    pair = tensors(measured_device)
-    assert allocations(lambda: step(*pair, chunk=ROWS), measured_device).largest >= LOGITS_BYTES
+def test_chunks_never_hold_all_the_logits_as_one_chunk_does(reduction: str, measured_device: torch.device) -> None:
+    pair, options = tensors(measured_device), {"reduction": reduction}
+    assert allocations(lambda: step(*pair, chunk=32, **options), measured_device).largest < LOGITS_BYTES // 4
+    assert allocations(lambda: step(*pair, chunk=ROWS, **options), measured_device).largest >= LOGITS_BYTES
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -88,11 +83,6 @@ def test_two_long_halves_are_the_default_where_they_take_less_than_one_chunk(
 ) -> None:
     """Half of the logits against a gradient of weight that is kept in float32 meanwhile."""
     assert chunking(8192, width, 128256, torch.bfloat16, "cuda")[:4:3] == expected
-
-
-def test_a_given_chunk_is_never_longer_than_the_batch() -> None:
-    assert chunking(10, 8, 100, torch.float32, "cpu", chunk=4).rows == 4
-    assert chunking(10, 8, 100, torch.float32, "cpu", chunk=400).rows == 10
 
 
 BF16, FP32 = torch.bfloat16, torch.float32

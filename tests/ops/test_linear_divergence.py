@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_core import OptionError, jsd, kl_div, linear_divergence, total_variation
+from liger_core import jsd, kl_div, linear_divergence, total_variation
 from liger_core.ops._divergence import KINDS, REFERENCE_BLOCK
 from ops.agreement import leaf, products
 from ops.allocations import allocations
@@ -183,12 +183,12 @@ def test_kept_and_recomputed_logits_give_the_same_gradients(kind: Any, reduction
     given = heads(device)
     inputs = given["hidden"], given["weight"]
     upstream = torch.randn(9, device=device) if reduction == "none" else None
-    found = [
+    kept, *recomputed = (
         torch.autograd.grad(linear_divergence(**given, kind=kind, reduction=reduction, **options), inputs, upstream)
         for options in ({}, {"chunk": 4}, {"budget": 9 * 30 * 4})
-    ]
-    torch.testing.assert_close(found[1], found[0])
-    torch.testing.assert_close(found[2], found[0])
+    )
+    for gradients in recomputed:
+        torch.testing.assert_close(gradients, kept)
 
 
 def test_recomputed_logits_come_from_matmuls_of_the_same_sizes(device: torch.device) -> None:
@@ -218,20 +218,6 @@ def test_the_backward_pass_of_a_frozen_head_only_scales_what_the_forward_pass_co
     torch.testing.assert_close(torch.autograd.grad(loss, hidden, upstream)[0], expected)
 
 
-def test_main_grad_gets_what_weight_would(device: torch.device) -> None:
-    given, target = heads(device), some_targets(30, 9, device=device)
-    upstream = torch.randn(9, device=device)
-    for reduction, options in (("sum", {}), ("none", {}), ("none", {"chunk": 4})):
-        main_grad = torch.ones(30, 20, device=device)
-        arguments: dict[str, Any] = {**given, "target": target, "reduction": reduction, **options}
-        factor = upstream if reduction == "none" else None
-        (expected,) = torch.autograd.grad(linear_divergence(**arguments), given["weight"], factor)
-        weight = given["weight"].detach().requires_grad_()
-        linear_divergence(**{**arguments, "weight": weight}, main_grad=main_grad).backward(factor)
-        assert weight.grad is None
-        torch.testing.assert_close(main_grad, expected + 1.0)
-
-
 @pytest.mark.parametrize("options", [{}, {"chunk": 4}], ids=["kept", "recomputed"])
 def test_main_grad_of_float16_gets_what_weight_would(
     options: dict[str, Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -247,23 +233,11 @@ def test_main_grad_of_float16_gets_what_weight_would(
     torch.testing.assert_close(1e6 * main_grad, expected.float(), rtol=1e-2, atol=1e-3)
 
 
-def test_a_teacher_that_wants_a_gradient_is_an_error_unless_gradients_are_off(device: torch.device) -> None:
+@torch.no_grad()
+def test_a_teacher_that_wants_a_gradient_is_no_error_where_gradients_are_off(device: torch.device) -> None:
     given = heads(device)
     given["teacher_weight"].requires_grad_()
-    sentence = r"teacher_weight must not require a gradient.*pass teacher_weight.detach\(\)"
-    with pytest.raises(OptionError, match=sentence):
-        linear_divergence(**given)
-    with torch.no_grad():
-        assert linear_divergence(**given).isfinite()
-
-
-def wide_heads(device: torch.device) -> dict[str, Tensor]:
-    return {
-        "hidden": leaf(ROWS, WIDTH, device=device),
-        "weight": leaf(CLASSES, WIDTH, device=device),
-        "teacher_hidden": torch.randn(ROWS, WIDTH, device=device),
-        "teacher_weight": torch.randn(CLASSES, WIDTH, device=device),
-    }
+    assert linear_divergence(**given).isfinite()
 
 
 @pytest.mark.matrix
@@ -272,13 +246,14 @@ def wide_heads(device: torch.device) -> dict[str, Tensor]:
 def test_what_is_held_beyond_gradients_fits_the_budget(
     reduction: Any, kept: bool, measured_device: torch.device
 ) -> None:
-    given = wide_heads(measured_device)
+    hidden, weight = (leaf(rows, WIDTH, device=measured_device) for rows in (ROWS, CLASSES))
+    teacher = torch.randn_like(hidden), torch.randn_like(weight)
     budget = LOGITS + LOGITS // 2 + (1 << 20) if kept else LOGITS // 4 + (2 << 20)
     gradients = (ROWS + CLASSES) * WIDTH * 4
 
     def step() -> Any:
-        loss = linear_divergence(**given, kind="jsd", reduction=reduction, budget=budget)
-        return torch.autograd.grad(loss.sum(), (given["hidden"], given["weight"]))
+        loss = linear_divergence(hidden, weight, *teacher, kind="jsd", reduction=reduction, budget=budget)
+        return torch.autograd.grad(loss.sum(), (hidden, weight))
 
     # The reference holds blocks of its own besides.
     passes = 0 if measured_device.type == "cuda" else 26 * 4 * REFERENCE_BLOCK
@@ -306,16 +281,6 @@ def test_main_grad_takes_no_second_gradient_of_weight(
     # In float16 there is a block of it.
     assert found.largest < main_grad.nbytes
     assert main_grad.any()
-
-
-def test_a_frozen_weight_gets_no_memory(measured_device: torch.device) -> None:
-    given = wide_heads(measured_device)
-    given["weight"] = given["weight"].detach()
-
-    loss = partial(linear_divergence, **given, chunk=8)
-    # A chunk has fewer bytes than the gradient of weight.
-    largest = allocations(lambda: torch.autograd.grad(loss(), given["hidden"]), measured_device).largest
-    assert largest < CLASSES * WIDTH * 4 or measured_device.type == "cpu"
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_core import explain, linear_log_prob
+from liger_core import explain, linear_log_prob, losses
 from liger_core.ops.head.loop import Cut, tiling
 from liger_core.ops.linear_log_prob import GPU_BYTES
 from liger_core.plugins import registry
-from ops.agreement import disagreements, leaf, products, saved
+from ops.agreement import leaf, products, saved
 from ops.allocations import allocations
 from ops.test_cross_entropy import some_targets
-from ops.test_linear_cross_entropy import CHUNKS, head
-from ops.test_linear_cross_entropy_memory import CLASSES, LOGITS_BYTES, ROWS, WEIGHT_BYTES, tensors
+from ops.test_linear_cross_entropy import head
+from ops.test_linear_cross_entropy_memory import CLASSES, LOGITS_BYTES, ROWS, tensors
 
 RECIPE = Path(__file__).parents[2] / "docs" / "how-to" / "custom-losses.md"
 
@@ -108,53 +108,23 @@ def test_loss_scaling_keeps_the_gradients_of_nearly_certain_tokens_in_float16(de
     torch.testing.assert_close(grad.double(), expected, rtol=0.1, atol=0.0)
 
 
-@CHUNKS
-def test_dpo_as_documented_has_the_gradients_of_the_plain_computation(
-    chunk: Any, device: torch.device, documented: dict[str, Any]
-) -> None:
+def test_losses_as_documented_are_those_of_liger(device: torch.device, documented: dict[str, Any]) -> None:
     given, target = answers(device)
-    frozen = leaf(30, 20, device=device, scale=0.3)
-    with torch.no_grad():
-        reference = linear_log_prob(given["hidden"], frozen, target, chunk=chunk).sum(-1)
-
-    def formula(hidden: Tensor, weight: Tensor) -> Tensor:
-        ours, theirs = (
-            plain(hidden.detach() @ frozen.to(hidden).t() if w is None else hidden @ w.t(), target)[0]
-            for w in (weight, None)
-        )
-        chosen, rejected = (ours.sum(-1) - theirs.sum(-1)).chunk(2)
-        return -torch.log(torch.sigmoid(0.1 * (chosen - rejected))).mean()
-
-    def call(hidden: Tensor, weight: Tensor) -> Tensor:
-        return documented["dpo_loss"](linear_log_prob(hidden, weight, target, chunk=chunk).sum(-1), reference)
-
-    assert disagreements(call, formula, **given) == []
-
-
-@CHUNKS
-def test_grpo_as_documented_has_the_gradients_of_the_plain_computation(
-    chunk: Any, device: torch.device, documented: dict[str, Any]
-) -> None:
-    given, target = answers(device)
-    documented["linear_log_prob"] = lambda *args, **options: linear_log_prob(*args, chunk=chunk, **options)
-    advantage = torch.tensor([1.0, -0.5, 0.3, -2.0], device=device)
-    with torch.no_grad():
-        # Ratios on both sides of the clip; what stands at ignored tokens must not matter.
-        old = plain(given["hidden"] @ given["weight"].t() / 0.7, target)[0]
-        old += 0.4 * torch.randn(target.shape, device=device)
-        old[target == -100] = 3.0
-
-    def formula(hidden: Tensor, weight: Tensor) -> Tensor:
-        log_prob, entropy = plain(hidden @ weight.t() / 0.7, target)
-        rows, columns = (target != -100).nonzero(as_tuple=True)
-        ratio = torch.exp(log_prob - old.to(log_prob))[rows, columns]
-        gain = advantage.to(ratio)[rows]
-        return -(torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain) + 0.01 * entropy[rows, columns]).mean()
-
-    def call(hidden: Tensor, weight: Tensor) -> Tensor:
-        return documented["grpo_loss"](hidden, weight, target, old, advantage, temperature=0.7, bonus=0.01)
-
-    assert disagreements(call, formula, **given) == []
+    inputs, mask, advantage = list(given.values()), target != -100, torch.tensor([1.0, -0.5, 0.3, -2.0], device=device)
+    log_prob, entropy = linear_log_prob(*inputs, target, temperature=0.7, return_entropy=True)
+    # Ratios on both sides of the clip; what stands at ignored tokens must not matter.
+    old = torch.where(mask, log_prob.detach() + 0.4 * torch.randn(target.shape, device=device), 3.0)
+    averaging, bonus = losses.Averaging("token"), losses.Penalty(entropy=0.01)
+    grpo, _ = losses.grpo((log_prob, entropy), old, advantage, mask=mask, averaging=averaging, penalty=bonus)
+    dpo, _ = losses.dpo(log_prob, old, mask=mask)
+    pairs = (
+        (documented["grpo_loss"](*inputs, target, old, advantage, temperature=0.7, bonus=0.01), grpo),
+        (documented["dpo_loss"](log_prob.sum(-1), old.where(mask, 0.0).sum(-1)), dpo),
+    )
+    for recipe, loss in pairs:
+        torch.testing.assert_close(recipe, loss)
+        grads = (torch.autograd.grad(each, inputs, retain_graph=True) for each in (recipe, loss))
+        torch.testing.assert_close(*grads)
 
 
 def test_ignored_rows_are_packed_out_of_large_products(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,17 +142,6 @@ def test_ignored_rows_are_packed_out_of_large_products(device: torch.device, mon
 
     for packed, whole in zip(both(True), both(False), strict=True):
         torch.testing.assert_close(packed, whole)
-
-
-def test_main_grad_takes_the_gradient_of_weight(device: torch.device) -> None:
-    given, target = head(device), some_targets(30, 9, device=device)
-    hidden, weight = given.values()
-    expected = torch.autograd.grad(linear_log_prob(hidden, weight, target).sum(), (hidden, weight))
-    main_grad = torch.ones(weight.shape, device=device)
-    linear_log_prob(hidden, weight, target, main_grad=main_grad).sum().backward()
-    assert weight.grad is None
-    torch.testing.assert_close(main_grad, expected[1] + 1.0)
-    torch.testing.assert_close(hidden.grad, expected[0])
 
 
 # Kept whole, kept in part, recomputed in blocks of classes, and in groups of rows. One logit has 4 bytes, and all have
@@ -254,13 +213,6 @@ def test_a_call_stays_within_its_budget(
     assert allocations(run, measured_device).peak <= gradients + budget + rows * 4 * 40 + CLASSES * 4 * 8
 
 
-def step(hidden: Tensor, weight: Tensor, **options: Any) -> None:
-    results = linear_log_prob(hidden, weight, torch.arange(ROWS, device=hidden.device), return_entropy=True, **options)
-    inputs = [t for t in (hidden, weight) if t.requires_grad]
-    if inputs:
-        torch.autograd.grad(results, inputs, [torch.ones_like(r) for r in results])
-
-
 @pytest.mark.parametrize("options", [{"budget": 200}, {"budget": 90}, {"chunk": 3}], ids=str)
 def test_recomputed_logits_come_from_matmuls_of_the_same_sizes(options: dict[str, int], device: torch.device) -> None:
     """Others round otherwise, and p would not fit the statistics of the forward pass."""
@@ -274,8 +226,12 @@ def test_recomputed_logits_come_from_matmuls_of_the_same_sizes(options: dict[str
 
 
 def test_chunks_never_hold_all_the_logits(measured_device: torch.device) -> None:
-    pair = tensors(measured_device)
-    assert allocations(lambda: step(*pair, chunk=32), measured_device).largest < LOGITS_BYTES // 4
+    pair, target = tensors(measured_device), torch.arange(ROWS, device=measured_device)
+
+    def step() -> Any:
+        return torch.autograd.grad(linear_log_prob(*pair, target, chunk=32).sum(), pair)
+
+    assert allocations(step, measured_device).largest < LOGITS_BYTES // 4
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["recomputed", "kept"])
@@ -287,12 +243,6 @@ def test_the_backward_pass_keeps_inputs_and_a_few_numbers_a_row_and_logits_that_
     found = saved(lambda: linear_log_prob(*pair, target, **options), *pair, target)
     logits = [(ROWS, pair[1].shape[0])] if kept else []
     assert sorted(t.shape for t in found) == [(), (ROWS, 1), (ROWS, 6), *logits]
-
-
-def test_a_frozen_weight_gets_no_gradient_buffer(measured_device: torch.device) -> None:
-    frozen, trained = tensors(measured_device, weight=False), tensors(measured_device)
-    assert allocations(lambda: step(*trained, chunk=8), measured_device).largest >= WEIGHT_BYTES
-    assert allocations(lambda: step(*frozen, chunk=8), measured_device).largest < WEIGHT_BYTES
 
 
 @pytest.mark.parametrize("classes", [128_256, 131_072, 151_936, 152_064])

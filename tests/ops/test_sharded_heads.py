@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,74 +16,40 @@ from ops import sharded_heads as work
 pytestmark = pytest.mark.slow
 
 
-def test_a_dtensor_says_which_classes_a_rank_has() -> None:
-    on_ranks(2, work.on_gloo, work.takes_a_dtensor)
-
-
-@pytest.mark.parametrize("reduction", ["none", "sum"])
-def test_rows_may_be_distributed_over_another_dimension(reduction: str) -> None:
-    on_ranks(4, work.on_gloo, work.takes_rows_of_another_dimension, reduction)
-
-
-def test_rows_that_are_sharded_like_the_vocabulary_are_gathered() -> None:
-    on_ranks(2, work.on_gloo, work.gathers_rows_that_the_vocabulary_shards)
-
-
-@pytest.mark.parametrize("pack", [True, False], ids=["packed", "not_packed"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_rows_that_are_sharded_like_the_vocabulary_get_the_gradient_of_their_own(ranks: int, pack: bool) -> None:
-    on_ranks(ranks, work.on_gloo, work.scatters_the_gradient, pack)
-
-
 # Of 12 rows 9 count.
-@pytest.mark.parametrize(
-    ("options", "sums"),
-    [
-        ({}, [("reduce_scatter_tensor", 12)]),
-        ({"pack": False}, [("reduce_scatter_tensor", 12)]),
-        ({"reduction": "none"}, [("reduce_scatter_tensor", 12)]),
-        ({"reduction": "none", "chunk": 12}, [("reduce_scatter_tensor", 12)]),
-        ({"chunk": 4}, [("all_reduce_", 4), ("all_reduce_", 4), ("all_reduce_", 1)]),
-    ],
-    ids=["packed", "not_packed", "kept", "recomputed", "chunks"],
+DIVERGENCES: tuple[tuple[dict[str, Any], list[tuple[str, int]]], ...] = (
+    ({}, [("reduce_scatter_tensor", 12)]),
+    ({"pack": False}, [("reduce_scatter_tensor", 12)]),
+    ({"reduction": "none"}, [("reduce_scatter_tensor", 12)]),
+    ({"reduction": "none", "chunk": 12}, [("reduce_scatter_tensor", 12)]),
+    ({"chunk": 4}, [("all_reduce_", 4), ("all_reduce_", 4), ("all_reduce_", 1)]),
 )
-def test_the_gradient_of_a_divergence_is_scattered_where_all_rows_come_at_once(
-    options: dict[str, Any], sums: list[Any]
-) -> None:
-    on_ranks(2, work.on_gloo, work.scatters_the_gradient_of_a_divergence, options, sums)
 
 
-def test_halves_of_two_sequences_get_the_gradient_of_their_own() -> None:
-    on_ranks(2, work.on_gloo, work.adds_rows_that_are_not_in_the_order_of_ranks)
+def test_dtensors_and_what_two_ranks_exchange() -> None:
+    on_ranks(
+        2,
+        work.on_gloo,
+        work.takes_a_dtensor,
+        work.gathers_rows_that_the_vocabulary_shards,
+        work.adds_rows_that_are_not_in_the_order_of_ranks,
+        work.sums_where_few_rows_count,
+        work.exchanges_once,
+        work.compiles,
+        work.holds_a_budget_of_an_even_share,
+        *(partial(work.scatters_the_gradient, pack) for pack in (True, False)),
+        *(partial(work.scatters_the_gradient_of_a_divergence, *each) for each in DIVERGENCES),
+    )
 
 
-def test_the_gradient_of_few_counted_rows_is_summed_as_a_whole() -> None:
-    on_ranks(2, work.on_gloo, work.sums_where_few_rows_count)
-
-
-def test_a_step_sends_eight_numbers_a_row_once_and_the_gradient_of_hidden_once() -> None:
-    on_ranks(2, work.on_gloo, work.exchanges_once)
-
-
-def test_a_sharded_head_compiles_to_one_graph() -> None:
-    on_ranks(2, work.on_gloo, work.compiles)
-
-
-def test_a_budget_is_too_small_on_all_ranks_or_on_none() -> None:
-    on_ranks(2, work.on_gloo, work.holds_a_budget_of_an_even_share)
-
-
-@pytest.mark.parametrize(
-    ("message", "options"),
-    [
-        ("linear_cross_entropy: reduction='mean' needs a normalizer where rows are distributed", {}),
-        ("linear_cross_entropy: weight must be replicated, or sharded over its classes", {"dimension": 1, "reduction": "sum"}),
-        ("linear_cross_entropy: target must be a DTensor like hidden, whose rows are distributed", {"plain": True, "reduction": "sum"}),
-    ],
-    ids=["mean", "width", "plain_target"],
-)  # fmt: skip
-def test_what_would_be_wrong_in_silence_is_refused(message: str, options: dict[str, Any]) -> None:
-    on_ranks(4, work.on_gloo, work.refuses, message, options)
+def test_rows_over_one_dimension_of_a_mesh_and_the_vocabulary_over_another() -> None:
+    on_ranks(
+        4,
+        work.on_gloo,
+        *(partial(work.takes_rows_of_another_dimension, reduction) for reduction in ("none", "sum")),
+        *(partial(work.scatters_the_gradient, pack) for pack in (True, False)),
+        work.refuses,
+    )
 
 
 @pytest.mark.parametrize(
