@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib
 import re
@@ -117,23 +118,42 @@ def test_no_package_holds_more_than_a_third_of_the_source() -> None:
     assert max(lines.values()) * 3 <= sum(lines.values()), lines
 
 
+# Where a backend is available its implementations are loaded with it, to compare their signatures.
+PLUGINS = "os.environ['CUDA_VISIBLE_DEVICES'] = ''; from liger_core.plugins import registry; registry()"
+LOADING = """
+import os, sys, torch
+before = set(sys.modules)
+for code in sys.argv[1:]:
+    if os.fork() == 0:
+        exec(code)
+        print(*(set(sys.modules) - before), flush=True)
+        os._exit(0)
+    if os.wait()[1]:
+        print(flush=True)
+"""
+
+
+@functools.cache
+def loaded() -> dict[str, set[str]]:
+    """Return what importing each package and what loading the plugins adds to PyTorch's modules, in forks of one
+    process."""
+    codes = [*(f"import {package}" for package in PACKAGES), PLUGINS]
+    command = [sys.executable, "-W", "ignore", "-c", LOADING, *codes]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = [set(line.split()) for line in done.stdout.splitlines()]
+    return dict(zip((*PACKAGES, PLUGINS), lines, strict=True))
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_importing_a_package_loads_no_layer_above_it(package: str) -> None:
-    # PyTorch itself may load the compiler, so that only what is new counts.
-    code = f"import sys, torch; before = set(sys.modules); import {package}; print(*(set(sys.modules) - before))"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    assert {name.split(".")[0] for name in done.stdout.split()} & set(FORBIDDEN[package]) == set()
+    assert package in loaded()[package]
+    assert {name.split(".")[0] for name in loaded()[package]} & set(FORBIDDEN[package]) == set()
 
 
 def test_loading_the_plugins_loads_no_compiler_and_no_transformers() -> None:
-    # Where a backend is available its implementations are loaded with it, to compare their signatures.
-    code = (
-        "import os, sys; os.environ['CUDA_VISIBLE_DEVICES'] = ''; from liger_core.plugins import registry; registry(); "
-        "print('triton.language' in sys.modules, 'matplotlib' in sys.modules, 'transformers' in sys.modules, "
-        "'torch._inductor' in sys.modules, 'torch._dynamo' in sys.modules, registry().manager.has_plugin('hf'))"
-    )
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False"] * 5 + ["True"]
+    assert loaded()[PLUGINS] >= {"liger_core.plugins", "liger_hf"}
+    libraries = {"triton.language", "matplotlib", "transformers", "torch._inductor", "torch._dynamo"}
+    assert loaded()[PLUGINS] & (libraries | {"liger_core.losses"}) == set()
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -136,6 +136,16 @@ def test_doctor_is_content_with_a_sound_installation(liger: Liger) -> None:
     assert report["selected"]["rms_norm"] == "auto"
 
 
+@pytest.mark.filterwarnings("ignore:Liger is tested with")
+def test_doctor_names_untested_versions(liger: Liger, monkeypatch: pytest.MonkeyPatch) -> None:
+    required = importlib.metadata.requires
+    old = {"liger-core": ["torch<2,>=1"]}
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: old.get(name) or required(name))
+    (sentence,) = json.loads(liger("doctor", "--json").out)["untested_versions"]
+    assert sentence.startswith("Liger is tested with torch<2,>=1, got ")
+    assert f"untested versions: {sentence}" in liger("doctor").out
+
+
 def test_doctor_lists_a_backend_that_was_left_out(liger: Liger, install: Install) -> None:
     install("drifted", DRIFTED)
     done = liger("doctor")

@@ -34,15 +34,14 @@ def test_a_rank_of_the_tests_has_ended_before_the_interpreter_does() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("code", "expected"), [(0, 0), (1, 1), (130, 130)])
-def test_a_rank_of_a_run_has_ended_before_the_interpreter_does(code: int, expected: int, tmp_path: Path) -> None:
+def test_a_rank_of_a_run_has_ended_before_the_interpreter_does(tmp_path: Path) -> None:
     script = (
         f"{ABORTING}import torch.distributed as dist\n"
         f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
-        f"from liger_train.ranks import leave\nprint('all of it', end='')\nleave({code})"
+        f"from liger_train.ranks import leave\nprint('all of it', end='')\nleave(130)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (expected, "all of it"), done.stderr
+    assert (done.returncode, done.stdout) == (130, "all of it"), done.stderr
 
 
 def test_a_process_without_others_is_not_ended() -> None:

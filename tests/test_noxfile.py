@@ -34,53 +34,31 @@ def noxfile(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_without_arguments_a_part_is_run_as_a_whole(noxfile: ModuleType) -> None:
-    assert noxfile.selected(TRITON, []) == TRITON
+OPTIONS = ["--share", "1/4", "-n", "0", "-x", "--seed=7"]
+# The arguments of a part, those of the user, and what is run.
+SELECTED: dict[str, tuple[list[str], list[str], list[str]]] = {
+    "no_arguments": (TRITON, [], TRITON),
+    "a_path_replaces_the_folder_that_it_is_in": (["tests", "--device", "cuda"], ["tests/hf"], ["tests/hf", "--device", "cuda"]),
+    "a_test_with_a_slash": (["tests"], ["tests/test_nn.py::test_a[tests/b]"], ["tests/test_nn.py::test_a[tests/b]"]),
+    "the_part_that_has_the_path": (TRITON, ["tests/hf", "tests/ops/test_rope.py"], ["tests/ops/test_rope.py", "--backend", "triton"]),
+    "a_part_without_any_of_the_paths_is_skipped": (TRITON, ["tests/hf", "-k", "rope"], []),
+    "a_folder_around_the_paths": (TRITON, ["tests"], TRITON),
+    "one_of_the_paths": (TRITON, ["tests/ops"], ["tests/ops", "--backend", "triton"]),
+    "keywords_of_the_user": (["tests"], ["-k", "rope"], ["tests", "-k", "(rope)"]),
+    "keywords_of_the_part": (["tests", "-k", "a or b"], [], ["tests", "-k", "(a or b)"]),
+    "keywords_of_both": (["tests", "-k", "a or b"], ["-k", "c or d"], ["tests", "-k", "(a or b) and (c or d)"]),
+    "keywords_in_one_word": (["tests", "-k", "a"], ["-kb"], ["tests", "-k", "(a) and (b)"]),
+    "a_keyword_that_is_a_folder": (["tests"], ["-k", "docs"], ["tests", "-k", "(docs)"]),
+    "values_of_other_options_are_not_paths": (["tests/ops"], OPTIONS, ["tests/ops", *OPTIONS]),
+    "a_path_that_does_not_exist_reaches_pytest": (["tests"], ["tests/no_such_folder"], ["tests", "tests/no_such_folder"]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("path", ["tests/hf", "tests/ops/test_rope.py", "tests/test_nn.py::test_a[tests/b]"])
-def test_a_path_replaces_the_folder_that_it_is_in(path: str, noxfile: ModuleType) -> None:
-    assert noxfile.selected(["tests", "--device", "cuda"], [path]) == [path, "--device", "cuda"]
-
-
-def test_several_paths_replace_those_of_the_part_that_has_them(noxfile: ModuleType) -> None:
-    selected = noxfile.selected(TRITON, ["tests/hf", "tests/ops/test_rope.py"])
-    assert selected == ["tests/ops/test_rope.py", "--backend", "triton"]
-
-
-def test_a_part_without_any_of_the_paths_is_skipped(noxfile: ModuleType) -> None:
-    assert noxfile.selected(TRITON, ["tests/hf", "-k", "rope"]) == []
-
-
-def test_a_folder_around_the_paths_of_a_part_selects_them(noxfile: ModuleType) -> None:
-    assert noxfile.selected(TRITON, ["tests"]) == TRITON
-    assert noxfile.selected(TRITON, ["tests/ops"]) == ["tests/ops", "--backend", "triton"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "posargs", "expression"),
-    [
-        pytest.param([], ["-k", "rope"], "(rope)", id="only_in_posargs"),
-        pytest.param(["-k", "a or b"], [], "(a or b)", id="only_in_the_part"),
-        pytest.param(["-k", "a or b"], ["-k", "c or d"], "(a or b) and (c or d)", id="in_both"),
-        pytest.param(["-k", "a"], ["-kb"], "(a) and (b)", id="in_one_word"),
-        pytest.param([], ["-k", "docs"], "(docs)", id="the_name_of_a_folder"),
-    ],
-)
-def test_keywords_narrow_those_of_the_part(
-    arguments: list[str], posargs: list[str], expression: str, noxfile: ModuleType
+@pytest.mark.parametrize(("part", "posargs", "expected"), SELECTED.values(), ids=SELECTED)
+def test_what_the_arguments_select(
+    part: list[str], posargs: list[str], expected: list[str], noxfile: ModuleType
 ) -> None:
-    assert noxfile.selected(["tests", *arguments], posargs) == ["tests", "-k", expression]
-
-
-def test_the_values_of_other_options_are_not_paths(noxfile: ModuleType) -> None:
-    options = ["--share", "1/4", "-n", "0", "-x", "--seed=7"]
-    assert noxfile.selected(["tests/ops"], options) == ["tests/ops", *options]
-
-
-def test_a_path_that_does_not_exist_reaches_pytest(noxfile: ModuleType) -> None:
-    """It is an error of pytest, which names it."""
-    assert noxfile.selected(["tests"], ["tests/no_such_folder"]) == ["tests", "tests/no_such_folder"]
+    assert noxfile.selected(part, posargs) == expected
 
 
 def test_pip_and_uv_install_every_package_of_the_repository(noxfile: ModuleType) -> None:

@@ -182,30 +182,18 @@ def test_a_selection_holds_in_every_thread(third: None) -> None:
     assert in_another_thread(runs) == "third"
 
 
-@pytest.mark.parametrize(
-    "select",
-    [lambda: in_a_block("reference"), lambda: use("reference"), lambda: use("auto", only=[swiglu])],
-    ids=["block", "call", "one_op"],
-)
-def test_another_thread_must_not_select_while_a_block_is_open(third: None, select: Callable[[], Any]) -> None:
-    with use("third"):
-        with pytest.raises(BackendError) as caught:
-            in_another_thread(select)
-        assert runs() == "third"
-    assert runs() == "reference"
-    assert re.fullmatch(
-        r"use\('(reference|auto)'\): the selection of the process must not change while another thread or task is inside "
-        r"`with use\('third'\)`; select one backend for all of them, or run the blocks one after the other",
-        str(caught.value),
+def test_another_thread_must_not_select_while_a_block_is_open(third: None) -> None:
+    selected = use("third", only=[swiglu])
+    sentence = (
+        "the selection of the process must not change while another thread or task is inside `with use('third')`; "
+        "select one backend for all of them, or run the blocks one after the other"
     )
-
-
-def test_another_thread_must_not_undo_a_selection_while_a_block_is_open(third: None) -> None:
-    selected = use("third")
-    with use("reference", only=[swiglu]):
-        with pytest.raises(BackendError, match="while another thread or task is inside"):
-            in_another_thread(selected.undo)
-        assert runs() == "third"
+    with use("third"):
+        for select in (lambda: in_a_block("reference"), lambda: use("auto", only=[swiglu]), selected.undo):
+            with pytest.raises(BackendError, match=re.escape(sentence)):
+                in_another_thread(select)
+            assert (runs(rms_norm), runs(swiglu)) == ("third", "third")
+    assert (runs(rms_norm), runs(swiglu)) == ("reference", "third")
 
 
 def test_tasks_within_a_block_must_not_overlap_either(third: None) -> None:
@@ -364,16 +352,11 @@ def test_a_wrong_selection_is_an_error_that_names_what_there_is(
         monkeypatch.setenv("LIGER_BACKEND", specification)
     with pytest.raises(BackendError) as caught:
         use(specification) if by == "use" else rms_norm(X)
+    # The selection is as it was.
+    assert by == "environment" or runs() == "reference"
     for word, meant in {"SOURCE": source, "IMPLEMENTED": able, "INSTALLED": installed}.items():
         message = message.replace(word, meant)
     assert str(caught.value) == message
-
-
-def test_a_wrong_use_leaves_the_selection_as_it_was(third: None) -> None:
-    use("third")
-    with pytest.raises(BackendError):
-        use("numpy")
-    assert runs() == "third"
 
 
 def test_a_wrong_environment_fails_at_every_use_until_it_is_right(third: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,24 +381,21 @@ def test_a_backend_that_cannot_run_here_says_why() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
-@pytest.mark.parametrize(
-    ("variable", "expected"),
-    [("triton,rope=reference", "triton reference"), ("auto", "reference reference")],
-    ids=["triton_but_rope", "auto"],
-)
-def test_the_environment_selects_the_kernels_in_a_fresh_process(variable: str, expected: str) -> None:
+def test_the_environment_selects_the_kernels_in_a_fresh_process() -> None:
     code = """if True:
         import torch
-        from liger_core import explain, rms_norm, rope
+        from liger_core import explain, rms_norm, rope, use
         x, q, t = torch.randn(2, 8), torch.randn(1, 2, 3, 8), torch.randn(3, 8)
         torch.testing.assert_close(rms_norm(x), rms_norm.reference(x))
         torch.testing.assert_close(rope(q, q, t, t), rope.reference(q, q, t, t))
         print(explain(rms_norm, x).backend, explain(rope, q, q, t, t).backend)
+        with use("auto"):
+            print(explain(rms_norm, x).backend)
     """
-    variables = {**os.environ, "TRITON_INTERPRET": "1", "LIGER_BACKEND": variable}
+    variables = {**os.environ, "TRITON_INTERPRET": "1", "LIGER_BACKEND": "triton,rope=reference"}
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == expected
+    assert done.stdout.split() == ["triton", "reference", "reference"]
 
 
 # Two backends of different priority: the narrow one adds 1 and declines rows wider than 32, the broad one adds 2 and
@@ -494,7 +474,7 @@ class Drawn:
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("drawn", range(30))
+@pytest.mark.parametrize("drawn", range(15))
 def test_explain_names_the_backend_that_runs(drawn: int, compiled: bool) -> None:
     random, ran, backends = Random(drawn), list[str](), list[Drawn]()
 
@@ -608,14 +588,11 @@ def test_a_compiled_region_gets_the_reference_of_an_op_that_is_handed_over(handi
     with use("third" if named else "auto"):
         normed, gated = compiled(X)
         assert torch.equal(rms_norm(X), rms_norm.reference(X) + 1)
+        # A large call runs the backend when compiled, too.
+        large = torch.cat((X, X))
+        assert torch.equal(compiled(large)[0], rms_norm.reference(large) + 1)
     assert torch.equal(normed, rms_norm.reference(X))
     assert torch.equal(gated, swiglu.reference(X, X) + 1)
-
-
-def test_a_large_call_of_an_op_that_is_handed_over_runs_the_backend_when_compiled_too(handing_over: None) -> None:
-    large = torch.cat((X, X))
-    compiled = torch.compile(lambda x: rms_norm(x), backend="eager", fullgraph=True)
-    assert torch.equal(compiled(large), rms_norm.reference(large) + 1)
 
 
 def test_explain_shows_what_is_handed_over(handing_over: None) -> None:

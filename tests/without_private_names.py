@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training step where torch and Transformers have none of the private names:
 
-`python tests/without_private_names.py [backend]`.
+`python tests/without_private_names.py backend...`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def remove_all() -> None:
     remove(module.PrivateNames, lambda path: True, setattr)
 
 
-def main(backend: str) -> None:
+def main(*backends: str) -> None:
     remove_all()
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -55,10 +55,11 @@ def main(backend: str) -> None:
     expected = step()
     report = liger_hf.apply(model)
     assert {"rms_norm", "swiglu"} <= {row.op for row in report.rows if row.verdict == "replaced"}, report
-    with liger_core.use(backend):
-        for one, other in zip(step(), expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-    print("right")
+    for backend in backends:
+        with liger_core.use(backend):
+            for one, other in zip(step(), expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        print(backend, "right")
 
 
 if __name__ == "__main__":

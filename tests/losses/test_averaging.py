@@ -36,23 +36,17 @@ def test_micro_batches_with_the_count_of_all_add_up_to_the_whole(rule: dict[str,
 
 
 @EACH
-def test_the_mean_of_ones_over_full_answers_is_one(rule: dict[str, object]) -> None:
-    assert float(Averaging(**rule)(torch.ones(4, 9), torch.ones(4, 9, dtype=torch.bool))) == pytest.approx(1.0)
+def test_the_mean_of_ones_is_one_and_of_an_empty_batch_zero(rule: dict[str, object]) -> None:
+    for answers, mean in ((4, 1.0), (0, 0.0)):
+        averaged = Averaging(**rule)(torch.ones(answers, 9), torch.ones(answers, 9, dtype=torch.bool))
+        assert float(averaged) == pytest.approx(mean)
 
 
-@EACH
-def test_an_empty_batch_has_the_mean_zero(rule: dict[str, object]) -> None:
-    assert float(Averaging(**rule)(torch.ones(0, 9), torch.ones(0, 9, dtype=torch.bool))) == 0.0
-
-
-@pytest.mark.parametrize("count", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
-def test_a_share_of_the_count_may_be_below_one(count: float) -> None:
-    assert float(Averaging("sequence", count=count)(torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool))) == 2.0
-
-
-@pytest.mark.parametrize("count", [0, torch.tensor(0)], ids=["number", "tensor"])
-def test_an_empty_count_gives_zero(count: int) -> None:
-    assert float(Averaging("token", count=count)(torch.ones(1, 2), torch.zeros(1, 2, dtype=torch.bool))) == 0.0
+@pytest.mark.parametrize("convert", [float, torch.tensor], ids=["number", "tensor"])
+def test_a_count_may_be_a_share_of_one_or_zero(convert: Any) -> None:
+    ones, mask = torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    assert float(Averaging("sequence", count=convert(0.5))(ones, mask)) == 2.0
+    assert float(Averaging("token", count=convert(0))(ones, ~mask)) == 0.0
 
 
 def test_an_answer_without_tokens_still_counts_as_an_answer() -> None:

@@ -21,15 +21,14 @@ IN_BLOCKS = [
 
 
 @pytest.mark.parametrize("op", CATALOGUE, ids=lambda op: op.name)
-@pytest.mark.parametrize("elements", [1, 64])
-def test_results_do_not_depend_on_how_rows_are_cut(elements: int, op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_how_rows_are_cut(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     for sample in op.samples(torch.device("cpu"), torch.float64):
         arguments = arguments_of(op, sample)
         names = differentiable(arguments, sample)
         with monkeypatch.context() as patch:
             whole = run(lambda given: op.reference(**given), arguments, names)
             for module in IN_BLOCKS:
-                patch.setattr(module, "REFERENCE_BLOCK", elements)
+                patch.setattr(module, "REFERENCE_BLOCK", 64)
             cut = run(lambda given: op.reference(**given), arguments, names, whole.cotangents)
         for got, want in ((cut.outputs, whole.outputs), (cut.gradients, whole.gradients)):
             message = f"{sample.name}: {{}}".format
