@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
@@ -147,18 +148,12 @@ def test_another_device_has_kernels_of_its_own(kernel: Kernel, monkeypatch: pyte
     assert ways(kernel) == ["triton", "triton"]
 
 
-def test_an_address_that_is_not_aligned_is_left_to_triton(kernel: Kernel) -> None:
+@pytest.mark.parametrize(("scratch", "x"), [(0, X[1:]), (64, X)], ids=["not_aligned", "scratch_memory"])
+def test_what_only_triton_starts_is_left_to_it(scratch: int, x: Tensor, kernel: Kernel) -> None:
+    kernel.scratch = scratch
     launch = launcher(kernel)
-    for x in (X, X[1:], X[1:]):
-        call(launch, x=x)
-    assert ways(kernel) == ["triton", "triton", "triton"]
-
-
-def test_a_kernel_with_scratch_memory_is_left_to_triton(kernel: Kernel) -> None:
-    kernel.scratch = 64
-    launch = launcher(kernel)
-    for _ in range(3):
-        call(launch)
+    for given in (X, x, x):
+        call(launch, x=given)
     assert ways(kernel) == ["triton", "triton", "triton"]
 
 

@@ -54,38 +54,6 @@ def ended(sentence: str) -> str:
     return sentence if sentence[-1] in ".?" else f"{sentence}."
 
 
-def test_a_plugin_adds_a_backend_for_one_op(install: Install) -> None:
-    install("third", third())
-    x = torch.randn(2, 8)
-    assert torch.equal(rms_norm(x), rms_norm.reference(x) + 1)
-    assert explain(rms_norm, x).backend == "third"
-    assert explain(liger_core.layer_norm, x).backend == "reference"
-    assert registry().backends["third"].distribution == "liger-third"
-
-
-def test_a_plugin_adds_an_op_with_its_reference(install: Install) -> None:
-    install(
-        "doubling",
-        """
-        from liger_core import Work, hookimpl, op
-
-        def check(x): pass
-
-        @op(check=check, samples=lambda device, dtype: [], misuses=lambda device: [], workloads=lambda: [], work=lambda x: Work(0, 0))
-        def doubled(x):
-            return 2 * x
-
-        @hookimpl
-        def liger_ops():
-            return [doubled]
-        """,
-    )
-    doubled = registry().ops["doubled"]
-    with use("reference", only=["doubled"]):
-        assert doubled(torch.ones(2)).tolist() == [2.0, 2.0]
-        assert explain(doubled, torch.ones(2)).backend == "reference"
-
-
 def test_a_plugin_that_fails_to_import_is_reported_and_the_others_work(install: Install) -> None:
     install("third", third())
     install("broken", "import no_such_module")

@@ -44,12 +44,8 @@ def test_a_share_has_a_case_of_a_matrix_that_has_fewer_cases_than_there_are_shar
     assert all(OTHER in part for part in parts)
 
 
-def test_without_a_share_every_case_runs() -> None:
-    assert share("1/1") == share("1/1", "slow") == [*CASES, OTHER]
-
-
-def test_other_tests_always_run() -> None:
-    assert share("2/3", "cpu") == [*CASES, OTHER]
+def test_without_a_share_or_a_mark_every_case_runs() -> None:
+    assert share("1/1") == share("1/1", "slow") == share("2/3", "cpu") == [*CASES, OTHER]
 
 
 def test_a_share_is_one_of_the_cases_that_k_selects() -> None:

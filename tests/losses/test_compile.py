@@ -77,12 +77,13 @@ def fakes(batch: Given) -> Given:
 
 @EACH
 def test_a_loss_reads_no_values(case: Case) -> None:
-    """Tensors without values fail where one is read, which on a GPU would wait for it."""
+    """Tensors without values fail where one is read, which on a GPU would wait for it. Metrics are detached numbers."""
     batch = in_dtype(random_batch(), torch.float32)
     with FakeTensorMode(allow_non_fake_inputs=True):
         without = fakes(batch)
         policy = without.policy.requires_grad_()
-        loss, _ = case.ours((policy, without.entropy) if case.entropy else policy, without, mask=without.mask)
+        loss, metrics = case.ours((policy, without.entropy) if case.entropy else policy, without, mask=without.mask)
         loss.backward()
     assert policy.grad is not None
     assert loss.shape == ()
+    assert {(m.requires_grad, m.dim()) for m in metrics if m is not None} == {(False, 0)}

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from fuzz import formulas
 from liger_core import add_rms_norm
 from ops.agreement import disagreements, leaf
 
@@ -19,12 +19,6 @@ Named = dict[str, Tensor]
 @pytest.fixture
 def arguments(device: torch.device) -> Named:
     return {"x": leaf(6, 40, device=device), "residual": leaf(6, 40, device=device), "weight": leaf(40, device=device)}
-
-
-def plain(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The step of a decoder layer as models write it."""
-    summed = residual + x
-    return F.rms_norm(summed, (x.shape[-1],), weight, 1e-6), summed
 
 
 def test_what_is_normalized_is_the_rounded_sum(device: torch.device) -> None:
@@ -53,7 +47,7 @@ def test_a_gradient_that_grows_by_other_uses_does_not_grow_for_the_other_input(a
 
         return used
 
-    assert disagreements(twice(add_rms_norm), twice(plain), **arguments) == []
+    assert disagreements(twice(add_rms_norm), twice(formulas.add_rms_norm), **arguments) == []
 
 
 def test_writing_to_the_sum_before_backward_is_noticed_or_harmless(arguments: Named) -> None:
@@ -65,7 +59,7 @@ def test_writing_to_the_sum_before_backward_is_noticed_or_harmless(arguments: Na
         return normed
 
     try:
-        found = disagreements(overwritten, lambda **given: plain(**given)[0], **arguments)
+        found = disagreements(overwritten, lambda **given: formulas.add_rms_norm(**given)[0], **arguments)
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise

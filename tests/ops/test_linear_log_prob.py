@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fuzz import formulas
 from liger_core import explain, linear_log_prob, losses
 from liger_core.ops.head.loop import Cut, tiling
 from liger_core.ops.linear_log_prob import GPU_BYTES
@@ -25,14 +26,6 @@ from ops.test_linear_cross_entropy import head
 from ops.test_linear_cross_entropy_memory import CLASSES, LOGITS_BYTES, ROWS, tensors
 
 RECIPE = Path(__file__).parents[2] / "docs" / "how-to" / "custom-losses.md"
-
-
-def plain(logits: Tensor, target: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy from logits that exist."""
-    every = logits.log_softmax(-1)
-    counted = target != ignore_index
-    chosen = every.gather(-1, torch.where(counted, target, 0)[..., None])[..., 0]
-    return torch.where(counted, chosen, 0.0), torch.where(counted, -(every.exp() * every).sum(-1), 0.0)
 
 
 @pytest.fixture
@@ -85,12 +78,11 @@ def test_gradients_do_not_underflow_in_float16(which: int, device: torch.device)
     weight = leaf(30, 20, device=device, dtype=torch.float16, scale=0.3 / 256)
 
     def gradient(function: Callable[..., Any], hidden: Tensor, weight: Tensor) -> Tensor:
-        (found,) = torch.autograd.grad((function(hidden, weight)[which] * 1e-6).sum(), weight)
-        return found.double()
+        results = function(hidden, weight, target, return_entropy=True)
+        return torch.autograd.grad((results[which] * 1e-6).sum(), weight)[0].double()
 
-    got = gradient(lambda hidden, weight: linear_log_prob(hidden, weight, target, return_entropy=True), hidden, weight)
-    wide = weight.detach().double().requires_grad_()
-    exact = gradient(lambda hidden, weight: plain(hidden @ weight.t(), target), hidden.double(), wide)
+    got = gradient(linear_log_prob, hidden, weight)
+    exact = gradient(formulas.linear_log_prob, hidden.double(), weight.detach().double().requires_grad_())
     # Rounding the logits to float16 costs 2⁻¹¹ a product; rounding p · 1e-6 costs all of it.
     assert (got - exact).norm() < 0.01 * exact.norm()
 
@@ -173,7 +165,7 @@ def test_the_prediction_is_the_first_largest_logit(options: dict[str, int], devi
 def test_float32_logits_are_not_rounded(device: torch.device) -> None:
     hidden, weight = leaf(9, 64, device=device).bfloat16(), leaf(30, 64, device=device).bfloat16()
     target = torch.randint(30, (9,), device=device)
-    exact = plain(hidden.double() @ weight.double().t(), target)[0]
+    exact = formulas.linear_log_prob(hidden.double(), weight.double(), target)
     rounded, wide = (linear_log_prob(hidden, weight, target, logits_dtype=d).double() for d in (None, torch.float32))
     assert (wide - exact).norm() < 0.01 * (rounded - exact).norm()
 

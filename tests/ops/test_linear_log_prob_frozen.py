@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fuzz import formulas
 from liger_core import linear_log_prob, use
 from liger_core.ops.head.head import Head
 from liger_core.ops.head.loop import LONG_CHUNK, MULTIPLE, ChunkOptions, held_bytes
@@ -105,16 +106,7 @@ def test_the_derivative_of_a_frozen_head_is_that_of_the_log_softmax(
     elif values == "temperatures":
         given["temperature"] = torch.linspace(0.4, 3.0, ROWS, device=device)
 
-    def formula(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        x = given.get("logit_scale", 1.0) * (hidden @ weight.t() + bias)
-        x = given["softcap"] * torch.tanh(x / given["softcap"]) if "softcap" in given else x
-        temperature = given.get("temperature", 1.0)
-        x = x / (temperature[:, None].to(x) if isinstance(temperature, Tensor) else temperature)
-        columns = target.view(ROWS, -1)
-        log_prob = x.log_softmax(-1).gather(-1, columns.clamp(min=0))
-        return torch.where(columns == -100, 0.0, log_prob).view(target.shape)
-
-    call = partial(linear_log_prob, target=target, **given)
+    call, formula = (partial(f, target=target, **given) for f in (linear_log_prob, formulas.linear_log_prob))
     assert disagreements(call, formula, hidden=hidden, weight=weight, bias=bias) == []
 
 

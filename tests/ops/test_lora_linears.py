@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from conformance.cases import in_float64, with_gradients
+from fuzz import formulas
 from liger_core import lora_linear, lora_linears
 from liger_core.accuracy import error
 from ops.agreement import leaf, products, saved
@@ -36,17 +37,6 @@ def separately(x: Tensor, scale: float, **given: Any) -> tuple[Tensor, ...]:
     )
 
 
-def written_out(x: Tensor, scale: float, **given: Any) -> tuple[Tensor, ...]:
-    """As PEFT computes each layer."""
-    results = []
-    for suffix in SUFFIXES:
-        if f"a{suffix}" in given:
-            weight, a, b = (given[f"{name}{suffix}"] for name in ("weight", "a", "b"))
-            y = torch.nn.functional.linear(x, weight)
-            results.append((y + x.to(a.dtype) @ a.t() @ b.t() * scale).to(y.dtype))
-    return tuple(results)
-
-
 def test_gradients_of_float32_adapters_are_as_close_to_float64_as_those_of_one_layer_at_a_time(
     device: torch.device,
 ) -> None:
@@ -58,7 +48,7 @@ def test_gradients_of_float32_adapters_are_as_close_to_float64_as_those_of_one_l
         inputs = [values[name] for name in names]
         return torch.autograd.grad(function(**values), inputs, [grad.to(dtype) for grad in upstream])
 
-    exact = gradients(written_out, with_gradients(in_float64(given), names), torch.float64)
+    exact = gradients(formulas.lora_linears, with_gradients(in_float64(given), names), torch.float64)
     ours, theirs = (gradients(function, given, torch.bfloat16) for function in (lora_linears, separately))
     assert all(value.dtype == torch.float32 for value in ours)
     for got, one, truth in zip(ours, theirs, exact, strict=True):
