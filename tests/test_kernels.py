@@ -96,16 +96,10 @@ def test_a_signature_that_is_not_a_schema_is_refused(launch: Callable[..., None]
     assert str(caught.value).startswith(f"liger_test::{launch.__name__}")
 
 
-def one_tensor(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-def two_tensors(x: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(x)
-
-
 @pytest.mark.parametrize(
-    ("allocate", "came"), [(one_tensor, "Tensor"), (two_tensors, "2 values")], ids=["no_tuple", "too_many"]
+    ("allocate", "came"),
+    [(torch.empty_like, "Tensor"), (lambda x: (torch.empty_like(x), torch.empty_like(x)), "2 values")],
+    ids=["no_tuple", "too_many"],
 )
 def test_allocate_must_return_what_launch_takes(allocate: Callable[..., Any], came: str) -> None:
     made = kernel(copy, allocate)
