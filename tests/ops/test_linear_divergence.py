@@ -215,7 +215,7 @@ def test_main_grad_of_float16_gets_what_weight_would(
 
 
 @torch.no_grad()
-def test_a_teacher_that_wants_a_gradient_is_no_error_where_gradients_are_off(device: torch.device) -> None:
+def test_a_teacher_may_want_a_gradient_where_gradients_are_off(device: torch.device) -> None:
     given = heads(device)
     given["teacher_weight"].requires_grad_()
     assert linear_divergence(**given).isfinite()
