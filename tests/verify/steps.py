@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_core import VocabShard, linear_cross_entropy, rms_norm
+from liger_core import rms_norm
 from liger_verify import World
 from liger_verify.batches import IGNORED, Batch
 from liger_verify.training import Training
@@ -49,15 +49,13 @@ class Averaged(Training):
 
 @dataclass(frozen=True)
 class Head:
-    """Embedding, norm and a head whose vocabulary is sharded, with rows sharded in the norm; a formula of its own, or
-    Liger's.
+    """Embedding, norm and a head whose vocabulary is sharded, with rows sharded in the norm.
 
     bug  "smoothing": mean over this rank's classes only (Megatron #737); "gathered": logits of all ranks, summed as if
          they were one rank's (Megatron #7452); "norm": the norm's gradient is that of this rank's rows
     """
 
     bug: str = ""
-    liger: bool = False
     smoothing: float = 0.1
 
     def __call__(self, world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
@@ -76,13 +74,7 @@ class Head:
         x = Gathered.apply(rms_norm(embedding[ids[rows]], norm), rows)
         size = -(-CLASSES // world.ranks)
         start = size * world.rank
-        if self.liger:
-            shard = VocabShard(dist.group.WORLD, start, CLASSES)
-            loss = linear_cross_entropy(
-                x, head[start : start + size], target, vocab=shard, label_smoothing=self.smoothing
-            )
-        else:
-            loss = self.by_hand(Copied.apply(x), head[start : start + size], target, start)
+        loss = self.by_hand(Copied.apply(x), head[start : start + size], target, start)
         loss.backward()
         for gradient in (head.grad, embedding.grad, *([] if self.bug == "norm" else [norm.grad])):
             dist.all_reduce(gradient)

@@ -17,11 +17,9 @@ from liger_verify import compare_sampler
 from liger_verify.command import verify
 from liger_verify.sampler import Sample, drawn, loaded_model, read_samples
 
-MODELS = ("llama", "qwen3", "gemma3_text")
-
 
 @pytest.mark.parametrize("liger", [False, True], ids=["plain", "liger"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3_text"])
 def test_a_right_model_passes_in_float64(model: str, liger: bool) -> None:
     loaded = loaded_model(model, liger, 0)
     report = compare_sampler(loaded, drawn(loaded))
@@ -82,11 +80,10 @@ BUGS: dict[str, tuple[Callable[[Any], None], str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
-def test_a_planted_bug_is_named(bug: tuple[Callable[[Any], None], str, str], model: str) -> None:
+def test_a_planted_bug_is_named(bug: tuple[Callable[[Any], None], str, str]) -> None:
     plant, where, layer = bug
-    loaded = loaded_model(model, False, 0)
+    loaded = loaded_model("llama", False, 0)
     samples = drawn(loaded)
     plant(loaded)
     report = compare_sampler(loaded, samples)
@@ -161,9 +158,7 @@ def test_a_missing_or_empty_file_is_an_error(tmp_path: Path) -> None:
     ],
     ids=["models", "packing", "tp"],
 )
-@pytest.mark.parametrize("sampled", [{"sampler": True}, {"log_probs": "nowhere"}], ids=["sampler", "file"])
-def test_an_option_that_the_sampler_would_ignore_is_refused(
-    sampled: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(OptionError, match=f"^verify: --sampler {message}$"):
-        verify(**sampled, **options)
+def test_an_option_that_the_sampler_would_ignore_is_refused(options: dict[str, Any], message: str) -> None:
+    for sampled in ({"sampler": True}, {"log_probs": "nowhere"}):
+        with pytest.raises(OptionError, match=f"^verify: --sampler {message}$"):
+            verify(**sampled, **options)
