@@ -93,12 +93,9 @@ def test_the_fewest_ranks_fit_and_one_less_does_not(fixed: int, weights: int, li
         assert (setup.ranks, answer.smallest.setup.ranks) == (1, search.MOST_RANKS)
 
 
-def test_more_ranks_are_of_no_use_without_sharding() -> None:
+def test_ranks_are_groups_of_those_that_share_layers_and_sequences_and_need_sharding() -> None:
     _, (answer,) = answered(Setup("tiny"), 100, ["ranks"], predicting(lambda setup: 200))
     assert (answer.value, answer.smallest.setup.ranks) == (0, 1)
-
-
-def test_ranks_are_groups_of_those_that_share_layers_and_sequences() -> None:
     setup = Setup("tiny", shard="fsdp2", tp=2, cp=2, ranks=4)
     _, (answer,) = answered(setup, 10_000, ["ranks"], predicting(shared))
     # 64,000 / 7 + 1,024 do not fit on seven ranks. A tensor-parallel group and its shards take twice as many.
@@ -187,23 +184,15 @@ def test_the_checklist_ends_with_the_first_item_that_fits() -> None:
     assert items[-1].prediction.setup.command() == "liger train --model tiny --checkpoint none"
 
 
-def test_the_checklist_passes_over_what_needs_more_ranks() -> None:
-    items = list(checklist(Setup("tiny"), 0, predicting(counted)))
-    assert {item.title: item.problem for item in items}["ZeRO stage 2"] == "there is only one GPU"
-
-
-def test_several_ranks_share() -> None:
-    items = list(checklist(Setup("tiny", ranks=4), 0, predicting(counted)))
-    assert [item.prediction.setup.shard for item in items if item.prediction][:5] == [
-        "none", "none", "none", "zero2", "zero2",
-    ]  # fmt: skip
-
-
-def test_the_checklist_passes_over_what_excludes_an_earlier_item() -> None:
-    items = {item.title: item for item in checklist(Setup("tiny", ranks=4), 0, predicting(counted))}
-    assert items["GaLore"].prediction is None
+def test_the_checklist_passes_over_what_needs_more_ranks_or_excludes_an_earlier_item() -> None:
+    one, four = (list(checklist(Setup("tiny", ranks=ranks), 0, predicting(counted))) for ranks in (1, 4))
+    assert {item.title: item.problem for item in one}["ZeRO stage 2"] == "there is only one GPU"
+    shards = [item.prediction.setup.shard for item in four if item.prediction]
+    assert shards[:5] == ["none", "none", "none", "zero2", "zero2"]
+    (excluded,) = (item for item in four if item.title == "GaLore")
     problem = "with the items before it, --optimizer galore cannot be combined with --shard zero2"
-    assert items["GaLore"].problem.startswith(problem)
+    assert excluded.prediction is None
+    assert excluded.problem.startswith(problem)
 
 
 def test_the_checklist_passes_over_what_saves_nothing() -> None:
@@ -298,16 +287,11 @@ def test_a_setup_that_fits_is_advised_as_it_is(limit: int, monkeypatch: pytest.M
     assert [name for name, _ in found.bars] == ["this setup"]
 
 
-def test_an_alternative_changes_one_option() -> None:
-    setup = Setup("tiny")
+def test_an_alternative_changes_one_option_or_has_the_reason_why_it_cannot() -> None:
+    setup, problems = Setup("tiny", shard="zero3"), {}
     for other in alternatives(setup, predicting(counted)):
+        problems[other.technique.value] = other.problem
         if other.prediction is not None:
             changed = [name for name in vars(setup) if getattr(setup, name) != getattr(other.prediction.setup, name)]
             assert changed == [other.technique.option]
-
-
-def test_an_unsupported_alternative_has_the_reason() -> None:
-    others = alternatives(Setup("tiny", shard="zero3"), predicting(counted))
-    found = {other.technique.value: other for other in others if other.technique.option == "precision"}
-    assert found["bf16-pure"].prediction is None
-    assert "DeepSpeed keeps float32 weights" in found["bf16-pure"].problem
+    assert "DeepSpeed keeps float32 weights" in problems["bf16-pure"]

@@ -30,15 +30,12 @@ from plan.measuring import measured_bytes, tiny
 # FSDP2 last: accelerate remembers it in the environment.
 SETUPS: dict[str, dict[str, Any]] = {
     "dp, plain": {"liger": "none", "checkpoint": "full"},
-    "dp, with Liger": {"checkpoint": "full"},
     "dp, with Liger and micro-batches": {"accumulation": 3},
     "dp, with Liger and adapters": {"adapter": "lora", "checkpoint": "full"},
     "tp, plain": {"tp": 2, "liger": "none"},
-    "tp, all but the loss": {"tp": 2, "liger": "all-but-loss"},
     "tp, plain, mixed precision": {"tp": 2, "liger": "none", "precision": "bf16"},
     "tp, with Liger": {"tp": 2, "checkpoint": "full", "batch": 8},
     "cp, plain": {"cp": 2, "shard": "fsdp2", "liger": "none"},
-    "cp, with Liger": {"cp": 2, "shard": "fsdp2"},
     "cp, with Liger, mixed precision": {"cp": 2, "shard": "fsdp2", "precision": "bf16"},
 }
 # Tied weights are tied again when a model is loaded.
@@ -57,9 +54,7 @@ def work(rank: int, folder: str) -> None:
     functional.wait_tensor = _patient(functional.wait_tensor)
     # The least of three runs is that of a thread in time.
     peaks = {
-        name: min(
-            measured_bytes(tiny(ranks=2, **options)) for _ in range(1 if "Liger" in name or "cp" in options else 3)
-        )
+        name: min(measured_bytes(tiny(ranks=2, **options)) for _ in range(3 if "tp, plain" in name else 1))
         for name, options in SETUPS.items()
     }
     (Path(folder) / f"{rank}.json").write_text(json.dumps({"shapes": shapes, "peaks": peaks}))
