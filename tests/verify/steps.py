@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_core import rms_norm
 from liger_verify import World
 from liger_verify.batches import IGNORED, Batch
 from liger_verify.training import Training
 
-CLASSES, WIDTH, TOKENS = 37, 16, 24
+WIDTH, TOKENS = 16, 24
 
 
 class MeanOfMeans(Training):
@@ -47,96 +47,15 @@ class Averaged(Training):
             parameter.grad /= self.dp * self.cp
 
 
-@dataclass(frozen=True)
-class Head:
-    """Embedding, norm and a head whose vocabulary is sharded, with rows sharded in the norm.
-
-    bug  "smoothing": mean over this rank's classes only (Megatron #737); "gathered": logits of all ranks, summed as if
-         they were one rank's (Megatron #7452); "norm": the norm's gradient is that of this rank's rows
-    """
-
-    bug: str = ""
-    smoothing: float = 0.1
-
-    def __call__(self, world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
-        generator = torch.Generator().manual_seed(0)
-        embedding, norm, head = (
-            torch.randn(shape, generator=generator, dtype=torch.float32).to(world.dtype).requires_grad_()
-            for shape in ((CLASSES, WIDTH), (WIDTH,), (CLASSES, WIDTH))
-        )
-        ids = torch.randint(CLASSES, (TOKENS,), generator=generator)
-        target = torch.where(torch.arange(TOKENS) % 3 == 0, IGNORED, ids.roll(-1))
-        if world.alone:
-            loss = F.cross_entropy(rms_norm(embedding[ids], norm) @ head.mT, target, label_smoothing=self.smoothing)
-            loss.backward()
-            return loss, {"embedding.weight": embedding.grad, "norm.weight": norm.grad, "head.weight": head.grad}
-        rows = torch.arange(TOKENS).chunk(world.ranks)[world.rank]
-        x = Gathered.apply(rms_norm(embedding[ids[rows]], norm), rows)
-        size = -(-CLASSES // world.ranks)
-        start = size * world.rank
-        loss = self.by_hand(Copied.apply(x), head[start : start + size], target, start)
-        loss.backward()
-        for gradient in (head.grad, embedding.grad, *([] if self.bug == "norm" else [norm.grad])):
-            dist.all_reduce(gradient)
-        return loss.detach(), {"embedding.weight": embedding.grad, "norm.weight": norm.grad, "head.weight": head.grad}
-
-    def by_hand(self, x: Tensor, weight: Tensor, target: Tensor, start: int) -> Tensor:
-        """The cross entropy of a vocabulary in parts, as Megatron computes it."""
-        logits = x @ weight.mT
-        local = target - start
-        mine = (local >= 0) & (local < weight.shape[0])
-        chosen = Summed.apply(
-            torch.where(mine, logits.gather(1, local.clamp(0, weight.shape[0] - 1)[:, None])[:, 0], 0.0)
-        )
-        exponentials = logits.exp().sum(-1)
-        lse = Summed.apply(Summed.apply(exponentials) if self.bug == "gathered" else exponentials).log()
-        mean = logits.mean(-1) - lse if self.bug == "smoothing" else Summed.apply(logits.sum(-1)) / CLASSES - lse
-        loss = (1 - self.smoothing) * (lse - chosen) - self.smoothing * mean
-        counted = target != IGNORED
-        return torch.where(counted, loss, 0.0).sum() / counted.sum()
+def gathered(world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """The loss of logits of all ranks, summed as if they were one rank's (Megatron #7452)."""
+    return torch.tensor(1 + math.log(world.ranks)), {"a.b.weight": torch.ones(3)}
 
 
-class Summed(torch.autograd.Function):
-    """The sum over ranks, all of which compute the same from it."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor) -> Tensor:
-        total = part.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
-class Copied(torch.autograd.Function):
-    """The same on every rank, each of which computes something else from it."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor) -> Tensor:
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        total = grads[0].clone()
-        dist.all_reduce(total)
-        return total
-
-
-class Gathered(torch.autograd.Function):
-    """The rows of all ranks; the gradient of each rank's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, rows: Tensor) -> Tensor:
-        ctx.rows = rows
-        parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, part)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0][ctx.rows], None
+def without_a_sum(world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """A gradient that comes from the rows of each rank, such as that of a norm beside tensor parallelism."""
+    own = torch.arange(4) % world.ranks == world.rank
+    return torch.ones(()), {"norm.weight": own.float(), "a.b.weight": torch.ones(3)}
 
 
 def raises(world: World) -> Any:
