@@ -18,10 +18,6 @@ def block(mebibytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(mebibytes * MiB, dtype=torch.uint8, device=device)
 
 
-def test_peak_of_nothing_is_zero(device: torch.device) -> None:
-    assert peak_bytes(lambda: None, device) == 0
-
-
 def test_blocks_that_live_together_add_up(device: torch.device) -> None:
     assert peak_bytes(lambda: (block(8, device), block(16, device)), device) == 24 * MiB
 

@@ -166,17 +166,6 @@ def log_prob_of_liger_kernel(function: Any, monkeypatch: pytest.MonkeyPatch) -> 
     return Peer("liger-kernel", liger_kernel._calls(SimpleNamespace(), print))
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.5}, {"return_entropy": True, "ignore_index": 3, "temperature": 2.0}], ids=str
-)
-def test_liger_kernel_is_asked_for_the_log_probabilities_of_the_op(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    variant = log_prob_of_liger_kernel(ScaledCrossEntropy, monkeypatch)
-    assert_agrees(log_prob_case("options", **options), peer(linear_log_prob, variant), 1e-5)
-
-
 class ScaledCrossEntropyInChunks:
     """The same without a number of tiles."""
 
@@ -186,13 +175,16 @@ class ScaledCrossEntropyInChunks:
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("chunks", [False, True], ids=["whole", "in chunks"])
 @pytest.mark.parametrize("options", [{}, {"return_entropy": True, "ignore_index": 3, "temperature": 2.0}], ids=str)
-def test_liger_kernel_is_asked_for_log_probabilities_in_chunks(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_liger_kernel_is_asked_for_the_log_probabilities_of_the_op(
+    options: dict[str, Any], chunks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = SimpleNamespace(_FusedLinearPPOFallbackFunction=ScaledCrossEntropyInChunks)
-    monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_scaled_cross_entropy", module)
-    variant = Peer("chunks", liger_kernel._chunks())
+    variant = log_prob_of_liger_kernel(ScaledCrossEntropy, monkeypatch)
+    if chunks:
+        module = SimpleNamespace(_FusedLinearPPOFallbackFunction=ScaledCrossEntropyInChunks)
+        monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_scaled_cross_entropy", module)
+        variant = Peer("chunks", liger_kernel._chunks())
     assert_agrees(log_prob_case("options", **options), peer(linear_log_prob, variant), 1e-5)
 
 
@@ -204,28 +196,26 @@ def test_experts_without_their_autotuner_are_a_variant(value: str, name: str, mo
     assert [variant.name for variant in liger_kernel.peers() if "experts" in variant.calls] == [name]
 
 
-def test_a_kernel_of_liger_kernel_that_cannot_be_imported_is_the_reason_and_no_failure(
-    monkeypatch: pytest.MonkeyPatch,
+class Missing:
+    @staticmethod
+    def apply(*arguments: object, **options: object) -> Tensor:
+        raise ImportError("no module named cutlass")
+
+
+MISSING = "its kernel for this device cannot be imported: no module named cutlass"
+
+
+@pytest.mark.parametrize(
+    ("function", "targets", "reason"),
+    [(Missing, None, MISSING), (ScaledCrossEntropy, 64, "it has one target per token only")],
+    ids=["no kernel", "several targets"],
+)
+def test_log_probabilities_that_liger_kernel_lacks_are_no_failure(
+    function: Any, targets: int | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Missing:
-        @staticmethod
-        def apply(*arguments: object, **options: object) -> Tensor:
-            raise ImportError("no module named cutlass")
-
-    variant = log_prob_of_liger_kernel(Missing, monkeypatch)
-    (row,) = measured(quick_case(linear_log_prob), [peer(linear_log_prob, variant)])
-    assert (row.reason, row.failed) == ("its kernel for this device cannot be imported: no module named cutlass", False)
-
-
-def test_liger_kernel_has_one_target_a_token_and_no_other_divergence_from_probabilities(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    several = log_prob_case("64_targets", targets=64)
-    (row,) = measured(several, [peer(linear_log_prob, log_prob_of_liger_kernel(ScaledCrossEntropy, monkeypatch))])
-    assert (row.reason, row.failed) == ("it has one target per token only", False)
-    variant = Peer("soft", liger_kernel._soft_labels(stand_in_for_liger_kernel()))
-    (row,) = measured(quick_case(linear_divergence, kind="jsd"), [peer(linear_divergence, variant)])
-    assert (row.reason, row.failed) == ("it has the forward KL only", False)
+    case = log_prob_case("64_targets", targets=targets) if targets else quick_case(linear_log_prob)
+    (row,) = measured(case, [peer(linear_log_prob, log_prob_of_liger_kernel(function, monkeypatch))])
+    assert (row.reason, row.failed) == (reason, False)
 
 
 OF_TRL: list[tuple[Op[..., Any], dict[str, Any]]] = [(linear_log_prob, {}), (linear_log_prob, {"temperature": 0.5})]
@@ -240,13 +230,20 @@ def test_trl_is_asked_for_what_the_op_computes(op: Op[..., Any], options: dict[s
     assert_agrees(quick_case(op, **options), peer(op, variant), 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("op", "options"), [(kl_div, {"reverse": True}), (linear_divergence, {"kind": "total_variation"})]
-)
-def test_liger_kernel_lacks_some_divergences(op: Op[..., Any], options: dict[str, Any]) -> None:
-    variant = Peer("liger-kernel", liger_kernel._divergences(stand_in_for_liger_kernel()))
+LACKING: list[tuple[Op[..., Any], dict[str, Any], Any, str]] = [
+    (kl_div, {"reverse": True}, liger_kernel._divergences, "its first argument"),
+    (linear_divergence, {"kind": "total_variation"}, liger_kernel._divergences, "it has the forward"),
+    (linear_divergence, {"kind": "jsd"}, liger_kernel._soft_labels, "it has the forward KL only"),
+]
+
+
+@pytest.mark.parametrize(("op", "options", "calls", "reason"), LACKING, ids=[reason for *_, reason in LACKING])
+def test_liger_kernel_lacks_some_divergences(
+    op: Op[..., Any], options: dict[str, Any], calls: Any, reason: str
+) -> None:
+    variant = Peer("liger-kernel", calls(stand_in_for_liger_kernel()))
     (row,) = measured(quick_case(op, **options), [peer(op, variant)])
-    assert row.reason.startswith("its first argument" if op is kl_div else "it has the forward")
+    assert row.reason.startswith(reason)
     assert not row.failed
 
 
@@ -310,14 +307,13 @@ def test_an_implementation_that_overwrites_what_nothing_declares_fails_and_the_n
     assert all(row.error_gradients is not None and row.error_gradients < 1e-6 for row in rows[1:])
 
 
-def test_an_option_that_a_peer_lacks_is_the_reason_and_no_failure() -> None:
-    (row,) = measured(quick_case(cross_entropy, softcap=3.0), [peer(cross_entropy, peers.peers("torch")[0])])
-    assert (row.reason, row.failed, row.pass_) == ("it has no option 'softcap'", False, "")
-
-
-def test_an_option_at_its_default_is_none_that_a_peer_lacks() -> None:
-    case = quick_case(cross_entropy, softcap=None)
-    assert measured(case, [peer(cross_entropy, peers.peers("torch")[0])])[0].reason == ""
+def test_an_option_that_a_peer_lacks_is_the_reason_unless_it_is_at_its_default() -> None:
+    first, second = (
+        measured(quick_case(cross_entropy, softcap=cap), [peer(cross_entropy, peers.peers("torch")[0])])[0]
+        for cap in (3.0, None)
+    )
+    assert (first.reason, first.failed, first.pass_) == ("it has no option 'softcap'", False, "")
+    assert second.reason == ""
 
 
 def test_a_result_of_another_shape_is_a_failure() -> None:

@@ -14,11 +14,7 @@ import pytest
 
 from liger_bench.bench.rows import OpRow, read_csv
 from liger_bench.bench.table import print_rows
-from liger_bench.measurements import rows_as
 from liger_train.demo import command as demo
-from liger_train.row import Row as TrainRow
-from liger_train.runs import command as train
-from liger_train.runs import sweep
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 WIDTH = 100
@@ -65,19 +61,6 @@ def longest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_liger_demo(printed: Read) -> None:
     demo._print(stored("2026-11-21-one-h200/demo-1b.json"), Path("demo"))
     assert fits(printed(), {"peak memory of LM head and loss", "tokens per second"})
-
-
-def test_liger_train(printed: Read) -> None:
-    rows = rows_as(TrainRow, stored("2026-11-21-h200-techniques/train.json"))
-    for row in rows:
-        train._print(row, printed=[])
-    assert fits(printed(), {"peak memory", "tokens per second"})
-
-
-def test_liger_train_sweep(printed: Read) -> None:
-    rows = rows_as(TrainRow, stored("2026-11-21-h200-training-runs/train.json"))
-    sweep.print_rows([row for row in rows if row.model == "llama-3-8b"], ["batch", "checkpoint"])
-    assert fits(printed(), {row.liger for row in rows if row.model == "llama-3-8b"})
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
