@@ -181,9 +181,8 @@ def test_the_page_estimates_tokens_per_second(shown: tuple[Page, str]) -> None:
     assert f"{SPEED['rows']} measured runs" in text(opened, "fit-speed")
 
 
-def test_the_share_of_the_peak_is_that_of_the_measured_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(GENERATED))
-    assert __import__("fits").speed() == SPEED
+def test_the_share_of_the_peak_is_that_of_the_measured_runs(generators: Any) -> None:
+    assert generators.fits.speed() == SPEED
 
 
 def drop(name: str, content: str) -> str:

@@ -81,27 +81,18 @@ def test_every_link_of_a_page_leads_somewhere_in_the_repository(page: Path) -> N
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
-def generated(code: str) -> subprocess.CompletedProcess[str]:
-    """Run code beside the generators."""
-    folder = ROOT / "docs" / "generate"
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
-
-
 @pytest.mark.parametrize("generator", ["compatibility", "loss_options", "techniques", "trainers"])
-def test_the_tables_of_a_page_are_those_that_are_generated(generator: str) -> None:
-    made = generated(f"import {generator} as g; print(g.filled(g.PAGE.read_text()) == g.PAGE.read_text())")
-    assert made.stdout.strip() == "True", f"run python docs/generate/{generator}.py\n{made.stderr}"
+def test_the_tables_of_a_page_are_those_that_are_generated(generators: Any, generator: str) -> None:
+    module = getattr(generators, generator)
+    text = module.PAGE.read_text()
+    assert module.filled(text) == text, f"run python docs/generate/{generator}.py"
 
 
-def test_the_readme_has_the_figures_of_trl_that_were_measured_last() -> None:
-    made = generated("import trainers; print(trainers.headline())")
-    assert made.stdout.strip() in " ".join((ROOT / "README.md").read_text().split()), made.stderr
-
-
-def test_the_table_of_the_readme_has_rows_of_the_newest_steps() -> None:
-    made = generated("import steps as g; print(*g.readme(g.measured(g.read([g.newest('steps')]))), sep='\\n')")
-    (table,) = re.findall(r"\| --- \|[^\n]*\n((?:\|[^\n]*\n)+)", (ROOT / "README.md").read_text())
-    assert set(table.splitlines()) <= set(made.stdout.splitlines()), made.stdout + made.stderr
+def test_the_readme_has_the_figures_that_were_measured_last(generators: Any) -> None:
+    text, steps = (ROOT / "README.md").read_text(), generators.steps
+    assert generators.trainers.headline() in " ".join(text.split())
+    (table,) = re.findall(r"\| --- \|[^\n]*\n((?:\|[^\n]*\n)+)", text)
+    assert set(table.splitlines()) <= set(steps.readme(steps.measured(steps.read([steps.newest("steps")]))))
 
 
 def parse(command: Any, name: str, arguments: list[str], parent: Any = None) -> None:
