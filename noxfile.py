@@ -32,7 +32,7 @@ CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 # What builds the packages; once, instead of in an environment for each.
 BUILDS = ["setuptools>=77"]
 RUNNERS = ["pytest", "pytest-xdist", "hypothesis"]
-TOOLS = [*RUNNERS, "peft", "trl", "mypy", "sybil", "jupytext", "nbclient", "ipykernel"]
+TOOLS = [*RUNNERS, "peft", "trl", "mypy", "sybil", "jupytext"]
 SITE_TOOLS = ["mkdocs-material", "mkdocstrings-python", "ruff"]
 # Optional libraries of training runs, without which their tests are skipped. They build and install in seconds, on Linux.
 EXTRAS = ["apollo-torch", "bitsandbytes", "deepspeed", "galore-torch", "torchao"] if sys.platform == "linux" else []
