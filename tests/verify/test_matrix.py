@@ -167,24 +167,31 @@ def test_a_wrong_file_of_setups_is_refused(text: str, message: str, tmp_path: Pa
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"matrix": True, "tp": 2}, "verify: --matrix has several setups; leave out --tp, which is of one"),
-        ({"setups": "a.toml", "step": "a.py:b"}, "verify: --setups has several setups; leave out --step, which is of one"),
-        ({"setups": "a.toml", "matrix": True}, "verify: --matrix has its setups, --setups those of a file; leave one of them out"),
-        ({"matrix": True, "tolerance": 0.0}, "compare: tolerance must be > 0, got 0.0"),
-        ({"tp": 3}, "verify: tp must divide the 8 key heads of llama, since a head is never split, got 3"),
-        ({"model": ["lama"]}, "verify: model must be a model type of Transformers or a folder, got 'lama'. Did you mean 'llama'?"),
-        ({"model": ["llama", "lama"]}, "verify: model must be a model type of Transformers or a folder, got 'lama'. Did you mean 'llama'?"),
-        ({"step": "a.py:b", "model": ["llama"]}, "verify: --step is a step of your own; leave out --model, which is for models"),
-        ({"step": "a.py:b", "liger": False}, "verify: --step is a step of your own; leave out --plain, which is for models"),
-    ],
-    ids=[
-        "one_setup", "step", "both", "tolerance", "heads", "model", "one_of_two_models", "step_and_model",
-        "step_and_plain",
-    ],
-)  # fmt: skip
+UNKNOWN = "verify: model must be a model type of Transformers or a folder, got 'lama'. Did you mean 'llama'?"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "one_setup": ({"matrix": True, "tp": 2}, "verify: --matrix has several setups; leave out --tp, which is of one"),
+    "step": ({"setups": "a.toml", "step": "a.py:b"}, "verify: --setups has several setups; leave out --step, which is of one"),
+    "both": ({"setups": "a.toml", "matrix": True}, "verify: --matrix has its setups, --setups those of a file; leave one of them out"),
+    "tolerance": ({"matrix": True, "tolerance": 0.0}, "compare: tolerance must be > 0, got 0.0"),
+    "heads": ({"tp": 3}, "verify: tp must divide the 8 key heads of llama, since a head is never split, got 3"),
+    "ranks": ({"tp": 2, "ranks": 3}, "verify: ranks must be a multiple of tp × cp = 2 × 1, got 3"),
+    "shard": ({"shard": "zero"}, "verify: shard must be one of none, ddp, fsdp2, got 'zero'"),
+    "ddp": ({"shard": "ddp", "tp": 2, "ranks": 4}, "verify: shard must be 'fsdp2' where Transformers shards layers (tp) over a part of the ranks, got 'ddp'"),
+    "sequence": ({"cp": 2, "sequence": 9}, "verify: sequence must be a multiple of cp = 2, got 9"),
+    "model": ({"model": ["lama"]}, UNKNOWN),
+    "one_of_two_models": ({"model": ["llama", "lama"]}, UNKNOWN),
+    "step_and_model": ({"step": "a.py:b", "model": ["llama"]}, "verify: --step is a step of your own; leave out --model, which is for models"),
+    "step_and_plain": ({"step": "a.py:b", "liger": False}, "verify: --step is a step of your own; leave out --plain, which is for models"),
+    "packing_and_tp": ({"packing": True, "tp": 2}, "verify: --packing compares documents on one process; leave out --tp"),
+    "packing_and_matrix": ({"packing": True, "matrix": True}, "verify: --packing compares documents on one process; leave out --matrix"),
+    "packing_and_setups": ({"packing": True, "setups": "a.toml"}, "verify: --packing compares documents on one process; leave out --setups"),
+    "sampler_and_models": ({"sampler": True, "model": ["llama", "gemma3_text"]}, "verify: --sampler compares one model, got llama, gemma3_text; run it for each"),
+    "sampler_and_packing": ({"sampler": True, "packing": True}, "verify: --sampler compares one model on one process; leave out --packing"),
+    "log_probs_and_tp": ({"log_probs": "nowhere", "tp": 2}, "verify: --sampler compares one model on one process; leave out --tp"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_is_refused_before_anything_starts(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError) as raised:
         verify(**options)

@@ -187,11 +187,3 @@ def test_the_command_prints_json_and_ends_with_1_where_documents_leak(capfd: pyt
     results = {each["form"]: each["result"] for each in printed["comparisons"]}
     assert results == {"position_ids": "wrong", "cu_seq_lens": "wrong", "mask": "right", "rows": "right"}
     assert "attends over a document boundary" in printed["comparisons"][0]["sentences"][0]
-
-
-@pytest.mark.parametrize(
-    ("option", "name"), [({"tp": 2}, "tp"), ({"matrix": True}, "matrix"), ({"setups": "a.toml"}, "setups")]
-)
-def test_packing_refuses_options_of_several_processes(option: dict[str, Any], name: str) -> None:
-    with pytest.raises(OptionError, match=f"--packing compares documents on one process; leave out --{name}$"):
-        verify(packing=True, **option)

@@ -147,18 +147,3 @@ def test_a_missing_or_empty_file_is_an_error(tmp_path: Path) -> None:
         read_samples("nowhere")
     with pytest.raises(OptionError, match="must have at least one line"):
         read_samples(str(tmp_path / "empty"))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"model": ["llama", "gemma3_text"]}, "compares one model, got llama, gemma3_text; run it for each"),
-        ({"packing": True}, "compares one model on one process; leave out --packing"),
-        ({"tp": 2}, "compares one model on one process; leave out --tp"),
-    ],
-    ids=["models", "packing", "tp"],
-)
-def test_an_option_that_the_sampler_would_ignore_is_refused(options: dict[str, Any], message: str) -> None:
-    for sampled in ({"sampler": True}, {"log_probs": "nowhere"}):
-        with pytest.raises(OptionError, match=f"^verify: --sampler {message}$"):
-            verify(**sampled, **options)

@@ -149,22 +149,6 @@ def test_a_random_loss_is_refused() -> None:
         compare(steps.Random(shard="ddp"), ranks=2)
 
 
-@pytest.mark.parametrize(
-    ("setup", "message"),
-    [
-        ({"tp": 2, "ranks": 3}, "verify: ranks must be a multiple of tp × cp = 2 × 1, got 3"),
-        ({"shard": "zero"}, "verify: shard must be one of none, ddp, fsdp2, got 'zero'"),
-        ({"shard": "ddp", "tp": 2, "ranks": 4}, "verify: shard must be 'fsdp2' where Transformers shards layers (tp) over a part of the ranks, got 'ddp'"),
-        ({"cp": 2, "sequence": 9}, "verify: sequence must be a multiple of cp = 2, got 9"),
-    ],
-    ids=["ranks", "shard", "ddp", "sequence"],
-)  # fmt: skip
-def test_a_setup_that_cannot_be_is_refused_before_anything_starts(setup: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError) as raised:
-        Training(**setup).check()
-    assert str(raised.value) == message
-
-
 @pytest.mark.parametrize("model", ["xlnet", "prophetnet"])
 def test_a_type_that_cannot_be_made_tiny_is_refused_with_a_sentence(model: str) -> None:
     with pytest.raises(
