@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import forks
 
 InProcess = Callable[..., tuple[int, str]]
 START = "from liger_core.commands import main; main()"
@@ -35,7 +32,3 @@ class Finished:
     @property
     def result(self) -> dict[str, Any]:
         return dict(json.loads(self.printed))
-
-
-def run_liger(*arguments: str, start: str = START) -> subprocess.CompletedProcess[str]:
-    return forks.run(start, *arguments)

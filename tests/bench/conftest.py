@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 import forks
-from bench.commands import TWICE, Finished, run_liger
+from bench.commands import TWICE, Finished
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -25,5 +25,5 @@ def quick_bench(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp("bench")
     command = ("bench", "swiglu", "--quick", "--seconds", "0.02", "--device", "cpu", "--json", "--out", str(folder))
     command += ("--csv", str(folder / "rows.csv"))
-    done = run_liger(*command, start=TWICE)
+    done = forks.run(TWICE, *command)
     return Finished(done.returncode, done.stdout.partition("BETWEEN")[2], done.stderr, folder)

@@ -59,7 +59,7 @@ def test_the_description_has_no_mistakes(generators: Any, description: dict[str,
     assert generators.peer_operators.mistakes(description, OPS) == []
 
 
-def test_an_operator_of_an_unknown_op_and_one_in_two_tables_are_mistakes(
+def test_an_operator_of_an_unknown_op_or_in_two_tables_is_a_mistake(
     generators: Any, description: dict[str, Any]
 ) -> None:
     description["compared"]["liger_rms_norm"] = ["rms_norm", "rms_nrom"]
