@@ -42,31 +42,27 @@ SHARE = ["--share", "1/16"]
 PYTEST = ["-m", "pytest", "-n", WORKERS, "--device", "cpu"]
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 # What README's reader tries first, with the newest versions; CI takes the quick ones.
-QUICK_START = [
-    ["doctor"],
-    ["inspect", "tiny"],
-    ["plan", "--model", "tiny", "--device", "cpu"],
-    ["train", "--model", "tiny", "--steps", "5", "--batch", "2", "--sequence", "64"],
-]
-QUICK_START_FULL = [
-    *QUICK_START,
-    ["ops"],
-    ["inspect", "llama"],
-    ["plan", "--model", "llama-3.2-1b", "--batch", "16", "--memory-limit", "24GiB"],
-    ["demo", "--steps", "4"],
-    ["bench", "rms_norm", "--quick"],
-]
+QUICK_START = """
+doctor
+inspect tiny
+plan --model tiny --device cpu
+train --model tiny --steps 5 --batch 2 --sequence 64
+""".strip().splitlines()
+QUICK_START_FULL = """
+ops
+inspect llama
+plan --model llama-3.2-1b --batch 16 --memory-limit 24GiB
+demo --steps 4
+bench rms_norm --quick
+""".strip().splitlines()
 # Where a new version of Transformers, Triton or huggingface_hub has shown: the forward of a layer, the hub, commands, an op.
 SAMPLE = ["tests/test_versions.py", "tests/hf/test_residual.py", "tests/hf/test_hub.py", "tests/plan/test_adapters.py"]
 SAMPLE_OF_KERNELS = ["tests/conformance/test_accuracy.py", "-k", "float32 and (swiglu or cross_entropy) and one_block"]
 # Inductor compiles for seconds at each of them, longest at two ops; `nox -s parity` has them all.
-SAMPLE_OF_INDUCTOR = [
-    "tests/conformance/test_accuracy.py",
-    "--backend",
-    "inductor",
-    "-k",
-    "as_accurate and float32 and (one_block or rope and plain) and not (qk_norm_rope or attention_residual)",
-]
+SAMPLE_OF_INDUCTOR = ["tests/conformance/test_accuracy.py", "--backend", "inductor"]
+SAMPLE_OF_INDUCTOR += [
+    "-k", "as_accurate and float32 and (one_block or rope and plain) and not (qk_norm_rope or attention_residual)"
+]  # fmt: skip
 # A workload of every op at a shape that users have.
 WORKLOADS = shlex.split("""
 16384x8192 9x8192x4096 8192x128256 8192x4096x128256 8192x4096x151936 8192x4096x4096x128256-jsd 16384x2560x262144
@@ -74,52 +70,32 @@ WORKLOADS = shlex.split("""
 16x4096x3072 4x4096x32+8x128 16384x4
 """)
 # Two sweeps within 24 GiB (docs/ablation.md); then larger ones in the memory of the whole GPU.
-IN_24_GIB = [
-    "--model",
-    "llama-3.2-1b",
-    "--precision",
-    "fp16",
-    "--shard",
-    "zero3",
-    "--offload",
-    "parameters",
-    "--memory-limit",
-    "24GiB",
-]
-EIGHT_BILLION = [
-    "--model",
-    "llama-3-8b",
-    "--precision",
-    "bf16-pure",
-    "--sequence",
-    "512",
-    "--sweep",
-    "batch=8,16,32,64,96,128",
-]
+IN_24_GIB = "--model llama-3.2-1b --precision fp16 --shard zero3 --offload parameters --memory-limit 24GiB"
+EIGHT_BILLION = "--model llama-3-8b --precision bf16-pure --sequence 512 --sweep batch=8,16,32,64,96,128"
 TRAINING_RUNS = [
-    [*IN_24_GIB, "--sweep", "batch=1,4,8,16,32,64,96,112"],
-    [*IN_24_GIB, "--batch", "4", "--sweep", "sequence=512,1024,2048,4096,8192,12288,16384,24576"],
-    [*EIGHT_BILLION, "--strategies", "none,all"],
-    [*EIGHT_BILLION, "--strategies", "all", "--checkpoint", "auto"],
+    f"{IN_24_GIB} --sweep batch=1,4,8,16,32,64,96,112",
+    f"{IN_24_GIB} --batch 4 --sweep sequence=512,1024,2048,4096,8192,12288,16384,24576",
+    f"{EIGHT_BILLION} --strategies none,all",
+    f"{EIGHT_BILLION} --strategies all --checkpoint auto",
 ]
 # Whole steps of each implementation, in the memory of an 80-GB card; the one that loads longest is the last.
-IMPLEMENTATIONS = ["--sweep", "implementation=hf,hf-compiled,liger-kernel,liger,liger-compiled"]
-STEPS = [
-    ["--model", "llama-3.2-1b", "--batch", "8", "--sequence", "1024"],
-    ["--model", "llama-3-8b", "--batch", "8", "--sequence", "2048", "--precision", "bf16-pure"],
-    ["--model", "llama-3-8b", "--batch", "8", "--sequence", "2048", "--adapter", "lora"],
-    ["--model", "qwen3-4b", "--batch", "8", "--sequence", "2048", "--adapter", "lora"],
-    ["--model", "llama-3-8b", "--batch", "8", "--sequence", "2048", "--adapter", "qlora"],
-    ["--model", "gemma-3-1b", "--batch", "4", "--sequence", "2048"],
-    ["--model", "qwen3-30b-a3b", "--batch", "8", "--sequence", "2048", "--adapter", "qlora"],
-]
+IMPLEMENTATIONS = "--sweep implementation=hf,hf-compiled,liger-kernel,liger,liger-compiled"
+STEPS = """
+--model llama-3.2-1b --batch 8 --sequence 1024
+--model llama-3-8b --batch 8 --sequence 2048 --precision bf16-pure
+--model llama-3-8b --batch 8 --sequence 2048 --adapter lora
+--model qwen3-4b --batch 8 --sequence 2048 --adapter lora
+--model llama-3-8b --batch 8 --sequence 2048 --adapter qlora
+--model gemma-3-1b --batch 4 --sequence 2048
+--model qwen3-30b-a3b --batch 8 --sequence 2048 --adapter qlora
+""".strip().splitlines()
 # The numbers of ranks, up to the number of GPUs.
-SCALED = ["--model", "llama-3.2-1b", "--batch", "8", "--strategies", "none,all"]
+SCALED = "--model llama-3.2-1b --batch 8 --strategies none,all"
 RANKS = (1, 2, 4)
 # Recorded separately, since recording slows down the steps.
 RECORDED = [
-    [*IN_24_GIB, "--sweep", "batch=4,8", "--strategies", "none,all"],
-    [*IN_24_GIB, "--sweep", "batch=112", "--strategies", "all"],
+    f"{IN_24_GIB} --sweep batch=4,8 --strategies none,all --snapshot",
+    f"{IN_24_GIB} --sweep batch=112 --strategies all --snapshot",
 ]
 
 # The tests start many processes, each of which would compile all of its sources again.
@@ -161,13 +137,8 @@ def full(session: nox.Session) -> None:
     """Like tests, with every case of every matrix."""
     parts: list[Part] = [("plain PyTorch", ["tests"], {}), ("Inductor", SAMPLE_OF_INDUCTOR, {})]
     if sys.platform == "linux":
-        parts.append(
-            (
-                "Triton's interpreter",
-                ["tests/conformance", "tests/fuzz", "tests/ops", "--backend", "triton"],
-                INTERPRETED,
-            )
-        )
+        kernels = ["tests/conformance", "tests/fuzz", "tests/ops", "--backend", "triton"]
+        parts.append(("Triton's interpreter", kernels, INTERPRETED))
     every_part(session, environment_of_tests(session), parts)
 
 
@@ -178,18 +149,16 @@ def docs(session: nox.Session) -> None:
     executable = environment(session, SITE, *SITE_TOOLS, over=SHARED)
     session.run(executable, "docs/generate", "build/docs", external=True)
     # mkdocs-material prints a notice about MkDocs 2 at every start.
-    session.run(
-        executable, "-m", "mkdocs", *(session.posargs or ["build"]), env={"NO_MKDOCS_2_WARNING": "1"}, external=True
-    )
+    env = {"NO_MKDOCS_2_WARNING": "1"}
+    session.run(executable, "-m", "mkdocs", *(session.posargs or ["build"]), env=env, external=True)
 
 
 @nox.session(venv_backend="none")
 @nox.parametrize("backend", ["reference", "triton", "inductor"], ids=["reference", "triton", "inductor"])
 def parity(session: nox.Session, backend: str) -> None:
     """One backend on the CPU against the definitions in float64, and the facts of every op."""
-    pytest(
-        session, "tests/conformance", "tests/ops", "--backend", backend, env=INTERPRETED if backend == "triton" else {}
-    )
+    env = INTERPRETED if backend == "triton" else {}
+    pytest(session, "tests/conformance", "tests/ops", "--backend", backend, env=env)
 
 
 @nox.session(venv_backend="none")
@@ -260,16 +229,9 @@ def latest(session: nox.Session) -> None:
     pip(session, executable, *shlex.split(line, comments=True))
     pip(session, executable, *RUNNERS, "peft", "trl")
     folder = session.create_tmp()
-    for arguments in QUICK_START if sample else QUICK_START_FULL:
-        with session.chdir(folder):
-            session.run(str(executable.with_name("liger")), *arguments, external=True)
-    everything = [
-        "tests/hf",
-        "tests/plan",
-        "tests/train",
-        "tests/bench",
-        *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/test_*.py")),
-    ]
+    quick_start(session, executable, folder, QUICK_START if sample else QUICK_START + QUICK_START_FULL)
+    everything = ["tests/hf", "tests/plan", "tests/train", "tests/bench"]
+    everything += sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/test_*.py"))
     parts: list[Part] = [("plain PyTorch", SAMPLE if sample else everything, {})]
     if sample:
         parts.append(("replaced ops", ["tests/hf/test_replaced_counts.py", "-m", "not matrix"], {}))
@@ -314,8 +276,7 @@ def benchmarks(session: nox.Session) -> None:
     """
     folder = next(iter(session.posargs), "results/all-ops")
     chosen = [word for name in WORKLOADS for word in ("--workload", name)]
-    command = ["bench", "--peers", "--backend", "triton", *chosen, "--out", folder, "--resume"]
-    session.run(here(session), "-m", "liger_core", *command, external=True)
+    measured(session, "bench --peers --backend triton", *chosen, "--out", folder, "--resume")
 
 
 @nox.session(venv_backend="none")
@@ -325,11 +286,10 @@ def steps(session: nox.Session) -> None:
     The folder of the results is an optional argument, and words select models: -- benchmarks/results/2026-12-01-steps gemma.
     """
     folder, *words = session.posargs or ["results/steps"]
-    for measured in STEPS:
-        if not words or any(word in " ".join(measured) for word in words):
-            command = ["train", *measured, *IMPLEMENTATIONS, "--out", folder, "--resume"]
+    for step in STEPS:
+        if not words or any(word in step for word in words):
             # 1: an implementation failed; its row says why.
-            session.run(here(session), "-m", "liger_core", *command, external=True, success_codes=[0, 1])
+            measured(session, f"train {step} {IMPLEMENTATIONS}", "--out", folder, "--resume", success_codes=[0, 1])
     session.run(here(session), "benchmarks/longest.py", "--out", folder, external=True, success_codes=[0, 1])
 
 
@@ -343,28 +303,15 @@ def training_results(session: nox.Session) -> None:
     chosen = ["--gpus", *gpus] if gpus else []
     ranks = [str(count) for count in RANKS if count <= len("".join(gpus).split(","))]
     # FSDP2 needs several ranks to shard anything.
-    shared = [([], ranks), (["--shard", "fsdp2"], ranks[1:])] if len(ranks) > 1 else []
-    sweeps_of_ranks = [[*SCALED, *shard, "--sweep", f"ranks={','.join(counts)}"] for shard, counts in shared]
+    shared = [("", ranks), (" --shard fsdp2", ranks[1:])] if len(ranks) > 1 else []
+    sweeps_of_ranks = [f"{SCALED}{shard} --sweep ranks={','.join(counts)}" for shard, counts in shared]
     recorded = f"{folder}-recorded"
-    for where, sweeps, more in ((recorded, RECORDED, ["--snapshot"]), (folder, TRAINING_RUNS + sweeps_of_ranks, [])):
+    for where, sweeps in ((recorded, RECORDED), (folder, TRAINING_RUNS + sweeps_of_ranks)):
         for swept in sweeps:
-            session.run(
-                here(session),
-                "-m",
-                "liger_core",
-                "train",
-                *swept,
-                *chosen,
-                *more,
-                "--out",
-                where,
-                "--resume",
-                external=True,
-            )
+            measured(session, f"train {swept}", *chosen, "--out", where, "--resume")
     # If a run is in both folders, its row in the last one counts.
-    pages = ["--heading", "Training results", "--docs", "docs/training-results.md"]
-    pages += ["--images", "docs/images/training-results"]
-    session.run(here(session), "-m", "liger_core", "report", recorded, folder, *pages, external=True)
+    pages = ["--docs", "docs/training-results.md", "--images", "docs/images/training-results"]
+    measured(session, "report", recorded, folder, "--heading", "Training results", *pages)
 
 
 @nox.session
@@ -379,16 +326,16 @@ def build(session: nox.Session) -> None:
     fresh = new_environment(temporary / "fresh")
     install(session, fresh, *map(str, folder.glob("*.whl")))
     modules = [package.name.replace("-", "_") for package in PACKAGES]
-    session.run(
-        str(fresh),
-        "-I",
-        "-c",
-        f"import {', '.join(modules)}; print(liger_core.__version__, liger_core.__file__)",
-        external=True,
-    )
-    for arguments in QUICK_START:
-        with session.chdir(temporary):
-            session.run(str(fresh.with_name("liger")), *arguments, external=True)
+    code = f"import {', '.join(modules)}; print(liger_core.__version__, liger_core.__file__)"
+    session.run(str(fresh), "-I", "-c", code, external=True)
+    quick_start(session, fresh, temporary, QUICK_START)
+
+
+def quick_start(session: nox.Session, executable: Path, folder: Path, commands: list[str]) -> None:
+    """Run commands of Liger in a folder without its sources."""
+    with session.chdir(folder):
+        for command in commands:
+            session.run(str(executable.with_name("liger")), *command.split(), external=True)
 
 
 Part = tuple[str, list[str], dict[str, str]]
@@ -402,16 +349,10 @@ def every_part(session: nox.Session, executable: str, parts: list[Part]) -> None
         session.error(f"it has no tests in {' '.join(session.posargs)}")
     for name, arguments, env in parts:
         session.log(f"tests: {name}")
+        words, codes = [*PYTEST, *arguments, f"--junitxml={results / name}.xml"], [0, 5] if session.posargs else [0]
         try:
-            session.run(
-                executable,
-                *PYTEST,
-                *arguments,
-                f"--junitxml={results / name}.xml",
-                env=env,
-                success_codes=codes(session),
-                external=True,
-            )
+            # 5: no test was collected, as when -k names one that only another run has.
+            session.run(executable, *words, env=env, success_codes=codes, external=True)
         except CommandFailed:
             failed.append(name)
     for name, *_ in parts:
@@ -465,11 +406,6 @@ def file_of(path: str) -> Path:
     return ROOT / path.partition("::")[0]
 
 
-def codes(session: nox.Session) -> list[int]:
-    """5: no test was collected, as when -k names one that only another run has."""
-    return [0, 5] if session.posargs else [0]
-
-
 def python(session: nox.Session, *args: str) -> None:
     """Run the Python of the environment for tests."""
     session.run(environment_of_tests(session), *args, external=True)
@@ -480,13 +416,16 @@ def liger(session: nox.Session, *args: str, success_codes: Iterable[int] = (0,))
     session.run(str(Path(shared(session)).with_name("liger")), *args, external=True, success_codes=success_codes)
 
 
+def measured(session: nox.Session, command: str, *args: str, success_codes: Iterable[int] = (0,)) -> None:
+    """Run a command of Liger where it is installed, with arguments that may have spaces."""
+    words = ["-m", "liger_core", *command.split(), *args]
+    session.run(here(session), *words, external=True, success_codes=success_codes)
+
+
 def here(session: nox.Session, *modules: str) -> str:
     """The current environment's Python if Liger and these modules are installed there, else that of the environment for tests."""
-    return (
-        sys.executable
-        if all(map(importlib.util.find_spec, ("liger_core", *modules)))
-        else environment_of_tests(session)
-    )
+    installed = all(map(importlib.util.find_spec, ("liger_core", *modules)))
+    return sys.executable if installed else environment_of_tests(session)
 
 
 def shared(session: nox.Session) -> str:
@@ -517,10 +456,8 @@ def new_environment(folder: Path, over: Path | None = None) -> Path:
     """An empty one, or one in which everything of another one is there."""
     venv.create(folder, clear=True, with_pip=True)
     if over is not None:
-        packages, below = (
-            Path(sysconfig.get_path("purelib", "venv", {"base": str(f), "platbase": str(f)})) for f in (folder, over)
-        )
-        (packages / "below.pth").write_text(f"import site; site.addsitedir({str(below)!r})\n")
+        packages, below = (sysconfig.get_path("purelib", "venv", {"base": str(f)}) for f in (folder, over))
+        Path(packages, "below.pth").write_text(f"import site; site.addsitedir({below!r})\n")
     return executable_of(folder)
 
 
@@ -534,9 +471,7 @@ def install(session: nox.Session, executable: Path, *what: str) -> None:
     if has_gpu():
         # The CUDA build of torch requires the very Triton that it was built with.
         constraints = executable.parent.parent / "constraints.txt"
-        constraints.write_text(
-            "".join(line for line in CONSTRAINTS.read_text().splitlines(True) if not line.startswith("triton=="))
-        )
+        constraints.write_text(re.sub(r"^triton==.*\n", "", CONSTRAINTS.read_text(), flags=re.MULTILINE))
     torch_for_cpu(session, executable, "-c", str(constraints), "torch")
     if "--no-build-isolation" in what:
         pip(session, executable, *BUILDS)
@@ -564,7 +499,5 @@ def pip(session: nox.Session, executable: Path, *what: str, codes: Iterable[int]
 
 def required(name: str) -> str:
     """What the packages require of a library."""
-    found = [
-        line for p in PACKAGES for line in tomllib.loads((p / "pyproject.toml").read_text())["project"]["dependencies"]
-    ]
-    return next(line for line in found if re.match(rf"{name}\b", line))
+    projects = (tomllib.loads((p / "pyproject.toml").read_text())["project"] for p in PACKAGES)
+    return next(line for each in projects for line in each["dependencies"] if re.match(rf"{name}\b", line))
