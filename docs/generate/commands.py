@@ -10,6 +10,7 @@ import typer
 import typer.main
 from docstrings import cell
 
+from liger_bench import markdown
 from liger_core import commands
 from liger_core.plugins import registry
 
@@ -34,21 +35,13 @@ def pages() -> dict[str, str]:
 
 
 def _index(named: dict[str, Any]) -> str:
-    rows = [
-        f"| [`{NAME} {name}`]({name}.md) | {cell(command.get_short_help_str(200))} |" for name, command in named.items()
-    ]
-    return "\n".join(
-        [
-            "# Commands",
-            "",
-            f"Every command prints its options with `--help`. `{NAME} --version` prints the versions that matter for a bug report.",
-            "",
-            "| command | what it does |",
-            "| --- | --- |",
-            *rows,
-            "",
-        ]
-    )
+    rows = [(f"[`{NAME} {name}`]({name}.md)", cell(each.get_short_help_str(200))) for name, each in named.items()]
+    return f"""# Commands
+
+Every command prints its options with `--help`. `{NAME} --version` prints the versions that matter for a bug report.
+
+{markdown.table(("command", "what it does"), rows)}
+"""
 
 
 def _page(command: Any, context: typer.Context, level: int = 1) -> str:
@@ -58,18 +51,16 @@ def _page(command: Any, context: typer.Context, level: int = 1) -> str:
         lines += ["```text", f"{path} {' '.join(command.collect_usage_pieces(context))}", "```"]
         records = [p.get_help_record(context) for p in command.get_params(context) if p.name != "help"]
         rows = [_row(*record) for record in records if record is not None]
-        return (
-            "\n".join([*lines, "", "| option | default | meaning |", "| --- | --- | --- |", *rows, ""])
-            if rows
-            else "\n".join(lines)
-        )
+        if rows:
+            lines += ["", markdown.table(("option", "default", "meaning"), rows), ""]
+        return "\n".join(lines)
     for name in command.list_commands(context):
         inner = command.get_command(context, name)
         lines += [_page(inner, typer.Context(inner, info_name=name, parent=context), level + 1), ""]
     return "\n".join(lines)
 
 
-def _row(names: str, meaning: str) -> str:
+def _row(names: str, meaning: str) -> tuple[str, ...]:
     option = OPTION.match(names)
     assert option is not None
     ending = ENDING.search(meaning)
@@ -78,7 +69,7 @@ def _row(names: str, meaning: str) -> str:
     default = "" if ending is None else "required" if ending["required"] else f"`{value}`"
     kind = (option["kind"] or "").strip("<>").removesuffix(" range")
     kind = f" {_escaped(f'{kind}, {bounds}' if bounds else kind)}" if kind else ""
-    return f"| `{option['names']}`{kind} | {default} | {cell(_escaped(ENDING.sub('', meaning)))} |"
+    return f"`{option['names']}`{kind}", default, cell(_escaped(ENDING.sub("", meaning)))
 
 
 def _escaped(text: str) -> str:

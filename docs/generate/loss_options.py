@@ -12,13 +12,15 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import docstrings
+
 import liger_core
+from liger_bench import markdown
 from liger_core import losses
 
 PAGE = Path(__file__).parents[1] / "losses.md"
 # The options of ops that change how a result is computed, not which.
 COMPUTED = ("accumulate_dtype", "chunk", "budget", "pack", "main_grad", "vocab")
-BEGIN, END = "<!-- options: begin -->", "<!-- options: end -->"
 PAIRS = {"beta": "beta", "label_smoothing": "label_smoothing"}
 # Loss → the configuration of TRL with its options, and option → TRL's name; without a name, TRL has no such option.
 TRL: dict[str, tuple[str, dict[str, str]]] = {
@@ -87,20 +89,16 @@ def options(name: str) -> dict[str, Any]:
 
 
 def table() -> str:
-    rows = ["| loss | options, with their defaults | names in TRL 1.16 |", "| --- | --- | --- |"]
+    rows = []
     for name, (config, named) in TRL.items():
         own = ", ".join(f"`{option}={_default(value)}`" for option, value in options(name).items())
         theirs = "; ".join(f"`{option}`: `{theirs.replace(', ', '`, `')}`" for option, theirs in named.items())
-        rows.append(
-            f"| `{name}` | {own or 'none'} | {f'`{config}`' if config else '–'}{': ' if theirs else ''}{theirs} |"
-        )
-    return "\n".join(rows)
+        rows.append((f"`{name}`", own or "none", f"`{config}`{': ' if theirs else ''}{theirs}" if config else "–"))
+    return markdown.table(("loss", "options, with their defaults", "names in TRL 1.16"), rows)
 
 
 def filled(text: str) -> str:
-    """A page with the table between the markers."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
+    return docstrings.filled(text, options=table())
 
 
 def _default(value: Any) -> str:

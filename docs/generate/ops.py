@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import torch
-from docstrings import cell
+from docstrings import cell, code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
+from liger_bench import markdown
+from liger_bench.machine import dtype_name
 from liger_core import Op, Unsupported
 from liger_core.docstrings import Entry, parts
 from liger_core.plugins import REFERENCE, registry
@@ -38,18 +40,16 @@ def index() -> str:
     """The list of ops, and which backend supports which."""
     tables = _tables()
     rows = [
-        f"| [`{op.name}`]({op.name}.md) | {summary(op)} | "
-        + " | ".join(YES if op.name in table else NO for table in tables.values())
-        + " |"
+        (f"[`{op.name}`]({op.name}.md)", summary(op), *(YES if op.name in table else NO for table in tables.values()))
         for op in ops()
     ]
-    head = [f"| op | what it computes | {' | '.join(tables)} |", "| --- | --- |" + " :---: |" * len(tables)]
+    head = ("op", "what it computes", *tables)
     return f"""# Ops
 
 An op is a function of tensors and plain numbers. Its pure-PyTorch reference defines it and runs on any device; a backend such as
 `triton` implements the same function for some devices. Import any of them from `liger_core`.
 
-{chr(10).join([*head, *rows])}
+{markdown.table(head, rows, center=range(2, len(head)))}
 
 `liger ops` prints this table for your environment. The pages of this section are generated from the descriptions in `liger_core.ops`,
 which also generate the tests and the benchmark.
@@ -109,15 +109,15 @@ def _call(op: Op[..., Any]) -> str:
 
 
 def _arguments(op: Op[..., Any], entries: list[Entry]) -> str:
-    rows = ["| argument | default | meaning |", "| --- | --- | --- |"]
+    rows = []
     named = {name for entry in entries for name in entry.names}
     missing = [Entry((name,), (_elsewhere(name),)) for name in op.signature.parameters if name not in named]
     result = [entry for entry in entries if entry.names == ("returns",)]
     for entry in [*(entry for entry in entries if entry not in result), *missing, *result]:
-        names = ", ".join(f"`{name}`" for name in entry.names) if entry not in result else "*returns*"
+        names = code(*entry.names) if entry not in result else "*returns*"
         defaults = dict.fromkeys(_default(op, name) for name in entry.names)
-        rows.append(f"| {names} | {', '.join(defaults)} | {cell(entry.text)} |")
-    return "\n".join(rows)
+        rows.append((names, ", ".join(defaults), cell(entry.text)))
+    return markdown.table(("argument", "default", "meaning"), rows)
 
 
 @cache
@@ -155,45 +155,19 @@ def _tables() -> dict[str, dict[str, Callable[..., Any]]]:
 
 
 def _support(op: Op[..., Any]) -> str:
-    found = registry()
-    rows = [
-        f"| backend | devices | {' | '.join(f'`{_word(dtype)}`' for dtype in DTYPES)} |",
-        "| --- | --- |" + " :---: |" * len(DTYPES),
-    ]
+    rows, declined = [], dict[str, None]()
     for name, table in _tables().items():
-        if op.name not in table:
+        if (call := table.get(op.name)) is None:
             continue
-        devices = "any" if name == REFERENCE else ", ".join(found.backends[name].device_types)
-        rows.append(
-            f"| {name} | {devices} | "
-            + " | ".join(YES if _takes(op, table[op.name], dtype) else NO for dtype in DTYPES)
-            + " |"
-        )
-    lines = ["A call that a backend does not support goes to the next one, and in the end to the reference."]
-    declined = dict.fromkeys(
-        f"`{name}`: {reason}"
-        for name, table in _tables().items()
-        if op.name in table
-        for reason in _reasons(op, table[op.name])
-    )
-    lines += [f"* {reason}" for reason in declined]
-    return "\n".join(rows) + "\n\n" + "\n".join(lines)
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _takes(op: Op[..., Any], implementation: Callable[..., Any], dtype: torch.dtype) -> bool:
-    return _declines(implementation, next(iter(op.samples(CPU, dtype)))) is None
-
-
-def _reasons(op: Op[..., Any], implementation: Callable[..., Any]) -> Iterator[str]:
-    """Why a backend declines samples, in words; that a dtype is not supported shows in the table."""
-    for sample in op.samples(CPU, torch.float32):
-        reason = _declines(implementation, sample)
-        if reason is not None:
-            yield reason
+        devices = "any" if name == REFERENCE else ", ".join(registry().backends[name].device_types)
+        taken = [_declines(call, next(iter(op.samples(CPU, dtype)))) is None for dtype in DTYPES]
+        rows.append((name, devices, *(YES if yes else NO for yes in taken)))
+        # That a dtype is not supported shows in the table.
+        reasons = [_declines(call, sample) for sample in op.samples(CPU, torch.float32)]
+        declined |= dict.fromkeys(f"* `{name}`: {reason}" for reason in reasons if reason is not None)
+    head = ("backend", "devices", *(f"`{dtype_name(dtype)}`" for dtype in DTYPES))
+    lines = ["A call that a backend does not support goes to the next one, and in the end to the reference.", *declined]
+    return markdown.table(head, rows, center=range(2, len(head))) + "\n\n" + "\n".join(lines)
 
 
 def _declines(implementation: Callable[..., Any], sample: Any) -> str | None:
@@ -210,16 +184,12 @@ def _declines(implementation: Callable[..., Any], sample: Any) -> str | None:
 
 def _errors(op: Op[..., Any]) -> str:
     lines = [
-        "Wrong arguments raise before any work, on every backend, without reading values from the device. For example:",
-        "",
+        "Wrong arguments raise before any work, on every backend, without reading values from the device. For example:\n"
     ]
     for misuse in op.misuses(CPU):
-        lines.append(f"* `{misuse.error.__name__}`: {_sentence(misuse.message)}")
+        message = re.sub(r"([*_<>|\[\]])", r"\\\1", misuse.message)
+        lines.append(f"* `{misuse.error.__name__}`: {message}")
     return "\n".join(lines)
-
-
-def _sentence(message: str) -> str:
-    return re.sub(r"([*_<>|\[\]])", r"\\\1", message)
 
 
 def _samples(op: Op[..., Any]) -> str:

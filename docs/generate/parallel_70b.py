@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
+from itertools import product
 from typing import Any
 
 from fits import GIB, ROOT, folder
@@ -33,8 +34,17 @@ SEQUENCE = 8192
 GPUS, TENSOR = (8, 16, 32, 64), (1, 2, 4, 8)
 STRATEGIES = {"none": "Transformers", "all": "Liger"}
 LARGEST = 8
+PREDICTED = ("peak_bytes", "held", "static_bytes", "parameters", "doing")
 # GPUs and batch of the picture.
 DRAWN = 64, 4
+
+
+Rows = dict[tuple[int, int, str], dict[str, Any]]
+
+
+def by_setup(rows: Iterable[dict[str, Any]]) -> Rows:
+    """GPUs, tensor parallelism, strategy → the last of its rows."""
+    return {(row["gpus"], row["tp"], row["liger"]): row for row in rows}
 
 
 def setup_of(gpus: int, tp: int, liger: str, batch: int) -> Setup:
@@ -47,42 +57,26 @@ def predictions() -> Iterator[dict[str, Any]]:
     RESULTS.parent.mkdir(exist_ok=True)
     rows: list[dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     known = {tuple(row[name] for name in ("gpus", "tp", "liger", "batch")): row for row in rows}
-    for gpus in GPUS:
-        for tp in TENSOR:
-            for liger in STRATEGIES:
-                batch = 1
-                while batch <= LARGEST:
-                    row = known.get((gpus, tp, liger, batch))
-                    if row is None:
-                        found = predict(setup_of(gpus, tp, liger, batch))
-                        row = {
-                            "gpus": gpus,
-                            "tp": tp,
-                            "liger": liger,
-                            "batch": batch,
-                            "peak_bytes": found.peak_bytes,
-                            "held": found.held,
-                        }
-                        row |= {
-                            "static_bytes": found.static_bytes,
-                            "parameters": found.parameters,
-                            "doing": found.doing,
-                        }
-                        rows.append(row)
-                        RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-                        print(gpus, tp, liger, batch, f"{row['peak_bytes'] / GIB:.1f} GiB", flush=True)
-                    yield row
-                    if row["peak_bytes"] > CARDS[80] * GIB:
-                        break
-                    batch *= 2
+    for gpus, tp, liger in product(GPUS, TENSOR, STRATEGIES):
+        batch = 1
+        while batch <= LARGEST:
+            row = known.get((gpus, tp, liger, batch))
+            if row is None:
+                found = predict(setup_of(gpus, tp, liger, batch))
+                row = {"gpus": gpus, "tp": tp, "liger": liger, "batch": batch}
+                row |= {name: getattr(found, name) for name in PREDICTED}
+                rows.append(row)
+                RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+                print(gpus, tp, liger, batch, f"{row['peak_bytes'] / GIB:.1f} GiB", flush=True)
+            yield row
+            if row["peak_bytes"] > CARDS[80] * GIB:
+                break
+            batch *= 2
 
 
-def timed(rows: Iterable[dict[str, Any]]) -> dict[tuple[int, int, str], dict[str, Any]]:
+def timed(rows: Iterable[dict[str, Any]]) -> Rows:
     """GPUs, tensor parallelism, strategy → the row of the largest batch that fits, with seconds of a step and tokens per second and GPU."""
-    best: dict[tuple[int, int, str], dict[str, Any]] = {}
-    for row in rows:
-        if row["peak_bytes"] <= CARDS[80] * GIB:
-            best[row["gpus"], row["tp"], row["liger"]] = row
+    best = by_setup(row for row in rows if row["peak_bytes"] <= CARDS[80] * GIB)
     for row in best.values():
         found = estimate(setup_of(row["gpus"], row["tp"], row["liger"], row["batch"]), RATES, row["parameters"])
         row["seconds"], row["links"] = found.seconds, found.sharding > found.operations + found.tensor
@@ -93,26 +87,19 @@ def timed(rows: Iterable[dict[str, Any]]) -> dict[tuple[int, int, str], dict[str
 def drawn(rows: Iterable[dict[str, Any]]) -> None:
     """The memory of DRAWN, by tensor parallelism and strategy."""
     gpus, batch = DRAWN
-    found = {(row["tp"], row["liger"]): row for row in rows if (row["gpus"], row["batch"]) == DRAWN}
-    bars = [
-        (
-            f"tp {tp}, {words}",
-            Prediction(setup_of(gpus, tp, liger, batch), row["peak_bytes"], row["held"], row["doing"], 0, 0, 0),
-        )
-        for tp in TENSOR
-        for liger, words in STRATEGIES.items()
-        if (row := found.get((tp, liger)))
-    ]
-    picture(
-        bars, CARDS[80] * GIB, PICTURE, f"Llama 70B on {gpus} GPUs, {batch} × {SEQUENCE:,} tokens per group of tp GPUs"
-    )
+    found = by_setup(row for row in rows if row["batch"] == batch)
+    bars = []
+    for tp, liger in product(TENSOR, STRATEGIES):
+        if row := found.get((gpus, tp, liger)):
+            memory = (row["peak_bytes"], row["held"], row["doing"], 0, 0, 0)
+            bars.append((f"tp {tp}, {STRATEGIES[liger]}", Prediction(setup_of(gpus, tp, liger, batch), *memory)))
+    title = f"Llama 70B on {gpus} GPUs, {batch} × {SEQUENCE:,} tokens per group of tp GPUs"
+    picture(bars, CARDS[80] * GIB, PICTURE, title)
 
 
 def checks() -> list[dict[str, Any]]:
     """Every committed training row with a time, beside its estimate. `--checkpoint auto` has no step that is like the others."""
-    done: dict[str, dict[str, Any]] = (
-        {row["key"]: row for row in json.loads(CHECKS.read_text())} if CHECKS.exists() else {}
-    )
+    done = {row["key"]: row for row in (json.loads(CHECKS.read_text()) if CHECKS.exists() else [])}
     for path in sorted(ROOT.glob("benchmarks/results/*/train.json")):
         for row in json.loads(path.read_text()):
             key = f"{path.parent.name} {json.dumps([row[f.name] for f in fields(Setup) if f.name in row])}"
@@ -120,53 +107,34 @@ def checks() -> list[dict[str, Any]]:
                 continue
             setup = Setup(**{f.name: row[f.name] for f in fields(Setup) if f.name in row})
             error = estimate(setup, RATES, row["trainable_parameters"]).seconds / row["step_seconds"] - 1
-            plain = (
-                row["optimizer"] == "adamw"
-                and row["offload"] == row["adapter"] == "none"
-                and row["liger"] in STRATEGIES
-            )
-            done[key] = {
-                "key": key,
-                "model": row["model"],
-                "host": row["offload"] != "none",
-                "plain": plain,
-                "liger": row["liger"],
-                "error": error,
-            }
+            same = {name: row[name] for name in ("optimizer", "offload", "adapter")}
+            plain = same == {"optimizer": "adamw", "offload": "none", "adapter": "none"} and row["liger"] in STRATEGIES
+            done[key] = {"key": key, "model": row["model"], "host": row["offload"] != "none"}
+            done[key] |= {"plain": plain, "liger": row["liger"], "error": error}
             CHECKS.write_text(json.dumps(list(done.values()), indent=1) + "\n")
             print(f"{error:+.0%}", key, flush=True)
     return list(done.values())
 
 
-def page(
-    rows: list[dict[str, Any]], best: dict[tuple[int, int, str], dict[str, Any]], checked: list[dict[str, Any]]
-) -> str:
-    first = {(row["gpus"], row["tp"], row["liger"]): row for row in rows if row["batch"] == 1}
-    memory = [[str(gpus), *(_both(first, gpus, tp, _peak) for tp in TENSOR)] for gpus in GPUS]
-    batches = [[str(gpus), *(_both(best, gpus, tp, lambda row: str(row["batch"])) for tp in TENSOR)] for gpus in GPUS]
-    speeds = [
-        [str(gpus), *(_both(best, gpus, tp, lambda row: f"{row['speed']:,.0f}") for tp in TENSOR)] for gpus in GPUS
-    ]
-    exchanged = [[str(gpus), *(traffic(gpus, tp, rows[0]["parameters"]) for tp in TENSOR)] for gpus in GPUS]
-    limits = [[str(gpus), *(_both(first, gpus, tp, _limit) for tp in TENSOR)] for gpus in GPUS]
-    head = ["GPUs", *(f"tp {tp}" for tp in TENSOR)]
-    fastest = {(gpus, liger): max((r["speed"] for (g, _, name), r in best.items() if (g, name) == (gpus, liger)), default=None)
-               for gpus in GPUS for liger in STRATEGIES}  # fmt: skip
-    ratios = [
-        [
-            str(gpus),
-            *(_speed(fastest[gpus, liger]) for liger in STRATEGIES),
-            _ratio(fastest[gpus, "all"], fastest[gpus, "none"]),
-        ]
-        for gpus in GPUS
-    ]
-    same = [found for gpus in GPUS for tp in TENSOR if (found := _same(gpus, tp, best)) is not None]
+def page(rows: list[dict[str, Any]], best: Rows, checked: list[dict[str, Any]]) -> str:
+    first = by_setup(row for row in rows if row["batch"] == 1)
+    fastest = {
+        (gpus, liger): max((row["speed"] for key, row in best.items() if key[::2] == (gpus, liger)), default=None)
+        for gpus, liger in product(GPUS, STRATEGIES)
+    }
+    ratios = []
+    for gpus in GPUS:
+        speeds = [fastest[gpus, liger] for liger in STRATEGIES]
+        words = ["does not fit" if speed is None else f"{speed:,.0f}" for speed in speeds]
+        ratios.append([str(gpus), *words, "–" if None in speeds else f"{speeds[1] / speeds[0]:.2f}"])
+    pairs = [[best.get((gpus, tp, liger)) for liger in STRATEGIES] for gpus, tp in product(GPUS, TENSOR)]
+    same = [liger["speed"] / plain["speed"] for plain, liger in pairs if plain and liger]
     return TEXT.format(
-        memory=markdown.table(head, memory, right=range(1, 5)),
-        batches=markdown.table(head, batches, right=range(1, 5)),
-        speeds=markdown.table(head, speeds, right=range(1, 5)),
-        exchanged=markdown.table(head, exchanged, right=range(1, 5)),
-        limits=markdown.table(head, limits),
+        memory=_table(_both(first, lambda row: f"{row['peak_bytes'] / GIB:.1f}")),
+        batches=_table(_both(best, lambda row: str(row["batch"]))),
+        speeds=_table(_both(best, lambda row: f"{row['speed']:,.0f}")),
+        exchanged=_table(lambda gpus, tp: traffic(gpus, tp, rows[0]["parameters"])),
+        limits=_table(_both(first, _limit), right=()),
         ratios=markdown.table(["GPUs", *STRATEGIES.values(), "÷"], ratios, right=range(1, 4)),
         errors=markdown.table(["rows", "number", "median error", "from", "to"], _errors(checked), right=range(1, 5)),
         sequence=f"{SEQUENCE:,}", limit=f"{CARDS[80]:.0f}", largest=LARGEST,
@@ -176,6 +144,12 @@ def page(
     )  # fmt: skip
 
 
+def _table(cell: Callable[[int, int], str], right: Sequence[int] = range(1, 5)) -> str:
+    """A table with a cell for each number of GPUs and tensor parallelism."""
+    rows = [[str(gpus), *(cell(gpus, tp) for tp in TENSOR)] for gpus in GPUS]
+    return markdown.table(["GPUs", *(f"tp {tp}" for tp in TENSOR)], rows, right=right)
+
+
 def traffic(gpus: int, tp: int, parameters: int) -> str:
     """GB that a GPU receives within its host and over the network, and seconds of all exchanges, with one sequence."""
     found = exchanges(setup_of(gpus, tp, "all", 1), parameters, parameters)
@@ -183,14 +157,11 @@ def traffic(gpus: int, tp: int, parameters: int) -> str:
     return f"{within:,.0f} + {network:,.1f}; {sum(seconds_of(each, RATES) for each in found):.1f} s"
 
 
-def _both(
-    found: dict[tuple[int, int, str], dict[str, Any]], gpus: int, tp: int, words: Callable[[dict[str, Any]], str]
-) -> str:
-    return " / ".join(words(row) if (row := found.get((gpus, tp, liger))) else "–" for liger in STRATEGIES)
-
-
-def _peak(row: dict[str, Any]) -> str:
-    return f"{row['peak_bytes'] / GIB:.1f}"
+def _both(found: Rows, words: Callable[[dict[str, Any]], str]) -> Callable[[int, int], str]:
+    """Cells with a figure of each strategy."""
+    return lambda gpus, tp: " / ".join(
+        words(row) if (row := found.get((gpus, tp, liger))) else "–" for liger in STRATEGIES
+    )
 
 
 def _limit(row: dict[str, Any]) -> str:
@@ -199,19 +170,6 @@ def _limit(row: dict[str, Any]) -> str:
         return "weights and optimizer"
     changing = {name: size for name, size in row["held"].items() if name not in ("weights", "optimizer")}
     return max(changing, key=lambda name: changing[name])
-
-
-def _speed(speed: float | None) -> str:
-    return "does not fit" if speed is None else f"{speed:,.0f}"
-
-
-def _ratio(liger: float | None, plain: float | None) -> str:
-    return "–" if liger is None or plain is None else f"{liger / plain:.2f}"
-
-
-def _same(gpus: int, tp: int, best: dict[tuple[int, int, str], dict[str, Any]]) -> float | None:
-    plain, liger = (best.get((gpus, tp, name)) for name in STRATEGIES)
-    return None if plain is None or liger is None else liger["speed"] / plain["speed"]
 
 
 def _errors(checked: list[dict[str, Any]]) -> list[list[str]]:

@@ -16,7 +16,9 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from docstrings import code
 
+from liger_bench import markdown
 from liger_core import private_torch
 from liger_core.private_names import PrivateName, PrivateNames
 from liger_hf import private_transformers
@@ -169,35 +171,22 @@ def _used(tree: ast.Module, module: ModuleType) -> Iterator[str]:
 
 def page() -> str:
     record, users = recorded(), uses()
-    parts = [INTRODUCTION]
+    parts = [INTRODUCTION.rstrip()]
     for title, (_, names) in zip(("PyTorch", "Transformers and the libraries around it"), MODULES, strict=True):
-        parts += [
-            f"## {title}",
-            "",
-            "| name | used for | where | without it | versions |",
-            "| --- | --- | --- | --- | --- |",
-        ]
-        parts += [_row(name, users[path], record[path]) for path, name in names.items()]
-        parts.append("")
-    parts += ["## Names that any file may use", "", "| names | why |", "| --- | --- |"]
-    parts += [f"| {', '.join(f'`{name}`' for name in group)} | {reason} |" for reason, group in ANYWHERE.items()]
-    return "\n".join([*parts, ""])
+        rows = [_row(name, users[path], record[path]) for path, name in names.items()]
+        parts += [f"## {title}", markdown.table(("name", "used for", "where", "without it", "versions"), rows)]
+    anywhere = [(code(*group), reason) for reason, group in ANYWHERE.items()]
+    parts += ["## Names that any file may use", markdown.table(("names", "why"), anywhere)]
+    return "\n\n".join(parts) + "\n"
 
 
-def _row(name: PrivateName, files: list[str], entry: dict[str, list[str]]) -> str:
-    title = (
-        f"`{name.path.partition(':')[2]}`, a word in `{name.path.partition(':')[0]}`"
-        if name.is_word
-        else f"`{name.title}`"
-    )
+def _row(name: PrivateName, files: list[str], entry: dict[str, list[str]]) -> tuple[str, ...]:
+    module, _, word = name.path.partition(":")
+    title = f"`{word}`, a word in `{module}`" if name.is_word else f"`{name.title}`"
     versions = ", ".join(entry["has"]) + (f"; not {', '.join(entry['lacks'])}" if entry["lacks"] else "")
-    return f"| {title} | {name.purpose} | {', '.join(f'`{file}`' for file in files)} | {name.fallback} | {versions} |"
-
-
-def main() -> None:
-    DATA.write_text(toml(probed()))
-    PAGE.write_text(page())
+    return title, name.purpose, code(*files), name.fallback, versions
 
 
 if __name__ == "__main__":
-    main()
+    DATA.write_text(toml(probed()))
+    PAGE.write_text(page())

@@ -7,6 +7,7 @@ import importlib
 from types import ModuleType
 from typing import Any
 
+from liger_bench import markdown
 from liger_core import Op
 
 # Package → what the page begins with. Ops have pages of their own.
@@ -25,8 +26,8 @@ def pages() -> dict[str, str]:
 
 
 def _index() -> str:
-    rows = [f"| [`{name}`]({name}.md) | {text.split('. ')[0].rstrip('.')} |" for name, text in PACKAGES.items()]
-    return "\n".join(["# Python API", "", "| module | what it is for |", "| --- | --- |", *rows, ""])
+    rows = [(f"[`{name}`]({name}.md)", text.split(". ")[0].rstrip(".")) for name, text in PACKAGES.items()]
+    return f"# Python API\n\n{markdown.table(('module', 'what it is for'), rows)}\n"
 
 
 def _page(name: str) -> str:

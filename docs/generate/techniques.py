@@ -8,42 +8,39 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import docstrings
+
+from liger_bench import markdown
 from liger_train.setup import Setup
 from liger_train.technique import Technique
 from liger_train.techniques import LIST, NUMBER, TECHNIQUES
 
 PAGE = Path(__file__).parents[1] / "training.md"
-BEGIN, END = "<!-- techniques: begin -->", "<!-- techniques: end -->"
 SHOWN = {NUMBER: "a number", LIST: "ops, separated by commas"}
 HEAD = ("value", "what it does", "saves", "costs", "implemented by")
 
 
 def table() -> str:
     """One table per option, in Markdown."""
-    return "\n\n".join(_of_option(option, values) for option, values in TECHNIQUES.items())
+    return "\n\n".join(
+        f"### `--{option}`\n\n{markdown.table(HEAD, map(_row, values.values()))}"
+        for option, values in TECHNIQUES.items()
+    )
 
 
 def filled(text: str) -> str:
-    """A page with the tables between the markers."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    return docstrings.filled(text, techniques=table())
 
 
-def _of_option(option: str, values: dict[str, Technique]) -> str:
-    rows = [f"| {' | '.join(HEAD)} |", "|" + " --- |" * len(HEAD), *(_row(technique) for technique in values.values())]
-    return f"### `--{option}`\n\n" + "\n".join(rows)
-
-
-def _row(technique: Technique) -> str:
+def _row(technique: Technique) -> tuple[str, ...]:
     value = SHOWN.get(technique.value, f"`{technique.value}`")
     if technique.value == str(getattr(Setup, technique.option)):
         value += " (default)"
-    carried = technique.implemented_by + (
-        f"; `pip install {' '.join(technique.packages)}`" if technique.packages else ""
-    )
+    carried = technique.implemented_by
+    if technique.packages:
+        carried += f"; `pip install {' '.join(technique.packages)}`"
     where = f" Only on a GPU: {technique.reason}." if technique.devices == ("cuda",) else ""
-    return f"| {value} | {technique.summary}{where} | {technique.saves} | {technique.costs} | {carried} |"
+    return value, technique.summary + where, technique.saves, technique.costs, carried
 
 
 if __name__ == "__main__":

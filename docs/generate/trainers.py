@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import docstrings
+
 from liger_bench import markdown
 from liger_bench.records import Record, distinct
 from liger_bench.results import read_json
@@ -18,7 +20,6 @@ from liger_bench.results import read_json
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "start" / "trl.md"
-BEGIN, END = "<!-- trainers: begin -->", "<!-- trainers: end -->"
 COMMAND = "python benchmarks/trainers.py"
 GIB = 1 << 30
 # The versions that the page names; the results have all.
@@ -26,13 +27,11 @@ NAMED = ("torch", "triton", "transformers", "trl")
 
 
 def filled(text: str, results: Path = RESULTS) -> str:
-    """Return a page with the table between the markers."""
-    before, _, rest = text.partition(BEGIN)
-    files = sorted(results.glob("*/trl.json"))
-    made = (
-        table(read_json(files[-1]), files[-1].parent.name) if files else f"`{COMMAND}` compares the trainers on a GPU."
-    )
-    return f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.partition(END)[2]}"
+    """Return the page with the table."""
+    made = f"`{COMMAND}` compares the trainers on a GPU."
+    for newest in sorted(results.glob("*/trl.json"))[-1:]:
+        made = table(read_json(newest), newest.parent.name)
+    return docstrings.filled(text, trainers=made)
 
 
 def headline(results: Path = RESULTS) -> str:

@@ -51,19 +51,11 @@ def add_rms_norm(
     return rms_norm(total, weight, eps, weight_offset, cast), total
 
 
-def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
     total = residual + x
-    return layer_norm(total, weight, bias, eps), total
-
-
-def mix_streams(x: Tensor, pre: Tensor) -> Tensor:
-    return (pre.unsqueeze(-1) * x).sum(-2).to(x.dtype)
+    return F.layer_norm(total, x.shape[-1:], weight, bias, eps), total
 
 
 def merge_streams(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None = None) -> Tensor:
@@ -153,11 +145,14 @@ def linear_cross_entropy(
     normalizer: Tensor | float | None = None,
     budget: int | None = None,
 ) -> Tensor:
-    # It materializes all logits, whatever the budget.
-    logits = F.linear(hidden, weight, bias)
-    if logit_scale != 1.0:
-        logits = logits * logit_scale
+    logits = _logits(hidden, weight, bias, logit_scale)
     return cross_entropy(logits, target, class_weight, ignore_index, label_smoothing, softcap, reduction, normalizer)
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """Return all logits, whatever the budget."""
+    logits = F.linear(hidden, weight, bias)
+    return logits if scale == 1.0 else logits * scale
 
 
 def lora_linear(
@@ -196,10 +191,7 @@ def linear_log_prob(
     return_statistics: bool = False,
     budget: int | None = None,
 ) -> Any:
-    # It materializes all logits, whatever the budget.
-    logits = F.linear(hidden, weight, bias)
-    if logit_scale != 1.0:
-        logits = logits * logit_scale
+    logits = _logits(hidden, weight, bias, logit_scale)
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if temperature != 1.0:
@@ -225,55 +217,13 @@ def linear_log_prob(
 
 
 def linear_divergence(
-    hidden: Tensor,
-    weight: Tensor,
-    teacher_hidden: Tensor,
-    teacher_weight: Tensor,
-    bias: Tensor | None = None,
-    teacher_bias: Tensor | None = None,
-    kind: str = "forward_kl",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    reduction: str = "mean",
-    normalizer: Tensor | float | None = None,
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None, kind: str = "forward_kl", beta: float = 0.5, temperature: float = 1.0,
+    reduction: str = "mean", normalizer: Tensor | float | None = None,
+) -> Tensor:  # fmt: skip
     # It materializes the logits of both sides.
     logits, teacher = F.linear(hidden, weight, bias), F.linear(teacher_hidden, teacher_weight, teacher_bias)
     return _divergence(kind, logits, teacher, beta, temperature, reduction, normalizer)
-
-
-def kl_div(
-    student: Tensor,
-    teacher: Tensor,
-    reverse: bool = False,
-    temperature: float = 1.0,
-    reduction: str = "mean",
-    normalizer: Tensor | float | None = None,
-) -> Tensor:
-    return _divergence(
-        "reverse_kl" if reverse else "forward_kl", student, teacher, 0.5, temperature, reduction, normalizer
-    )
-
-
-def jsd(
-    student: Tensor,
-    teacher: Tensor,
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    reduction: str = "mean",
-    normalizer: Tensor | float | None = None,
-) -> Tensor:
-    return _divergence("jsd", student, teacher, beta, temperature, reduction, normalizer)
-
-
-def total_variation(
-    student: Tensor,
-    teacher: Tensor,
-    temperature: float = 1.0,
-    reduction: str = "mean",
-    normalizer: Tensor | float | None = None,
-) -> Tensor:
-    return _divergence("total_variation", student, teacher, 0.5, temperature, reduction, normalizer)
 
 
 def _divergence(
@@ -308,13 +258,21 @@ def _divergence(
     return loss.sum() if reduction == "sum" else loss.sum() / (loss.numel() if normalizer is None else normalizer)
 
 
-def embedding(index: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
-    return F.embedding(index, weight, padding_idx)
-
-
 # The ops that Transformers writes differently from their references.
-CALLS = (
-    by_name(rms_norm, add_rms_norm, layer_norm, add_layer_norm, rope, qk_norm_rope, mix_streams, merge_streams)
-    | by_name(swiglu, geglu, experts, embedding, lora_linear, lora_linears, cross_entropy, linear_cross_entropy)
-    | by_name(linear_log_prob, linear_divergence, kl_div, jsd, total_variation)
-)
+CALLS: dict[str, Callable[..., Any]] = {
+    **by_name(rms_norm, add_rms_norm, add_layer_norm, rope, qk_norm_rope, merge_streams),
+    **by_name(swiglu, geglu, experts, lora_linear, lora_linears),
+    **by_name(cross_entropy, linear_cross_entropy, linear_log_prob, linear_divergence),
+    "layer_norm": lambda x, weight=None, bias=None, eps=1e-5: F.layer_norm(x, x.shape[-1:], weight, bias, eps),
+    "mix_streams": lambda x, pre: (pre.unsqueeze(-1) * x).sum(-2).to(x.dtype),
+    "embedding": lambda index, weight, padding_idx=None: F.embedding(index, weight, padding_idx),
+    "kl_div": lambda student, teacher, reverse=False, temperature=1.0, reduction="mean", normalizer=None: _divergence(
+        "reverse_kl" if reverse else "forward_kl", student, teacher, 0.5, temperature, reduction, normalizer
+    ),
+    "jsd": lambda student, teacher, beta=0.5, temperature=1.0, reduction="mean", normalizer=None: _divergence(
+        "jsd", student, teacher, beta, temperature, reduction, normalizer
+    ),
+    "total_variation": lambda student, teacher, temperature=1.0, reduction="mean", normalizer=None: _divergence(
+        "total_variation", student, teacher, 0.5, temperature, reduction, normalizer
+    ),
+}
