@@ -160,22 +160,14 @@ def make(job: Job, folder: str, steps: int, made: dict[str, Any], clock: Clock) 
     cpu = job.device.type == "cpu"
     common: dict[str, Any] = {"max_steps": steps, "per_device_train_batch_size": 2, "report_to": [], "bf16": not cpu}
     common |= {"save_strategy": "no", "logging_steps": 10**6, "disable_tqdm": True, "use_cpu": cpu}
-    words = {
-        "prompt": "a b",
-        "completion": " c d",
-        "chosen": " c d",
-        "rejected": " d c",
-        "label": True,
-        "text": "a b c",
-    }
+    words = {"prompt": "a b", "completion": " c d", "chosen": " c d", "rejected": " d c", "text": "a b c"}
     columns = {
         "sft": ("text",), "dpo": ("prompt", "chosen", "rejected"), "kto": ("prompt", "completion", "label"),
         "grpo": ("prompt",), "rloo": ("prompt",),
     }[job.name]  # fmt: skip
     # A model gets its rows from here; what the trainer makes of them is replaced by the batch.
-    data = datasets.Dataset.from_list([{name: words[name] for name in columns} for _ in range(2 * steps)])
-    if "label" in columns:
-        data = data.map(lambda row, index: row | {"label": index % 2 == 0}, with_indices=True)
+    rows = [words | {"label": index % 2 == 0} for index in range(2 * steps)]
+    data = datasets.Dataset.from_list([{name: row[name] for name in columns} for row in rows])
     kind, config = getattr(trl, f"{job.name.upper()}Trainer"), getattr(trl, f"{job.name.upper()}Config")
 
     class Same(kind):  # type: ignore[misc, valid-type]
@@ -185,11 +177,10 @@ def make(job: Job, folder: str, steps: int, made: dict[str, Any], clock: Clock) 
         def _prepare_inputs(self, inputs: Any) -> Any:
             return dict(inputs)
 
-    # Without an optimizer, the trainer makes its own.
-    optimizers = (job.optimizer, None)
     callbacks = [clock, *([liger_hf.LigerCallback(show=None)] if job.head == "liger" else [])]
     arguments: dict[str, Any] = {"train_dataset": data, "processing_class": tokenizer(), "callbacks": callbacks}
-    arguments["optimizers"] = optimizers
+    # Without an optimizer, the trainer makes its own.
+    arguments["optimizers"] = (job.optimizer, None)
     if job.name in ("grpo", "rloo"):
         common |= {"num_generations": 2, "beta": 0.0}
         return Same(job.model, reward_funcs=lambda completions, **_: [0.0] * len(completions),

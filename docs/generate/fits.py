@@ -106,19 +106,13 @@ def measured() -> Iterator[tuple[Setup, float]]:
         for row in json.loads((RESULTS / run / "train.json").read_text()):
             setup = Setup(**{each.name: row[each.name] for each in fields(Setup) if each.name in row})
             known = setup.checkpoint in ("full", "none") and setup.liger in ("all", "none") and setup.offload == "none"
-            if (
-                known
-                and row["tokens_per_second"]
-                and setup.cp == setup.tp == 1
-                and (setup.ranks == 1) == (setup.shard == "none")
-            ):
+            data_parallel = setup.cp == setup.tp == 1 and (setup.ranks == 1) == (setup.shard == "none")
+            if known and data_parallel and row["tokens_per_second"]:
                 yield setup, row["tokens_per_second"]
     for row in json.loads((RESULTS / "2026-11-23-h200-steps" / "step.json").read_text()):
         if liger := {"hf": "none", "liger": "all"}.get(row["implementation"]):
-            yield (
-                Setup("llama-3-8b", row["batch"], row["sequence"], liger=liger, adapter="lora"),
-                row["tokens_per_second"],
-            )
+            setup = Setup("llama-3-8b", row["batch"], row["sequence"], liger=liger, adapter="lora")
+            yield setup, row["tokens_per_second"]
 
 
 def read() -> dict[str, dict[str, Any]]:
@@ -150,16 +144,11 @@ def folder(model: str) -> Path:
 
 def _lines(models: dict[str, dict[str, Any]]) -> str:
     """Write one combination in a line."""
-    return (
-        "{\n"
-        + ",\n".join(
-            f'"{model}": {{\n'
-            + ",\n".join(f' "{name}": {json.dumps(curve, separators=(",", ":"))}' for name, curve in curves.items())
-            + "\n}"
-            for model, curves in models.items()
-        )
-        + "\n}\n"
-    )
+    texts = []
+    for model, curves in models.items():
+        lines = [f' "{name}": {json.dumps(curve, separators=(",", ":"))}' for name, curve in curves.items()]
+        texts.append(f'"{model}": {{\n' + ",\n".join(lines) + "\n}")
+    return "{\n" + ",\n".join(texts) + "\n}\n"
 
 
 def page() -> str:

@@ -43,10 +43,7 @@ TRL: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "Cispo": ("GRPOConfig", {"high": "epsilon_high"}),
     "Sapo": ("GRPOConfig", {"positive": "sapo_temperature_pos", "negative": "sapo_temperature_neg"}),
-    "Vespo": (
-        "GRPOConfig",
-        {"positive": "vespo_k_pos, vespo_lambda_pos", "negative": "vespo_k_neg, vespo_lambda_neg"},
-    ),
+    "Vespo": ("GRPOConfig", {"positive": "vespo_k_pos, vespo_lambda_pos", "negative": "vespo_k_neg, vespo_lambda_neg"}),
     "Penalty": (
         "GRPOConfig",
         {

@@ -36,33 +36,17 @@ OF_CUDA = ("torch._C:_cuda_getDevice", "torch._C:_cuda_getCurrentRawStream")
 # Private names that any file may use, by the reason.
 ANYWHERE: dict[str, tuple[str, ...]] = {
     "The state of nn.Module, which is in every pickled model and which thousands of code bases read": (
-        "_parameters",
-        "_buffers",
-        "_modules",
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_backward_hooks",
-        "_backward_pre_hooks",
-        "_compiled_call_impl",
-        "_replicate_for_data_parallel",
-        "_apply",
-        "_orig_mod",
+        "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
+        "_backward_pre_hooks", "_compiled_call_impl", "_replicate_for_data_parallel", "_apply", "_orig_mod",
     ),
     "Attributes of Tensor that the type stubs of PyTorch declare": (
-        "_version",
-        "_base",
-        "_is_view",
-        "_post_accumulate_grad_hooks",
+        "_version", "_base", "_is_view", "_post_accumulate_grad_hooks",
     ),
     "PyTorch's documentation asks users to call them": (
-        "torch.utils._pytree",
-        "torch.utils._python_dispatch",
-        "_make_wrapper_subclass",
-        "torch._dynamo.config",
-        "_record_memory_history",
-        "_snapshot",
+        "torch.utils._pytree", "torch.utils._python_dispatch", "_make_wrapper_subclass", "torch._dynamo.config",
+        "_record_memory_history", "_snapshot",
     ),
-}
+}  # fmt: skip
 INTRODUCTION = """# Private names
 
 This page lists the names that Liger uses and that PyTorch, Transformers and related libraries do not document. Their releases may drop such a

@@ -41,17 +41,10 @@ def work(model: str, text: str, how: str) -> None:
             os._exit(0)
 
     ranks = int(os.environ["WORLD_SIZE"])
-    options = {
-        "precision": "fp32",
-        "checkpoint": "none",
-        "liger": "none",
-        "device": "cpu",
-        "steps": 1,
-        "data": text,
-        "random_weights": how == "random",
-    }
-    sharded = {"tp": ranks} if how == "tp" else {"shard": "fsdp2"}
-    row = run(Setup(model, batch=1, sequence=16, ranks=ranks, **sharded, **options), observers=[Stop()])
+    options = {"precision": "fp32", "checkpoint": "none", "liger": "none", "device": "cpu", "steps": 1, "data": text}
+    options |= {"tp": ranks} if how == "tp" else {"shard": "fsdp2"}
+    setup = Setup(model, batch=1, sequence=16, ranks=ranks, random_weights=how == "random", **options)
+    row = run(setup, observers=[Stop()])
     raise SystemExit(row.reason)
 
 
@@ -67,15 +60,13 @@ def measure(ranks: int, model: str, text: str, how: str) -> dict[str, list[list[
             try:
                 if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) != process.pid:
                     continue
-                names[folder] = (
-                    names.get(folder) or re.search(r"\0LOCAL_RANK=(\d+)", (folder / "environ").read_text())[1]
-                )
+                if folder not in names:
+                    names[folder] = re.search(r"\0LOCAL_RANK=(\d+)", (folder / "environ").read_text())[1]
                 held = re.findall(r"(?:RssAnon|RssShmem):\s+(\d+) kB", (folder / "status").read_text())
             except (OSError, TypeError):
                 continue
-            series.setdefault(names[folder], []).append(
-                [round(time.monotonic() - start, 1), sum(map(int, held)) // 1024]
-            )
+            point = [round(time.monotonic() - start, 1), sum(map(int, held)) // 1024]
+            series.setdefault(names[folder], []).append(point)
         time.sleep(0.25)
     if process.returncode:
         raise SystemExit(process.returncode)

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_core.errors import OptionError
@@ -27,7 +26,7 @@ HARMLESS = {
 
 
 class _AttentionContext:
-    """The batch that is running on all ranks of the group, and the tokens of this rank.
+    """The batch that is running on all ranks of the mesh, and the tokens of this rank.
 
     calls     how often attention ran
     separate  whether tokens do not see other documents
@@ -35,7 +34,7 @@ class _AttentionContext:
 
     whole: Batch
     columns: slice
-    group: Any = None
+    mesh: Any = None
     calls: int = 0
     separate: bool = True
 
@@ -44,9 +43,9 @@ _now = _AttentionContext()
 
 
 @contextlib.contextmanager
-def of_batch(whole: Batch, columns: slice, group: Any) -> Iterator[None]:
-    """Run a model on these tokens of a batch within this context; group is None for all tokens."""
-    _now.whole, _now.columns, _now.group, _now.calls = whole, columns, group, 0
+def of_batch(whole: Batch, columns: slice, mesh: Any) -> Iterator[None]:
+    """Run a model on these tokens of a batch within this context; mesh is None for all tokens."""
+    _now.whole, _now.columns, _now.mesh, _now.calls = whole, columns, mesh, 0
     yield
 
 
@@ -95,8 +94,12 @@ def attention(
             f"verify: with cp, attention must be causal, that of {type(module).__name__} is not; leave out cp"
         )
     _now.calls += 1
-    if _now.group is not None:
-        key, value = _Gather.apply(key, _now.group), _Gather.apply(value, _now.group)
+    if _now.mesh is not None:
+        from torch.distributed.tensor import DTensor, Partial, Shard
+
+        # The gradient of each shard is the sum of those of all ranks.
+        shards = [DTensor.from_local(shard, _now.mesh, [Shard(2)], run_check=False) for shard in (key, value)]
+        key, value = (shard.full_tensor(grad_placements=[Partial()]) for shard in shards)
     repeat = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1)
     scores = query @ key.mT * (scaling if scaling is not None else query.shape[-1] ** -0.5)
@@ -113,21 +116,3 @@ def attention(
         scores = torch.cat((scores, s_aux.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), -1)
     weights = scores.softmax(-1)[..., : key.shape[2]]
     return (weights @ value).transpose(1, 2).contiguous(), None
-
-
-class _Gather(torch.autograd.Function):
-    """Gather a sequence from its ranks; the backward pass sums the gradients of all ranks for each shard."""
-
-    @staticmethod
-    def forward(ctx: Any, shard: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        shards = [torch.empty_like(shard) for _ in range(group.size())]
-        dist.all_gather(shards, shard.contiguous(), group=group)
-        return torch.cat(shards, 2)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (whole,) = grads
-        whole = whole.contiguous()
-        dist.all_reduce(whole, group=ctx.group)
-        return whole.chunk(ctx.group.size(), 2)[ctx.group.rank()], None

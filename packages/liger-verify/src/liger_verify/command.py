@@ -8,7 +8,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,16 +23,7 @@ from liger_core.errors import OptionError
 from liger_core.tables import Column, output, print_table
 from liger_verify.comparison import compare
 from liger_verify.forms import Packing, packings
-from liger_verify.matrix import (
-    MODELS,
-    SETUPS,
-    Outcome,
-    outcomes,
-    packing_outcomes,
-    reason_of,
-    setups_in,
-    steps_of,
-)
+from liger_verify.matrix import MODELS, SETUPS, Outcome, outcomes, packing_outcomes, reason_of, setups_in, steps_of
 from liger_verify.report import Report
 from liger_verify.sampler import SamplerReport, compare_sampler, drawn, loaded_model, read_samples
 from liger_verify.training import SHARDS, Training
@@ -189,44 +180,32 @@ def verify(
     start = time.perf_counter()
     single = {"tp": tp > 1, "cp": cp > 1, "shard": shard != "fsdp2", "accumulation": accumulation > 1}
     single |= {"ranks": ranks is not None, "step": step is not None}
-    if sampler or log_probs is not None:
-        others = {"matrix": matrix, "packing": packing, "setups": setups is not None, **single}
-        for option in (name for name, value in others.items() if value):
-            raise OptionError(f"verify: --sampler compares one model on one process; leave out --{option}")
-        if model is not None and len(model) > 1:
-            raise OptionError(f"verify: --sampler compares one model, got {', '.join(model)}; run it for each")
-        if not _sampler((model or MODELS)[0], log_probs, liger is not False, seed, tolerance, as_json):
-            raise typer.Exit(1)
-        return
+    in_matrix = {"matrix": matrix, "setups": setups is not None}
     count = ranks or max(2, tp * cp)
     setup: dict[str, Any] = {"tp": tp, "cp": cp, "shard": shard, "accumulation": accumulation, "ranks": count}
-    several = matrix or setups is not None
-    of_one = [name for name, value in single.items() if value]
-    if packing:
-        of_one += ["matrix"] * matrix + ["setups"] * (setups is not None)
-        for option in of_one:
-            raise OptionError(f"verify: --packing compares documents on one process; leave out --{option}")
-        cases = packings(model or MODELS[:1], liger, sequence, seed)
-        if not _several(packing_outcomes(cases, tolerance or 1e-7), len(cases), as_json, start, PACKING):
-            raise typer.Exit(1)
-        return
-    if several:
-        _not_both(matrix, setups is not None, of_one)
     options: dict[str, Any] = {"tolerance": 1e-4 if tolerance is None else tolerance, "patience": patience}
-    if several or (step is None and len(model or []) > 1):
+    if sampler or log_probs is not None:
+        _leave_out("--sampler compares one model on one process", {**in_matrix, "packing": packing, **single})
+        if model is not None and len(model) > 1:
+            raise OptionError(f"verify: --sampler compares one model, got {', '.join(model)}; run it for each")
+        right = _sampler((model or MODELS)[0], log_probs, liger is not False, seed, tolerance, as_json)
+    elif packing:
+        _leave_out("--packing compares documents on one process", {**single, **in_matrix})
+        cases = packings(model or MODELS[:1], liger, sequence, seed)
+        right = _several(packing_outcomes(cases, tolerance or 1e-7), len(cases), as_json, start, PACKING)
+    elif any(in_matrix.values()) or (step is None and len(model or []) > 1):
+        if all(in_matrix.values()):
+            raise OptionError("verify: --matrix has its setups, --setups those of a file; leave one of them out")
+        for name in (name for name, is_set in in_matrix.items() if is_set):
+            _leave_out(f"--{name} has several setups", single, ", which is of one")
         listed = setups_in(setups) if setups is not None else SETUPS if matrix else [setup]
-        ways = [liger] if liger is not None else [False, True] if several else [True]
+        ways = [liger] if liger is not None else [False, True] if any(in_matrix.values()) else [True]
         chosen = steps_of(model or (MODELS if matrix else MODELS[:1]), listed, ways, sequence=sequence, seed=seed)
         right = _several(outcomes(chosen, limit=limit, **options), len(chosen), as_json, start)
     elif step is not None:
-        of_a_model = {
-            "model": model is not None,
-            "shard": shard != "fsdp2",
-            "liger": liger is True,
-            "plain": liger is False,
-        }
-        for option in (name for name, is_set in of_a_model.items() if is_set):
-            raise OptionError(f"verify: --step is a step of your own; leave out --{option}, which is for models")
+        of_a_model = {"model": model is not None, "shard": single["shard"], "liger": liger is True}
+        of_a_model["plain"] = liger is False
+        _leave_out("--step is a step of your own", of_a_model, ", which is for models")
         path, name = loaded_from(step)
         sizes = {"tp": tp, "cp": cp, "accumulation": accumulation}
         run = partial(compare, ScriptStep(path, name), ranks=count, sizes=sizes, **options)
@@ -276,14 +255,10 @@ def _sampler(model: str, path: str | None, liger: bool, seed: int, tolerance: fl
     return verdict.right
 
 
-def _not_both(matrix: bool, setups: bool, options: list[str]) -> None:
-    if matrix and setups:
-        raise OptionError("verify: --matrix has its setups, --setups those of a file; leave one of them out")
-    if options:
-        raise OptionError(
-            f"verify: {'--matrix' if matrix else '--setups'} has several setups; leave out --{options[0]}, which is of "
-            "one"
-        )
+def _leave_out(why: str, options: Mapping[str, bool], what: str = "") -> None:
+    """Raise OptionError for the first option that is set."""
+    for name in (name for name, is_set in options.items() if is_set):
+        raise OptionError(f"verify: {why}; leave out --{name}{what}")
 
 
 def _single(run: Callable[[], Report], title: str, as_json: bool, all_rows: bool, start: float) -> bool:

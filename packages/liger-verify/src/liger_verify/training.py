@@ -94,13 +94,8 @@ class Training:
     @property
     def sizes(self) -> dict[str, int]:
         """The number of ranks or micro-batches of each dimension, for the report."""
-        return {
-            "tp": self.tp,
-            "cp": self.cp,
-            "dp": self.dp,
-            "dp × cp": self.dp * self.cp,
-            "accumulation": self.accumulation,
-        }
+        sizes = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "dp × cp": self.dp * self.cp}
+        return sizes | {"accumulation": self.accumulation}
 
     @property
     def title(self) -> str:
@@ -185,12 +180,12 @@ class Training:
 
     def loss(self, model: Any, batch: Batch, mesh: Any, total: Tensor) -> Tensor:
         """Return this rank's part of the loss: the sum over its tokens, divided by the number of all counted tokens."""
-        group = None if mesh is None or mesh.size() == 1 else mesh.get_group()
-        width = self.sequence // (1 if group is None else group.size())
-        first = 0 if group is None else group.rank() * width
+        several = mesh is not None and mesh.size() > 1
+        width = self.sequence // (mesh.size() if several else 1)
+        first = mesh.get_local_rank() * width if several else 0
         columns = slice(first, first + width)
         tokens = self.labeled(batch, columns)
-        with attention.of_batch(batch, columns, group):
+        with attention.of_batch(batch, columns, mesh if several else None):
             return model(
                 input_ids=tokens.ids, position_ids=tokens.positions, labels=tokens.labels, shift_labels=tokens.labels,
                 num_items_in_batch=total, use_cache=False,
@@ -232,9 +227,8 @@ class Training:
         """Return the config in the folder, or a tiny one of the model type, without dropout."""
         from transformers import AutoConfig
 
-        config = (
-            AutoConfig.from_pretrained(self.model) if _is_folder(self.model) else tiny_config(self.model, self.options)
-        )
+        is_folder = _is_folder(self.model)
+        config = AutoConfig.from_pretrained(self.model) if is_folder else tiny_config(self.model, self.options)
         without_chance(config)
         return config
 

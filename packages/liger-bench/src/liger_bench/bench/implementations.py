@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -38,14 +38,9 @@ class Implementation:
         """Whether its backward pass can run only once per forward pass."""
         return self.peer is not None and self.peer.consumes
 
-    @contextmanager
-    def selected(self) -> Iterator[None]:
+    def selected(self) -> AbstractContextManager[object]:
         """Make the op run this implementation within this context."""
-        if self.peer is None:
-            with use(self.name, only=[self.op]):
-                yield
-        else:
-            yield
+        return use(self.name, only=[self.op]) if self.peer is None else nullcontext()
 
     def prepared(self) -> Callable[..., Any]:
         """Return the function, prepared for a workload."""
