@@ -49,17 +49,6 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Series:
-    """The line of one implementation, and the quantiles around it."""
-
-    name: str
-    x: list[float]
-    y: list[float]
-    low: list[float]
-    high: list[float]
-
-
-@dataclass(frozen=True)
 class LineStyle:
     color: str
     dashes: Any
@@ -121,9 +110,12 @@ def scaling_picture(op: str, rows: Sequence[Record], path: Path, look: LineStyle
     )
     if not names:
         return False
-    figure, panels = _figure(
-        len(names), 2.9, f"{op}: time of forward and backward (lower is better; dashed: roofline)\n{_source(rows)}"
+    figure, grid = plt.subplots(
+        1, len(names), figsize=(len(names) * 2.9 + 1.8, 3.6), layout="constrained", squeeze=False
     )
+    heading = f"{op}: time of forward and backward (lower is better; dashed: roofline)\n{_source(rows)}"
+    figure.suptitle(heading, fontsize=11, x=0.01, ha="left")
+    panels = list(grid[0])
     for name, axes in zip(names, panels, strict=True):
         here = sorted((row for row in rows if row["axis"] == name), key=lambda row: row["axis_value"])
         later = {row["implementation"] for row in rows if row["axis"] in names[names.index(name) + 1 :]}
@@ -138,12 +130,11 @@ def scaling_picture(op: str, rows: Sequence[Record], path: Path, look: LineStyle
         axes.minorticks_off()
         axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}k" if value >= 1024 else f"{value:g}")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        lines = [_times(here, implementation) for implementation in distinct(here, "implementation")]
-        low, high = min(min(series.low) for series in lines), max(max(series.high) for series in lines)
         least = {row["axis_value"]: row["limit_ms"] for row in here if row["limit_ms"]}
+        low, high = min(row["low_ms"] for row in here), max(row["high_ms"] for row in here)
         axes.set_ylim(min([low, *least.values()]) / 1.3, high * 1.3)
         axes.plot(list(least), list(least.values()), color=INK, linewidth=0.9, linestyle="--")
-        _draw(axes, lines, later, look)
+        _draw(axes, here, later, look)
     panels[0].set_ylabel("ms")
     _finish(figure, panels, path)
     return True
@@ -155,12 +146,6 @@ def _source(rows: Sequence[Record]) -> str:
     return f"{machine}, {rows[0]['dtype']}"
 
 
-def _times(rows: Sequence[Record], implementation: str) -> Series:
-    points = [row for row in rows if row["implementation"] == implementation]
-    columns = [[row[column] for row in points] for column in ("axis_value", "median_ms", "low_ms", "high_ms")]
-    return Series(implementation, *columns)
-
-
 def _fixed(rows: Sequence[Record]) -> str:
     """Return the sizes that a series keeps, from the names of its workloads: 8192x1024, 8192x2048 → 8192 × ·."""
     parts = [sizes_of(row["workload"]).split("x") for row in rows]
@@ -169,17 +154,18 @@ def _fixed(rows: Sequence[Record]) -> str:
     return " × ".join(values[0] if len(set(values)) == 1 else "·" for values in zip(*parts, strict=True))
 
 
-def _draw(axes: Any, lines: list[Series], later: set[str], look: LineStyles) -> None:
+def _draw(axes: Any, rows: Sequence[Record], later: set[str], look: LineStyles) -> None:
     """Draw the lines with their bands, and at the right the names that no later panel has."""
     ends = []
     # Liger's own lines are drawn last, on top.
-    for series in sorted(lines, key=lambda series: _family(series.name) == "triton"):
-        style = look[series.name]
-        axes.fill_between(series.x, series.low, series.high, color=style.color, alpha=0.2, linewidth=0)
+    for name in sorted(distinct(rows, "implementation"), key=lambda name: _family(name) == "triton"):
+        points, style = [row for row in rows if row["implementation"] == name], look[name]
+        x, y, low, high = ([row[key] for row in points] for key in ("axis_value", "median_ms", "low_ms", "high_ms"))
+        axes.fill_between(x, low, high, color=style.color, alpha=0.2, linewidth=0)
         options = {"linestyle": style.dashes, "marker": style.marker, "linewidth": 1.6, "markersize": 3.5}
-        axes.plot(series.x, series.y, clip_on=False, color=style.color, **options)
-        if series.name not in later:
-            ends.append((series.name, style.color, series.x[-1], series.y[-1]))
+        axes.plot(x, y, clip_on=False, color=style.color, **options)
+        if name not in later:
+            ends.append((name, style.color, x[-1], y[-1]))
     to_axes = axes.transData + axes.transAxes.inverted()
     points = [to_axes.transform((x, y)) for _, _, x, y in ends]
     heights = _spread([float(y) for _, y in points], LABEL_GAP)
@@ -216,12 +202,6 @@ def styles(implementations: Sequence[str]) -> LineStyles:
         number = seen[family] = seen.get(family, -1) + 1
         by_name[name] = LineStyle(COLORS.get(family, INK), DASHES[number % len(DASHES)], MARKERS[number % len(MARKERS)])
     return by_name
-
-
-def _figure(panels: int, width: float, heading: str) -> tuple[Any, list[Any]]:
-    figure, axes = plt.subplots(1, panels, figsize=(panels * width + 1.8, 3.6), layout="constrained", squeeze=False)
-    figure.suptitle(heading, fontsize=11, x=0.01, ha="left")
-    return figure, list(axes[0])
 
 
 def _finish(figure: Any, panels: list[Any], path: Path) -> None:

@@ -112,15 +112,10 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Ten
 
 
 def cross_entropy(
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    reduction: str = "mean",
+    logits: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100,
+    label_smoothing: float = 0.0, softcap: float | None = None, reduction: str = "mean",
     normalizer: Tensor | float | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     flat = logits.float().view(-1, logits.shape[-1])
@@ -132,19 +127,10 @@ def cross_entropy(
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    reduction: str = "mean",
-    normalizer: Tensor | float | None = None,
-    budget: int | None = None,
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, class_weight: Tensor | None = None,
+    ignore_index: int = -100, label_smoothing: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0,
+    reduction: str = "mean", normalizer: Tensor | float | None = None, budget: int | None = None,
+) -> Tensor:  # fmt: skip
     logits = _logits(hidden, weight, bias, logit_scale)
     return cross_entropy(logits, target, class_weight, ignore_index, label_smoothing, softcap, reduction, normalizer)
 
@@ -179,18 +165,10 @@ def lora_linears(
 
 
 def linear_log_prob(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    ignore_index: int = -100,
-    return_entropy: bool = False,
-    return_statistics: bool = False,
-    budget: int | None = None,
-) -> Any:
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, temperature: float = 1.0,
+    softcap: float | None = None, logit_scale: float = 1.0, ignore_index: int = -100, return_entropy: bool = False,
+    return_statistics: bool = False, budget: int | None = None,
+) -> Any:  # fmt: skip
     logits = _logits(hidden, weight, bias, logit_scale)
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -227,14 +205,9 @@ def linear_divergence(
 
 
 def _divergence(
-    kind: str,
-    student: Tensor,
-    teacher: Tensor,
-    beta: float,
-    temperature: float,
-    reduction: str,
+    kind: str, student: Tensor, teacher: Tensor, beta: float, temperature: float, reduction: str,
     normalizer: Tensor | float | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute a divergence as trainers do: log-softmax of both sides in float32, then torch.nn.functional.kl_div."""
     log_q, log_p = (torch.log_softmax(x.float() / temperature, dim=-1) for x in (student, teacher))
 

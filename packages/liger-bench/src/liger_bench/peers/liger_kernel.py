@@ -147,14 +147,9 @@ def _divergences(package: Any) -> dict[str, Callable[..., Any]]:
     """
 
     def linear_divergence(
-        hidden: Tensor,
-        weight: Tensor,
-        teacher_hidden: Tensor,
-        teacher_weight: Tensor,
-        kind: str = "forward_kl",
-        beta: float = 0.5,
-        temperature: float = 1.0,
-    ) -> Any:
+        hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, kind: str = "forward_kl",
+        beta: float = 0.5, temperature: float = 1.0,
+    ) -> Any:  # fmt: skip
         share = teacher_share(kind, beta)
         return package.liger_fused_linear_jsd(
             hidden, weight, teacher_hidden, teacher_weight, shift_labels=None, jsd_beta=share, temperature=temperature
@@ -231,16 +226,10 @@ def _per_token(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _loss(
-    function: Callable[..., Any],
-    logits: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
+    function: Callable[..., Any], logits: Tensor, target: Tensor, weight: Tensor | None = None,
+    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
     reduction: str = "mean",
-) -> Any:
+) -> Any:  # fmt: skip
     """Call its cross_entropy with Liger's options."""
     options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
     return function(logits, target, **options, lse_square_scale=z_loss, softcap=softcap, reduction=reduction)
@@ -251,18 +240,10 @@ def _variant(package: Any, **extra: Any) -> Callable[..., Any]:
 
 
 def _linear(
-    function: Callable[..., Any],
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    reduction: str = "mean",
-) -> Any:
+    function: Callable[..., Any], hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+    class_weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    softcap: float | None = None, reduction: str = "mean",
+) -> Any:  # fmt: skip
     """Call its linear_cross_entropy with Liger's options."""
     options: dict[str, Any] = {"bias": bias, "ce_weight": class_weight, "label_smoothing": label_smoothing}
     options |= {"ignore_index": ignore_index, "lse_square_scale": z_loss, "softcap": softcap, "reduction": reduction}

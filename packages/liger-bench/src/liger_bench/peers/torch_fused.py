@@ -39,29 +39,18 @@ def cross_entropy(
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    class_weight: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    reduction: str = "mean",
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, class_weight: Tensor | None = None,
+    ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
     """Compute all logits at once."""
     options: dict[str, Any] = {"linear_bias": bias, "weight": class_weight, "label_smoothing": label_smoothing}
     return F.linear_cross_entropy(hidden, weight, target, **options, ignore_index=ignore_index, reduction=reduction)
 
 
 def chunked_linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    reduction: str = "mean",
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
+    label_smoothing: float = 0.0, reduction: str = "mean",
+) -> Tensor:  # fmt: skip
     """Compute the logits in chunks, with the default options of PyTorch's chunked variant."""
     options: dict[str, Any] = {
         "linear_bias": bias,

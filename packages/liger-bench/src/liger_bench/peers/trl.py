@@ -37,15 +37,9 @@ def peers() -> list[Peer]:
         return (log_prob, entropy) if return_entropy else log_prob
 
     def linear_divergence(
-        hidden: Tensor,
-        weight: Tensor,
-        teacher_hidden: Tensor,
-        teacher_weight: Tensor,
-        kind: str = "forward_kl",
-        beta: float = 0.5,
-        temperature: float = 1.0,
-        reduction: str = "mean",
-    ) -> Any:
+        hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, kind: str = "forward_kl",
+        beta: float = 0.5, temperature: float = 1.0, reduction: str = "mean",
+    ) -> Any:  # fmt: skip
         share = teacher_share(kind, beta)
         loss, _ = divergences.apply(hidden, weight, None, teacher_hidden, teacher_weight, None, share, temperature)
         return loss if reduction == "none" else loss.mean()
