@@ -159,13 +159,14 @@ def _draw(axes: Any, rows: Sequence[Record], later: set[str], look: LineStyles) 
     ends = []
     # Liger's own lines are drawn last, on top.
     for name in sorted(distinct(rows, "implementation"), key=lambda name: _family(name) == "triton"):
-        points, style = [row for row in rows if row["implementation"] == name], look[name]
-        x, y, low, high = ([row[key] for row in points] for key in ("axis_value", "median_ms", "low_ms", "high_ms"))
-        axes.fill_between(x, low, high, color=style.color, alpha=0.2, linewidth=0)
+        own, style = [row for row in rows if row["implementation"] == name], look[name]
+        columns = ("axis_value", "median_ms", "low_ms", "high_ms")
+        xs, ys, low, high = ([row[column] for row in own] for column in columns)
+        axes.fill_between(xs, low, high, color=style.color, alpha=0.2, linewidth=0)
         options = {"linestyle": style.dashes, "marker": style.marker, "linewidth": 1.6, "markersize": 3.5}
-        axes.plot(x, y, clip_on=False, color=style.color, **options)
+        axes.plot(xs, ys, clip_on=False, color=style.color, **options)
         if name not in later:
-            ends.append((name, style.color, x[-1], y[-1]))
+            ends.append((name, style.color, xs[-1], ys[-1]))
     to_axes = axes.transData + axes.transAxes.inverted()
     points = [to_axes.transform((x, y)) for _, _, x, y in ends]
     heights = _spread([float(y) for _, y in points], LABEL_GAP)

@@ -107,6 +107,25 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
             raise Unsupported(f"its kernel for this device cannot be imported: {error}") from error
 
     calls: dict[str, Callable[..., Any]] = {
+        "rope": lambda q, k, cos, sin: package.liger_rope(q, k, cos, sin),
+        "swiglu": lambda gate, up: package.liger_swiglu(gate, up),
+        "relu_squared": lambda x: package.liger_relu_squared(x),
+        "mix_streams": lambda x, pre: package.liger_mhc_pre(x, pre),
+        "merge_streams": lambda x, y, post, res: package.liger_mhc_post_res(x, y, post, res),
+        # It expects a batch and a sequence dimension.
+        "attention_residual": lambda layers, query, weight, eps=1e-6: package.liger_attn_res(
+            layers.unsqueeze(1), query, weight, eps
+        ).squeeze(0),
+        "cross_entropy": partial(_loss, lambda *args, **options: package.liger_cross_entropy(*args, **options)),
+        "linear_cross_entropy": linear,
+        "linear_log_prob": _per_token(scaled),
+    }
+    calls |= by_name(rms_norm, qk_norm_rope, geglu, experts, embedding)
+    return calls | _other_norms(package) | _divergences(package)
+
+
+def _other_norms(package: Any) -> dict[str, Callable[..., Any]]:
+    return {
         "add_rms_norm": lambda x, residual, weight, eps=1e-6, weight_offset=0.0, cast="input": (
             package.liger_fused_add_rms_norm(x, residual, weight, eps, weight_offset, _casting(cast), in_place=False)
         ),
@@ -124,20 +143,7 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
         "dyt": lambda x, alpha, weight, bias: package.liger_dyt(x, alpha, weight, bias),
         "softmax": lambda x: package.liger_softmax(x),
         "sparsemax": lambda x: package.liger_sparsemax(x),
-        "rope": lambda q, k, cos, sin: package.liger_rope(q, k, cos, sin),
-        "swiglu": lambda gate, up: package.liger_swiglu(gate, up),
-        "relu_squared": lambda x: package.liger_relu_squared(x),
-        "mix_streams": lambda x, pre: package.liger_mhc_pre(x, pre),
-        "merge_streams": lambda x, y, post, res: package.liger_mhc_post_res(x, y, post, res),
-        # It expects a batch and a sequence dimension.
-        "attention_residual": lambda layers, query, weight, eps=1e-6: package.liger_attn_res(
-            layers.unsqueeze(1), query, weight, eps
-        ).squeeze(0),
-        "cross_entropy": partial(_loss, lambda *args, **options: package.liger_cross_entropy(*args, **options)),
-        "linear_cross_entropy": linear,
-        "linear_log_prob": _per_token(scaled),
     }
-    return calls | by_name(rms_norm, qk_norm_rope, geglu, experts, embedding) | _divergences(package)
 
 
 def _divergences(package: Any) -> dict[str, Callable[..., Any]]:
