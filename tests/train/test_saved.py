@@ -5,6 +5,8 @@ pile up."""
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,25 @@ def resumed(folder: Path) -> tuple[int | None, list[str]]:
 def test_an_intact_checkpoint_is_used_without_a_message(folder: Path) -> None:
     assert resumed(folder) == (4, [])
     assert names(folder / "checkpoint-4") == ["liger.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda folder: os.truncate(folder / "model.safetensors", 2), "model.safetensors has 2 bytes of 7"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"weighty"), "model.safetensors has changed since it was written"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (lambda folder: (folder / saved_checkpoints.SEAL).unlink(), "it was not completely written"),
+    ],
+    ids=["cut", "changed", "lost_file", "killed_while_saving"],
+)  # fmt: skip
+def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_is_used(
+    folder: Path, damage: Callable[[Path], None], problem: str
+) -> None:
+    damage(folder / "checkpoint-4")
+    note = f"checkpoint-4 was damaged ({problem}) and is now damaged-checkpoint-4; resuming from the one before it."
+    assert resumed(folder) == (2, [note])
+    assert names(folder) == ["checkpoint-2", "damaged-checkpoint-4"]
 
 
 def wrong_seals() -> list[Any]:
