@@ -51,13 +51,11 @@ def inductor() -> None:
     "options",
     [
         {"accumulation": 2, "checkpoint": "full", "validation": 0.1}, {"checkpoint": "1", "liger": "none"},
-        {"adapter": "lora"}, {"precision": "bf16"},
+        {"precision": "bf16"},
     ],
     ids=str,
 )  # fmt: skip
 def test_compiled_layers_train_to_the_losses_of_eager_mode(small: Setup, options: dict[str, Any]) -> None:
-    if options.get("adapter"):
-        pytest.importorskip("peft")
     setup = replace(small, steps=3, **options)
     eager, compiled = run(setup), run(replace(setup, compile="default"))
     assert compiled.reason == ""

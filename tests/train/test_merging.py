@@ -27,8 +27,6 @@ from liger_train.setup import Setup
 
 pytestmark = pytest.mark.slow
 
-BIASED = "they have a bias"
-
 
 def prepared(architecture: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     model = make(architecture, dtype, **options).train()
@@ -51,16 +49,15 @@ def counted(model: nn.Module) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("architecture", "sentence"),
     [
         ("llama", f"{LAYERS} modules."), ("qwen3", f"{LAYERS} modules."), ("gemma2", f"{LAYERS} modules."),
-        ("qwen2", f"0 modules; left {LAYERS}: {BIASED}."), ("phi3", "0 modules."),
+        ("qwen2", f"0 modules; left {LAYERS}: they have a bias."), ("phi3", "0 modules."),
     ],
 )  # fmt: skip
-def test_merged_layers_are_as_accurate_as_separate_ones(architecture: str, sentence: str, dtype: torch.dtype) -> None:
-    model = prepared(architecture, dtype)
+def test_merged_layers_are_as_accurate_as_separate_ones(architecture: str, sentence: str) -> None:
+    model = prepared(architecture, torch.bfloat16 if architecture == "llama" else torch.float32)
     plain, exact = step(model, **tokens()), exact_step(model, **tokens())
     assert merging.merge(model) == f"One matmul for the linear layers that read the same input, in {sentence}"
     assert not disagreements(step(model, **tokens()), plain, exact)
@@ -253,9 +250,7 @@ def test_a_run_with_graphs_merges_and_ties(small: Setup, options: dict[str, Any]
     assert any(note.startswith("One matmul for the linear layers") for note in notes) == merged
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"accumulation": 2}, {"checkpoint": "full"}, {"precision": "bf16-pure"}], ids=str
-)
+@pytest.mark.parametrize("options", [{"accumulation": 2, "checkpoint": "full"}, {"precision": "bf16-pure"}], ids=str)
 def test_a_run_with_both_has_the_losses_of_one_without(
     small: Setup, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,6 @@ import pytest
 import torch
 
 from liger_core.errors import OptionError
-from liger_train.row import Row
 from liger_train.runs import launch
 from liger_train.runs.run import run
 from liger_train.setup import Setup
@@ -72,21 +71,6 @@ def both(small: Setup) -> Setup:
     return replace(small, batch=1, ranks=2)
 
 
-@pytest.fixture(scope="module")
-def one_machine(both: Setup, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The row of a run of the command, which starts two ranks of one machine."""
-    folder = tmp_path_factory.mktemp("rows")
-    (row,) = printed(agent(*launch.command(both)[3:], "--out", str(folder), "--json", module="liger_core"))
-    assert json.loads((folder / "train.json").read_text()) == [row]
-    return row
-
-
-def test_the_command_starts_its_own_ranks_as_one_run_with_one_row(small: Setup, one_machine: dict[str, Any]) -> None:
-    whole: Row = run(small)
-    assert one_machine["ranks"] == 2
-    assert one_machine["losses"] == pytest.approx(whole.losses, rel=1e-4)
-
-
 def test_an_error_of_the_ranks_is_printed_once_without_a_traceback(
     both: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,9 +112,14 @@ def test_machines_that_do_not_share_the_folder_are_an_error(
         run(small, folder=tmp_path / "of this machine")
 
 
-def test_two_machines_train_as_one_though_one_of_them_is_lost_in_the_middle(
-    both: Setup, one_machine: dict[str, Any], tmp_path: Path
+def test_two_machines_train_as_the_ranks_of_one_though_one_of_them_is_lost_in_the_middle(
+    small: Setup, both: Setup, tmp_path: Path
 ) -> None:
+    words = (*launch.command(both)[3:], "--out", str(tmp_path / "rows"), "--json")
+    (one_machine,) = printed(agent(*words, module="liger_core"))
+    assert json.loads((tmp_path / "rows" / "train.json").read_text()) == [one_machine]
+    assert one_machine["ranks"] == 2
+    assert one_machine["losses"] == pytest.approx(run(small).losses, rel=1e-4)
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     script = tmp_path / "train.py"
     script.write_text(LOST)

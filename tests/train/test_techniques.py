@@ -87,6 +87,9 @@ def is_there(technique: Technique, trained: Trained) -> None:
     if technique.option == "optimizer" and technique.value != "galore-layerwise":
         package = type(optimizer).__module__.partition(".")[0].replace("_", "-")
         assert package == technique.implemented_by.split(",")[0].lower()
+    if technique.value == "galore-layerwise":
+        # Each gradient is dropped after its update.
+        assert {p.grad for p in model.parameters()} == {None}
     if technique.option == "optimizer" and "8bit" in technique.value:
         states = [state for of in optimizer.state.values() for state in of.values() if torch.is_tensor(state)]
         assert torch.uint8 in {state.dtype for state in states}
@@ -119,20 +122,12 @@ def test_low_rank_optimizers_project_the_linear_layers(folder: Path) -> None:
         assert f"rank={rank}," in str(arguments.optim_args)
 
 
-def test_galore_layerwise_drops_each_gradient_after_its_update(folder: Path) -> None:
-    pytest.importorskip("galore_torch")
-    _, liger = twice(setup_of(folder, optimizer="galore-layerwise"))
-    assert {p.grad for p in liger.built.model.parameters()} == {None}
-
-
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
         ("none", set()),
-        ("all", {"rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy"}),
         ("all-but-loss", {"rms_norm", "add_rms_norm", "rope", "swiglu"}),
         ("rope,linear_cross_entropy", {"rope", "linear_cross_entropy"}),
-        ("swiglu", {"swiglu"}),
     ],
 )
 def test_liger_applies_the_requested_ops(wanted: str, expected: set[str], folder: Path) -> None:
@@ -162,12 +157,6 @@ def test_a_named_shape_is_a_model_of_its_size(name: str) -> None:
         "phi-3-mini": 3.82,
     }  # fmt: skip
     assert count / 1e9 == pytest.approx(billions[name], rel=0.005)
-
-
-def test_the_same_seed_gives_the_same_weights() -> None:
-    one, two, other = (build(Setup("tiny", seed=seed), torch.device("cpu")).model.lm_head.weight for seed in (3, 3, 4))
-    assert torch.equal(one, two)
-    assert not torch.equal(one, other)
 
 
 MISUSES = [
@@ -296,13 +285,6 @@ class TestTheSettingsOfDeepSpeed:
 
     def of(self, **options: object) -> dict[str, object]:
         return dict(zero.config(Setup("llama-3.2-1b", **options)))  # type: ignore[arg-type]
-
-    @pytest.mark.parametrize("stage", [1, 2, 3])
-    def test_the_stage_is_that_of_the_shard(self, stage: int) -> None:
-        assert self.of(shard=f"zero{stage}")["zero_optimization"]["stage"] == stage  # type: ignore[index]
-
-    def test_nothing_is_offloaded_that_was_not_asked_for(self) -> None:
-        assert not [key for key in self.of(shard="zero3")["zero_optimization"] if key.startswith("offload")]  # type: ignore[attr-defined]
 
     def test_parameters_go_with_the_optimizer_and_few_stay_on_the_device(self) -> None:
         found = self.of(shard="zero3", offload="parameters")["zero_optimization"]

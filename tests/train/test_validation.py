@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,11 +36,8 @@ def test_held_out_sequences_are_spread_over_the_text_and_never_trained_on(small:
     assert torch.equal(data.held_out, again)
 
 
-@pytest.mark.parametrize("liger", ["none", "all"])
-def test_the_validation_loss_is_that_of_the_trained_model_on_held_out_text(
-    small: Setup, tmp_path: Path, liger: str
-) -> None:
-    setup = replace(small, validation=0.05, liger=liger)
+def test_the_validation_loss_is_that_of_the_trained_model_on_held_out_text(small: Setup, tmp_path: Path) -> None:
+    setup = replace(small, validation=0.05)
     row = run(setup, export=tmp_path)
     held = read(setup, 400, False).held_out
     with torch.no_grad():
@@ -61,15 +58,8 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     pytest.importorskip("trl")
     words = ["two", "four", "and", "three", "seven", "of", "course", "what", "is"]
     draw = random.Random(0)
-    rows = [
-        {
-            "messages": [
-                USER,
-                {"role": "assistant", "content": " ".join(draw.choices(words, k=draw.choice([1, 2, 9, 10])))},
-            ]
-        }
-        for _ in range(40)
-    ]
+    answers = [" ".join(draw.choices(words, k=draw.choice([1, 2, 9, 10]))) for _ in range(40)]
+    rows = [{"messages": [USER, {"role": "assistant", "content": answer}]} for answer in answers]
     setup = setup_of(model, data=written(folder / "chats.jsonl", rows), steps=1, learning_rate=1e-12, validation=0.175)
     return replace(setup, batch=1, sequence=96)
 
@@ -84,33 +74,31 @@ def mean_over_tokens(chats: Setup) -> float:
         return float(model(input_ids=held[:, 0], labels=held[:, 1]).loss)
 
 
-@pytest.mark.parametrize("liger", ["none", "all"])
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize(
-    "options", [{"batch": 1}, {"batch": 2}, {"batch": 4, "accumulation": 2}, {"batch": 9}], ids=str
-)
+    "options",
+    [
+        {"batch": 1, "liger": "all"}, {"batch": 2, "packing": True, "liger": "none"},
+        {"batch": 4, "accumulation": 2, "packing": True, "liger": "all"}, {"batch": 9, "liger": "none"},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_it_is_the_mean_over_all_tokens_with_labels(
-    options: dict[str, int], packing: bool, liger: str, chats: Setup, mean_over_tokens: float
+    options: dict[str, Any], chats: Setup, mean_over_tokens: float
 ) -> None:
-    setup = replace(chats, liger=liger, packing=packing, **options)  # type: ignore[arg-type]
-    assert run(setup).validation_loss == pytest.approx(mean_over_tokens, rel=1e-6)
+    assert run(replace(chats, **options)).validation_loss == pytest.approx(mean_over_tokens, rel=1e-6)
 
 
-def on_a_rank(rank: int, setup: Setup, folder: str) -> None:
+def on_a_rank(rank: int, setup: Setup, expected: list[float]) -> None:
     torch.set_num_threads(1)
-    row = run(setup)
-    (Path(folder) / f"rank{rank}.json").write_text(json.dumps([*(row.losses or []), row.validation_loss]))
+    for shard in ("none", "fsdp2"):
+        row = run(replace(setup, shard=shard))
+        assert [*(row.losses or []), row.validation_loss] == pytest.approx(expected, rel=1e-6), shard
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["none", "fsdp2"])
-def test_ranks_have_the_losses_of_one_process(
-    shard: str, chats: Setup, mean_over_tokens: float, tmp_path: Path
-) -> None:
+def test_ranks_have_the_losses_of_one_process(chats: Setup, mean_over_tokens: float) -> None:
     expected = [*(run(replace(chats, batch=4)).losses or []), mean_over_tokens]
-    on_two_ranks(on_a_rank, replace(chats, ranks=2, batch=2, shard=shard), str(tmp_path))
-    for rank in range(2):
-        assert json.loads((tmp_path / f"rank{rank}.json").read_text()) == pytest.approx(expected, rel=1e-6)
+    on_two_ranks(on_a_rank, replace(chats, ranks=2, batch=2), expected)
 
 
 def test_it_is_computed_as_often_as_asked_and_kept_when_resumed(small: Setup, tmp_path: Path) -> None:
@@ -120,7 +108,3 @@ def test_it_is_computed_as_often_as_asked_and_kept_when_resumed(small: Setup, tm
     assert whole.validation_losses == sorted(whole.validation_losses, reverse=True)
     run(replace(setup, steps=2), folder=tmp_path)
     assert run(setup, folder=tmp_path, resume=True).validation_losses == whole.validation_losses
-
-
-def test_a_run_without_it_has_none(small: Setup) -> None:
-    assert run(replace(small, steps=1)).validation_loss is None
