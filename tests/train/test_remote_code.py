@@ -70,21 +70,15 @@ def model(tmp_path: Path, marker: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_standard_input_does_not_decide(liger: InProcess, command: str, model: Path, marker: Path) -> None:
-    code, said = liger(command, "--model", str(model), *COMMANDS[command])
+def test_the_code_runs_with_the_option_and_standard_input_does_not_decide(
+    liger: InProcess, command: str, model: Path, marker: Path
+) -> None:
+    words = (command, "--model", str(model), *COMMANDS[command])
+    code, said = liger(*words)
     assert (code, f"--model {model} {REFUSED}" in said) == (2, True), said
     assert not marker.exists()
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_code_runs_with_the_option(liger: InProcess, command: str, model: Path, marker: Path) -> None:
-    code, said = liger(command, "--model", str(model), *COMMANDS[command], "--trust-remote-code")
-    assert code == 0, said
-    assert marker.exists()
-
-
-def test_the_command_of_a_setup_has_the_option_for_its_code() -> None:
-    assert Setup("own", trust_remote_code=True).command() == "liger train --model own --trust-remote-code"
+    code, said = liger(*words, "--trust-remote-code")
+    assert (code, marker.exists()) == (0, True), said
 
 
 def test_a_tokenizer_with_code_is_refused_and_not_replaced(model: Path, marker: Path) -> None:

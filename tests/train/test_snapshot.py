@@ -64,16 +64,15 @@ def snapshots(folder: Path) -> dict[str, dict[str, Any]]:
     return {record["setup"]["liger"]: record for record in read_timelines([folder])}
 
 
-def test_the_baseline_loss_has_three_copies_of_the_logits_at_the_peak(snapshots: dict[str, dict[str, Any]]) -> None:
+def test_the_baseline_loss_has_three_copies_of_the_logits_and_the_fused_loss_has_less(
+    snapshots: dict[str, dict[str, Any]],
+) -> None:
     assert snapshots["none"]["peak"][LOGITS] == pytest.approx(3 * LOGITS_BYTES, rel=0.01)
-
-
-def test_the_fused_loss_holds_less_than_the_logits(snapshots: dict[str, dict[str, Any]]) -> None:
     assert 0 < max(snapshots["all"]["bytes"][LOGITS]) < 2.9 * LOGITS_BYTES
 
 
 @pytest.mark.parametrize("liger", ["none", "all"])
-def test_weights_gradients_and_optimizer_are_as_large_as_the_parameters(
+def test_the_rest_is_as_large_as_the_parameters_and_the_inputs_of_layers(
     snapshots: dict[str, dict[str, Any]], liger: str
 ) -> None:
     found, parameters = snapshots[liger]["bytes"], 2_121_920
@@ -82,11 +81,7 @@ def test_weights_gradients_and_optimizer_are_as_large_as_the_parameters(
     # Words and head are one matrix, with a gradient each until these are added.
     assert 4 * parameters <= max(found[GRADIENTS]) <= 4.1 * (parameters + 2 * VOCABULARY * HIDDEN)
     assert found[OPTIMIZER][-1] == pytest.approx(8 * parameters, rel=0.01)
-
-
-@pytest.mark.parametrize("liger", ["none", "all"])
-def test_checkpoints_are_the_inputs_of_the_layers(snapshots: dict[str, dict[str, Any]], liger: str) -> None:
-    assert max(snapshots[liger]["bytes"][CHECKPOINTS]) == BATCH * SEQUENCE * HIDDEN * 4 * LAYERS
+    assert max(found[CHECKPOINTS]) == BATCH * SEQUENCE * HIDDEN * 4 * LAYERS
 
 
 def test_a_timeline_has_the_second_and_third_step(snapshots: dict[str, dict[str, Any]]) -> None:
@@ -124,23 +119,16 @@ def test_a_broken_timeline_is_named(tmp_path: Path) -> None:
         read_timelines([tmp_path])
 
 
-def tags_and_events() -> tuple[list[Event], list[Tag]]:
-    """Memory at address 1 is taken twice, first for a checkpoint, then for something else."""
-    events = [Event(10, 1, 100), Event(20, 1, -100), Event(30, 1, 7), Event(40, 1, -7)]
-    return events, [Tag(11, 1, CHECKPOINTS), Tag(5, 2, WEIGHTS)]
-
-
 def test_a_tag_counts_for_the_block_that_lives_at_its_time() -> None:
-    events, tags = tags_and_events()
+    # Memory at address 1 is taken twice, first for a checkpoint, then for something else.
+    events = [Event(10, 1, 100), Event(20, 1, -100), Event(30, 1, 7), Event(40, 1, -7)]
+    tags = [Tag(11, 1, CHECKPOINTS), Tag(5, 2, WEIGHTS)]
     found = timeline({2: 1000}, events, tags)
     assert max(found.bytes[CHECKPOINTS]) == 100
     assert max(found.bytes[OTHER]) == 7
     assert set(found.bytes[WEIGHTS]) == {1000}
     assert found.peak == dict.fromkeys(CATEGORIES, 0) | {WEIGHTS: 1000, CHECKPOINTS: 100}
-
-
-def test_a_timeline_may_begin_later_with_what_was_held_then() -> None:
-    events, tags = tags_and_events()
+    # It may begin later, with what was held then.
     found = timeline({2: 1000}, events, tags, steps=[0, 15, 35], start=15)
     assert found.totals[0] == 1100
     assert found.steps == [0.0, 0.02]
@@ -154,20 +142,17 @@ def test_thinning_points_loses_no_peak() -> None:
     assert len(found.totals) <= 1001
 
 
+# As many tokens as the head is wide are logits unless the loss is fused.
 @pytest.mark.parametrize(
-    ("size", "category"),
+    ("tokens", "size", "category"),
     [
-        (4 * VOCABULARY * 256, LOGITS), (2 * VOCABULARY * 7, LOGITS), (4 * VOCABULARY * HIDDEN, GRADIENTS),
-        (2 * VOCABULARY * HIDDEN, GRADIENTS), (4 * VOCABULARY * 256 + 600, None), (4 * 256 * HIDDEN, None),
+        (256, 4 * VOCABULARY * 256, LOGITS), (256, 2 * VOCABULARY * 7, LOGITS), (256, 4 * 256 * HIDDEN, None),
+        (256, 2 * VOCABULARY * HIDDEN, GRADIENTS), (256, 4 * VOCABULARY * 256 + 600, None),
+        (HIDDEN, 4 * VOCABULARY * HIDDEN, LOGITS), (None, 4 * VOCABULARY * HIDDEN, GRADIENTS),
     ],
 )  # fmt: skip
-def test_logits_are_recognized_by_their_size(size: int, category: str | None) -> None:
-    assert logits_sizes(VOCABULARY, HIDDEN, 256)(size, 0.0) == category
-
-
-def test_as_many_tokens_as_the_head_is_wide_are_logits_unless_the_loss_is_fused() -> None:
-    assert logits_sizes(VOCABULARY, HIDDEN, HIDDEN)(4 * VOCABULARY * HIDDEN, 0.0) == LOGITS
-    assert logits_sizes(VOCABULARY, HIDDEN, None)(4 * VOCABULARY * HIDDEN, 0.0) == GRADIENTS
+def test_logits_are_recognized_by_their_size(tokens: int | None, size: int, category: str | None) -> None:
+    assert logits_sizes(VOCABULARY, HIDDEN, tokens)(size, 0.0) == category
 
 
 def test_the_events_of_a_gpu_show_the_memory_before_them_and_the_failed_allocation() -> None:
