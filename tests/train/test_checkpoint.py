@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,41 +88,27 @@ def test_the_layers_that_are_recomputed_are_those_of_the_language_model(seeing: 
     assert (checkpointed_layers(model), [bool(layer.gradient_checkpointing) for layer in layers]) == (1, [True, False])
 
 
-@pytest.fixture
-def changed(small: Setup, tmp_path: Path) -> Callable[..., Setup]:
-    """A model whose checkpoint has other weights beside its own, or lacks one."""
-
-    def make(more: dict[str, Tensor], without: str = "") -> Setup:
-        folder = shutil.copytree(small.model, tmp_path / "changed")
-        weights = {name: weight for name, weight in load_file(folder / WEIGHTS).items() if name != without}
-        save_file(weights | more, folder / WEIGHTS, metadata={"format": "pt"})
-        return replace(small, model=str(folder), liger="none")
-
-    return make
+MORE = {f"mtp.layers.{index}.norm.weight": torch.ones(6) for index in range(2)} | {"mtp.head.weight": torch.ones(5, 6)}
+# A buffer of older versions does not count.
+BUFFER = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+LEFT = "LlamaForCausalLM leaves out 42 weights of {}, which are neither trained nor saved: mtp.head, mtp.layers."
+LACKS = "{} lacks 1 tensor of LlamaForCausalLM, which starts with random values: model.norm."
 
 
-@pytest.mark.parametrize("ignored", [[], ["^mtp"]], ids=["unexpected", "ignored_by_transformers"])
-def test_weights_that_the_model_leaves_out_are_counted(
-    changed: Callable[..., Setup], ignored: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("more", "without", "ignored", "note"),
+    [(MORE | BUFFER, "", [], LEFT), (MORE, "", ["^mtp"], LEFT), ({}, "model.norm.weight", [], LACKS)],
+    ids=["unexpected", "ignored_by_transformers", "lost"],
+)
+def test_weights_that_are_left_out_or_lost_are_named(
+    more: dict[str, Tensor], without: str, ignored: list[str], note: str,
+    small: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", ignored)
-    layers = {f"mtp.layers.{index}.norm.weight": torch.ones(6) for index in range(2)}
-    setup = changed(layers | {"mtp.head.weight": torch.ones(5, 6)})
-    assert build(setup, CPU).notes == [
-        f"LlamaForCausalLM leaves out 42 weights of {setup.model}, which are neither trained nor saved: mtp.head, "
-        "mtp.layers."
-    ]
-
-
-def test_buffers_of_older_versions_do_not_count(changed: Callable[..., Setup]) -> None:
-    assert build(changed({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}), CPU).notes == []
-
-
-def test_weights_that_the_checkpoint_lacks_are_named(changed: Callable[..., Setup]) -> None:
-    setup = changed({}, without="model.norm.weight")
-    assert build(setup, CPU).notes == [
-        f"{setup.model} lacks 1 tensor of LlamaForCausalLM, which starts with random values: model.norm."
-    ]
+    folder = shutil.copytree(small.model, tmp_path / "changed")
+    weights = {name: weight for name, weight in load_file(folder / WEIGHTS).items() if name != without}
+    save_file(weights | more, folder / WEIGHTS, metadata={"format": "pt"})
+    assert build(replace(small, model=str(folder), liger="none"), CPU).notes == [note.format(folder)]
 
 
 TOKENS = torch.arange(16)[None]

@@ -21,7 +21,7 @@ from liger_train import auto_checkpoint, techniques
 from liger_train.options import RunOptions
 from liger_train.plan.step import predict
 from liger_train.row import Row, row_of
-from liger_train.runs import command
+from liger_train.runs import command, devices
 from liger_train.runs import data as text_of_runs
 from liger_train.runs.data import Data, read
 from liger_train.runs.run import largest_batch, run
@@ -167,6 +167,28 @@ def test_a_gpu_without_bfloat16_gets_float16(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
     words = {"device": "cuda", "liger": "all", "precision": None, "checkpoint": "full"}
     assert command._defaults(words, RunOptions(), torch.device("cuda"))[0]["precision"] == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("changes", "environment", "expected"),
+    [
+        ({}, {}, ["expandable_segments:True"]),
+        ({"compile": "graphs"}, {}, []),
+        ({}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, []),
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, []),
+    ],
+)
+def test_segments_of_the_allocator_grow_unless_somebody_configures_it(
+    changes: dict[str, Any], environment: dict[str, str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(devices, "set_allocator_settings", said.append)
+    for name in devices.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    devices._expand_segments(Setup("tiny", **changes))
+    assert said == expected
 
 
 @pytest.mark.parametrize(
