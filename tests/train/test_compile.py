@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import liger_core
-from liger_core.errors import DeviceError
 from liger_train import checkpointing, combinations, compiling
 from liger_train.model import build
 from liger_train.runs.command import _figures
@@ -131,11 +130,6 @@ def test_compiled_graphs_are_kept_for_later_runs(monkeypatch: pytest.MonkeyPatch
             assert os.environ[compiling.CACHE] == str(tmp_path / "liger" / "compiled")
     monkeypatch.setenv(compiling.CACHE, "/my/own")
     assert compiling.cache() == "/my/own"
-
-
-def test_cuda_graphs_need_a_gpu(small: Setup) -> None:
-    with pytest.raises(DeviceError, match=r"--compile graphs needs --device cuda, got cpu: .* --compile default"):
-        run(replace(small, compile="graphs"))
 
 
 def test_compiling_for_the_cpu_needs_a_compiler(small: Setup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,13 +315,18 @@ def test_a_background_job_ignores_ctrl_c(small: Setup, whole: list[float]) -> No
     assert (row.interrupted, row.losses) == (False, whole)
 
 
+def ending(monkeypatch: pytest.MonkeyPatch, results: dict[str, Any]) -> None:
+    """Let a run of the command end at once with these results."""
+    monkeypatch.setattr(command, "_train", lambda setup, search, options, notes: row_of(setup, WHERE, results))
+
+
 @pytest.mark.parametrize(
     ("outcome", "code"), [({}, 0), ({"interrupted": True}, 130), ({"out_of_memory": True}, 1), ({"failed": True}, 1)]
 )
 def test_every_end_has_its_row_and_exit_code(
     liger: InProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outcome: dict[str, bool], code: int
 ) -> None:
-    monkeypatch.setattr(command, "_train", lambda setup, search, options, notes: row_of(setup, WHERE, outcome))
+    ending(monkeypatch, outcome)
     assert liger("train", "--model", "tiny", "--device", "cpu", "--out", str(tmp_path))[0] == code
     (row,) = json.loads((tmp_path / "train.json").read_text())
     assert {name: value for name, value in row.items() if value is True} == outcome
@@ -339,9 +344,7 @@ class Full(io.StringIO):
 def test_a_row_that_cannot_be_printed_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, as_json: bool
 ) -> None:
-    monkeypatch.setattr(
-        command, "_train", lambda setup, search, options, notes: row_of(setup, WHERE, {"losses": [1.5]})
-    )
+    ending(monkeypatch, {"losses": [1.5]})
     monkeypatch.setattr("sys.stdout", Full())
     with pytest.raises(OSError, match="No space left on device"):
         command.train(model="tiny", device="cpu", out=tmp_path, as_json=as_json)
@@ -386,20 +389,15 @@ def test_a_full_disk_while_saving_leaves_the_checkpoint_before(
     assert row.notes[-1] == f"Resumed from step 2, {tmp_path / 'checkpoint-2'}."
 
 
+@pytest.mark.usefixtures("small_files")
 def test_a_full_disk_for_the_results_loses_neither_earlier_rows_nor_this_one(
-    liger: InProcess,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    small_files: None,
-    capsys: pytest.CaptureFixture[str],
+    liger: InProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     before = json.dumps([{"model": "earlier"}])
     (tmp_path / "train.json").write_text(before)
     printed: list[str] = []
     monkeypatch.setattr("builtins.print", lambda *words, **more: printed.append(str(words[0])))
-    monkeypatch.setattr(
-        command, "_train", lambda setup, search, options, notes: row_of(setup, WHERE, {"losses": [1.0]})
-    )
+    ending(monkeypatch, {"losses": [1.0]})
     code, said = liger("train", "--model", "tiny", "--device", "cpu", "--out", str(tmp_path), "--json")
     assert (code, "File too large; the rows that it had are unchanged; make room" in said) == (2, True), said
     assert json.loads(printed[0])["rows"][0]["losses"] == [1.0]

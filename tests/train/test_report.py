@@ -103,6 +103,9 @@ def test_strategies_differ_in_compiling_and_in_the_library() -> None:
     eager, compiled = sweep_command(sweep).splitlines()
     assert eager.endswith("--sweep batch=1,4 --strategies none,liger-kernel,all --out RESULTS")
     assert compiled.endswith("--compile default --sweep batch=1,4 --strategies none,all --out RESULTS")
+    # It starts several ranks itself.
+    command = sweep_command(found(by_batch(1, 4, base=replace(IN_24_GIB, ranks=2)))[0])
+    assert (command[:12], "--sweep batch=1,4 --sweep ranks=2" in command) == ("liger train ", True)
 
 
 def test_the_last_row_of_a_repeated_run_counts(tmp_path: Path) -> None:
@@ -126,36 +129,28 @@ def test_rows_that_are_not_of_training_runs_are_refused(tmp_path: Path) -> None:
         read([tmp_path])
 
 
-def test_runs_that_all_fit_have_no_first_failure_and_no_share() -> None:
-    rows = by_batch(8, 16, 32)
-    stated = said([replace(each, out_of_memory=False, tokens_per_second=9.0, peak_bytes=GIB) for each in rows])
-    assert stated["Transformers: first OOM"] == "no OOM up to 32"
-    assert not any("share" in words for words in stated)
-
-
 def test_shares_are_taken_where_all_three_have_figures() -> None:
     stated = said(by_batch(1, 4, 8, 16, 32))
     assert stated["share of the memory saved at 8 due to the fused loss"] == f"{145 / 150:.1%}"
     assert stated["share of the throughput gained at 8 due to the fused loss"] == f"{490 / 500:.1%}"
     assert stated["Transformers: growth of peak memory"] == "1,525.9 MiB per 1000 tokens"
     assert stated["tokens/s, Liger ÷ baseline, at 8"] == "1.50"
-
-
-ON_CPU = Setup("tiny", precision="fp32", checkpoint="none", device="cpu")
+    rows = by_batch(8, 16, 32)
+    stated = said([replace(each, out_of_memory=False, tokens_per_second=9.0, peak_bytes=GIB) for each in rows])
+    assert stated["Transformers: first OOM"] == "no OOM up to 32"
+    assert not any("share" in words for words in stated)
 
 
 def on_cpu(**results: Any) -> list[Row]:
-    rows = by_batch(1, 4, base=ON_CPU, strategies=["none", "all"])
+    base = Setup("tiny", precision="fp32", checkpoint="none", device="cpu")
+    rows = by_batch(1, 4, base=base, strategies=["none", "all"])
     return [replace(each, machine="Some CPU, 2 threads", **results) for each in rows]
 
 
-def test_small_memory_has_a_small_unit() -> None:
+def test_memory_without_figures_has_no_picture_and_a_small_one_has_a_small_unit(tmp_path: Path) -> None:
     text = text_of(on_cpu(peak_bytes=17 << 19))
     assert "peak MiB" in text
     assert line(text, "1", "Transformers")[5] == "8.50"
-
-
-def test_speeds_without_memory_are_reported_without_an_empty_picture(tmp_path: Path) -> None:
     rows = on_cpu(peak_bytes=None, static_bytes=None)
     (sweep,) = found(rows)
     sweep_picture(sweep, sweep.strategies, tmp_path / "speed.png")
@@ -179,19 +174,12 @@ def test_runs_that_ran_out_of_memory_failed_or_were_skipped_have_a_reason() -> N
     assert ends == ["out of memory", "not run", "failed"]
     assert "* Transformers at 16: out of memory: 2 GiB" in text
     assert "* Transformers at 64: ValueError: no such layer" in text
-    (sweep,) = found([small, large, left, broken])
-    assert dict(statements(sweep))["Transformers: first OOM"] == "at 16"
+    assert said([small, large, left, broken])["Transformers: first OOM"] == "at 16"
 
 
 def test_an_interrupted_run_says_how_far_it_came() -> None:
     assert "interrupted after 2 of 6 steps" in text_of([row(IN_24_GIB, interrupted=True)])
     assert "interrupted" not in text_of([row(IN_24_GIB)])
-
-
-def test_a_sweep_of_several_ranks_starts_them_itself() -> None:
-    command = sweep_command(found(by_batch(1, 4, base=replace(IN_24_GIB, ranks=2)))[0])
-    assert command.startswith("liger train ")
-    assert "--sweep batch=1,4 --sweep ranks=2" in command
 
 
 def crosses(path: Path, strategy: str) -> int:
@@ -201,14 +189,11 @@ def crosses(path: Path, strategy: str) -> int:
 
 
 def test_a_picture_marks_what_ran_out_of_memory(tmp_path: Path) -> None:
-    rows = by_batch(1, 4, 8, strategies=["none"])
-    failed = [*rows, *by_batch(16, 32, strategies=["none"])]
-    (fitting,), (all_of_them,) = found(rows), found(failed)
-    sweep_picture(fitting, fitting.strategies, tmp_path / "fitting.png")
-    sweep_picture(all_of_them, all_of_them.strategies, tmp_path / "failed.png")
-    unmarked = [replace(each, out_of_memory=False, reason=NOT_RUN) for each in failed[-2:]]
-    (left_out,) = found([*rows, *unmarked])
-    sweep_picture(left_out, left_out.strategies, tmp_path / "left.png")
+    failed = by_batch(1, 4, 8, 16, 32, strategies=["none"])
+    left_out = [*failed[:3], *(replace(each, out_of_memory=False, reason=NOT_RUN) for each in failed[3:])]
+    for name, rows in (("failed", failed), ("left", left_out)):
+        (sweep,) = found(rows)
+        sweep_picture(sweep, sweep.strategies, tmp_path / f"{name}.png")
     # Four crosses of strokes that are two points wide.
     assert crosses(tmp_path / "failed.png", "none") > crosses(tmp_path / "left.png", "none") + 4 * 20
 

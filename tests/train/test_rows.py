@@ -105,8 +105,12 @@ def split(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("template", [CHATML, TAGS, QWEN3], ids=["no tags", "tags", "TRL's own"])
+TEMPLATES = {"tags": TAGS, "TRL's own": QWEN3}
+CASES = {f"{name}-no tags": (CHATML, name) for name in FORMATS}
+CASES |= {f"{name}-{key}": (TEMPLATES[key], name) for name in ("system messages", "tools") for key in TEMPLATES}
+
+
+@pytest.mark.parametrize(("template", "name"), CASES.values(), ids=CASES)
 def test_tokens_and_labels_are_those_of_sft_trainer(template: str, name: str, tmp_path: Path) -> None:
     data = data_of(template, tmp_path, FORMATS[name])
     expected = sft_trainer(template, name, data.tokenizer, tmp_path).train_dataset

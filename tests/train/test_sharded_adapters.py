@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import forks
 from liger_train import zero
 from liger_train.errors import SetupError
 from liger_train.runs.run import run
 from liger_train.setup import Setup
-from train.training import FIELDS, needs_distributed
+from train.training import needs_distributed, saved_model
 
 pytest.importorskip("peft")
 
@@ -84,9 +84,7 @@ def folder(adapted: Setup, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters")
     experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
     for name, kind, fields in (("llama", "llama", {}), ("experts", "qwen3_moe", experts)):
-        torch.manual_seed(0)
-        config = AutoConfig.for_model(kind, **(FIELDS | {"vocab_size": 400} | fields))
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        saved_model(folder / name, kind, vocab_size=400, **fields)
         AutoTokenizer.from_pretrained(adapted.model).save_pretrained(folder / name)
     for ranks in WAYS:
         forks.on_ranks(ranks, work, replace(adapted, ranks=ranks), folder)

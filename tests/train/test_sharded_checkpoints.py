@@ -36,7 +36,7 @@ from liger_train.runs import checkpoint_writer
 from liger_train.runs.run import run
 from liger_train.setup import Setup
 from liger_train.sharded_loading import SHARD, _init_whole, check_experts, copy_views
-from train.training import FIELDS, At, needs_distributed, setup_of
+from train.training import At, needs_distributed, saved_model, setup_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu, needs_distributed]
 # Runs that continue one another, with four sequences per step.
@@ -175,11 +175,6 @@ MODELS: dict[str, dict[str, Any]] = {
 DEEP = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 12, "tie_word_embeddings": False}
 
 
-def save(folder: Path, model_type: str, **fields: Any) -> None:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(FIELDS | fields))).save_pretrained(folder)
-
-
 def check_shards(built: Built, whole: nn.Module, rank: int) -> None:
     """Raises unless every weight of a model is on meta, with the shard of this rank."""
     expected = dict(whole.named_parameters())
@@ -223,9 +218,8 @@ class Copies(TorchDispatchMode):
         return result
 
 
-def initialize(rank: int) -> None:
+def check_copies() -> None:
     """Raises unless this rank copies only its shard of a weight that is initialized on an accelerator."""
-    torch.distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     module = nn.Linear(4, 6, bias=False, device="meta")
     shard = distribute_tensor(module.weight.detach(), mesh, [Shard(0)], src_data_rank=None)
@@ -234,17 +228,13 @@ def initialize(rank: int) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True), Copies() as copies:
         _init_whole(lambda module: module.weight.data.normal_(), torch.device("cuda"), module)
     assert copies.elements == 3 * 4
-    torch.distributed.destroy_process_group()
-
-
-def test_each_rank_copies_only_its_shards_of_random_weights_from_the_accelerator() -> None:
-    on_two_ranks(initialize)
 
 
 def load(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     gc.freeze()
     torch.distributed.init_process_group("gloo")
+    check_copies()
     for name in MODELS:
         setup = setup_of(Path(folder) / name, ranks=2, shard="fsdp2", liger="all")
         whole = AutoModelForCausalLM.from_pretrained(setup.model)
@@ -281,7 +271,7 @@ def load(rank: int, folder: str) -> None:
 
 
 def test_fewer_experts_than_ranks_are_refused_if_a_file_stores_them_separately(tmp_path: Path) -> None:
-    save(tmp_path, "qwen3_moe", num_experts=3, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16)
+    saved_model(tmp_path, "qwen3_moe", **EXPERTS)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     files = list(map(str, tmp_path.glob("*.safetensors")))
@@ -297,8 +287,8 @@ def test_fewer_experts_than_ranks_are_refused_if_a_file_stores_them_separately(t
     check_experts(model, replace(setup, ranks=4), ())
 
 
-def test_each_rank_holds_its_shards_and_one_layer_at_most(tmp_path: Path) -> None:
+def test_each_rank_copies_and_holds_only_its_shards_and_one_layer_at_most(tmp_path: Path) -> None:
     for name, fields in MODELS.items():
-        save(tmp_path / name, name, **fields)
-    save(tmp_path / "deep", "llama", **DEEP)
+        saved_model(tmp_path / name, name, **fields)
+    saved_model(tmp_path / "deep", **DEEP)
     on_two_ranks(load, str(tmp_path))

@@ -55,13 +55,13 @@ def refused(sentence: str) -> Any:
     return pytest.raises(OptionError, match=sentence)
 
 
-def saved_model(folder: Path, **fields: int) -> Path:
+def saved_model(folder: Path, kind: str = "llama", **fields: Any) -> Path:
     """Written by Transformers, so that every way of sharding begins with the same weights.
 
     `fields` go over those above.
     """
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **(FIELDS | fields))).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(FIELDS | fields))).save_pretrained(folder)
     return folder
 
 
