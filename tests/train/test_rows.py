@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from liger_bench.progress import progress_bar
 from liger_train import compiling
@@ -24,7 +24,7 @@ from liger_train.runs.labels import MASKED
 from liger_train.runs.run import run
 from liger_train.setup import Setup
 from liger_train.text import Sequences
-from train.training import CHATML, FOUR, TAGS, USER, model_with, refused, setup_of, written
+from train.training import CHATML, FOUR, TAGS, USER, model_with, refused, saved_model, setup_of, written
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -217,27 +217,18 @@ def test_a_packed_document_does_not_change_the_loss_of_another(liger: str, atten
     assert losses[0] == losses[1]
 
 
-OF_CONVOLUTIONS = {"layer_types": ["conv", "full_attention"]}
-OF_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
-
-
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("mamba", {}), ("lfm2", OF_CONVOLUTIONS), ("opt", {"word_embed_proj_dim": 32, "ffn_dim": 64}),
-        ("gpt_oss", OF_EXPERTS),
+        ("mamba", {}), ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+        ("opt", {"word_embed_proj_dim": 64, "ffn_dim": 64}),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
     ],
     ids=["recurrent", "with convolutions", "with a mask of its own", "whose mask knows no positions"],
 )  # fmt: skip
 def test_a_model_that_mixes_packed_documents_is_refused(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = model_with(TAGS, tmp_path / "model")
-    sizes = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }  # fmt: skip
-    tokens = {"vocab_size": 400, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-    config = AutoConfig.for_model(kind, **tokens, **sizes, **options)
-    AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    saved_model(model, kind, vocab_size=400, pad_token_id=None, max_position_embeddings=1024, **options)
     setup = setup_of(model, data=written(tmp_path / "chats.jsonl", MESSAGES), steps=1, packing=True)
     with refused("--packing needs a model whose layers keep the documents of a sequence apart by their positions"):
         run(replace(setup, batch=1, sequence=128))
