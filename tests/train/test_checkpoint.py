@@ -32,6 +32,8 @@ from liger_train.plan.step import predict
 from liger_train.runs.run import run
 from liger_train.setup import Setup
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 WEIGHTS = "model.safetensors"
 

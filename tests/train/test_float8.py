@@ -25,6 +25,8 @@ from liger_train.plan.step import _step, fake_model, ledger_of_a_step, predict
 from liger_train.setup import Setup
 from train.training import Trained, saved_model, setup_of, trained
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 STEPS = 15
 # Float8 has 3 bits of mantissa after the first, so a matmul is off by a few percent, and the mean of a loss over tokens

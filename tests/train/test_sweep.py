@@ -280,6 +280,7 @@ def test_a_sweep_under_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         sweep.sweep(TINY, RunOptions(sweeps=["batch=1"]))
 
 
+@pytest.mark.slow
 def test_a_run_is_started_as_a_user_starts_it() -> None:
     setup = replace(TINY, sequence=16, data=__file__, steps=3)
     (found,) = sweep.run_all([setup], WHERE)

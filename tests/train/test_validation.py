@@ -20,6 +20,8 @@ from liger_train.runs.run import run
 from liger_train.setup import Setup
 from train.training import CHATML, USER, model_with, setup_of, written
 
+pytestmark = pytest.mark.slow
+
 
 def test_held_out_sequences_are_spread_over_the_text_and_never_trained_on(small: Setup, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(" ".join(map(str, range(20_000))))
@@ -95,7 +97,6 @@ def on_a_rank(rank: int, setup: Setup, expected: list[float]) -> None:
         assert [*(row.losses or []), row.validation_loss] == pytest.approx(expected, rel=1e-6), shard
 
 
-@pytest.mark.slow
 def test_ranks_have_the_losses_of_one_process(chats: Setup, mean_over_tokens: float) -> None:
     expected = [*(run(replace(chats, batch=4)).losses or []), mean_over_tokens]
     on_two_ranks(on_a_rank, replace(chats, ranks=2, batch=2), expected)
