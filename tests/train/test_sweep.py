@@ -220,7 +220,7 @@ def test_a_resumed_sweep_runs_what_is_missing_or_has_no_results(
     monkeypatch.setattr(sweep, "run_all", measured(asked, results))
     with pytest.raises(KeyboardInterrupt):
         sweep.sweep(TINY, RunOptions(sweeps=["batch=1,2,3"], strategies="all", out=tmp_path))
-    assert "1/3 · tiny 2 × 1024 all · " in capsys.readouterr().err
+    assert "2/3 · tiny 3 × 1024 all · " in capsys.readouterr().err
     rows = sweep.sweep(TINY, RunOptions(sweeps=["batch=1,2,3,4"], strategies="all", out=tmp_path, resume=True))
     assert [setup.batch for setup in asked] == [1, 2, 3, 2, 3, 4]
     assert [row.batch for row in rows] == [1, 2, 3, 4]
