@@ -139,10 +139,7 @@ class Setup:
     ] = ALL_LINEAR
     validation: Annotated[float, Option(help="Share of the text to hold out for validation, for instance 0.02.")] = 0.0
     packing: Annotated[bool, Option(help="Put several rows of --data into one sequence, as TRL packs them.")] = False
-    compile: Annotated[
-        str,
-        Option(help="{values}: torch.compile of each layer, and CUDA graphs of a step."),
-    ] = "none"
+    compile: Annotated[str, Option(help="{values}: torch.compile of each layer, and CUDA graphs of a step.")] = "none"
     mlp: Annotated[str, Option(help="{values}.")] = "whole"
 
     @property

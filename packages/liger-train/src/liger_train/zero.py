@@ -59,10 +59,8 @@ def config(setup: Setup) -> dict[str, Any]:
         # Prefetching can request a weight that is already in a buffer, which is an error.
         zero["stage3_prefetch_bucket_size"] = 0
     contents: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "train_batch_size": "auto",
-        "gradient_clipping": "auto",
+        **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
+        **dict.fromkeys(("train_batch_size", "gradient_clipping"), "auto"),
         "fp16": {"enabled": "auto"},
         "bf16": {"enabled": "auto"},
         "zero_optimization": zero,

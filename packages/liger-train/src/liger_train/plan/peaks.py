@@ -218,13 +218,7 @@ def _largest(moments: Tensor, terms: tuple[str, ...], span: Span) -> Tensor:
 
 
 def _values(terms: Sequence[str], batch: float, sequence: float, ranks: int) -> Tensor:
-    every = {
-        FIXED: 1.0,
-        TOKENS: batch * sequence,
-        SQUARE: sequence**2,
-        SQUARES: batch * sequence**2,
-        SHARD: 1 / ranks,
-    }
+    every = {FIXED: 1.0, TOKENS: batch * sequence, SQUARE: sequence**2, SQUARES: batch * sequence**2, SHARD: 1 / ranks}
     return torch.tensor([every[term] for term in terms], dtype=torch.float64)
 
 

@@ -85,13 +85,8 @@ class Plan:
                 for a in self.alternatives
             ],
             "checklist": [
-                {
-                    "title": item.title,
-                    "peak_bytes": item.prediction.peak_bytes if item.prediction else None,
-                    "problem": item.problem,
-                    "speed": item.speed,
-                    "costs": item.costs,
-                }
+                {name: getattr(item, name) for name in ("title", "problem", "speed", "costs")}
+                | {"peak_bytes": item.prediction.peak_bytes if item.prediction else None}
                 for item in self.checklist
             ],
             "traffic": None if self.traffic is None else asdict(self.traffic),

@@ -21,11 +21,8 @@ from liger_train.setup import Setup
 def print_plan(plan: Plan) -> None:
     console, prediction = output(), plan.prediction
     setup = prediction.setup
-    trained = (
-        f", {amount(prediction.trainable_parameters)} of them trained"
-        if prediction.trainable_parameters < prediction.parameters
-        else ""
-    )
+    count = prediction.trainable_parameters
+    trained = f", {amount(count)} of them trained" if count < prediction.parameters else ""
     console.print(f"{setup.model}: {amount(prediction.parameters)} parameters{trained}", markup=False)
     print_bars(console, plan.bars, plan.limit)
     console.print(
@@ -111,11 +108,8 @@ def print_sweep(predictions: Sequence[Prediction], varied: Sequence[str], fits: 
 def _print_held(console: Console, plan: Plan) -> None:
     held = {name: count for name, count in plan.prediction.held.items() if count}
     scale, unit = unit_of(max(held.values()))
-    print_table(
-        console,
-        [Column("category"), Column(unit, number=True)],
-        [[name, f"{count / scale:.2f}"] for name, count in held.items()],
-    )
+    lines = [[name, f"{count / scale:.2f}"] for name, count in held.items()]
+    print_table(console, [Column("category"), Column(unit, number=True)], lines)
 
 
 def _print_traffic(console: Console, traffic: Traffic) -> None:
@@ -156,13 +150,8 @@ def _print_alternatives(console: Console, plan: Plan) -> None:
         ]
         for other in shown
     ]
-    columns = [
-        Column("instead"),
-        Column(f"peak {unit}", number=True),
-        Column(f"saves {unit}", number=True),
-        Column("costs", prose=True),
-    ]
-    print_table(console, columns, lines)
+    numbers = (Column(f"{name} {unit}", number=True) for name in ("peak", "saves"))
+    print_table(console, [Column("instead"), *numbers, Column("costs", prose=True)], lines)
 
 
 def _print_costs(console: Console, plan: Plan) -> None:
@@ -189,13 +178,8 @@ def compared_page(comparisons: Sequence[Compared], command: str) -> str:
 
 def print_compared(comparisons: Sequence[Compared]) -> None:
     console = output()
-    columns = [
-        Column("setup", prose=True),
-        *(Column(name, number=True) for name in ("predicted GiB", "measured GiB", "error")),
-        Column(""),
-    ]
-    lines = [[cells[0], *cells[1:4], cells[-1]] for cells in map(cells_of, comparisons)]
-    print_table(console, columns, lines)
+    columns = [Column("setup", prose=True), *(Column(name, number=True) for name in HEAD[1:4]), Column("")]
+    print_table(console, columns, [[*cells[:4], cells[-1]] for cells in map(cells_of, comparisons)])
     console.print(_summary(comparisons))
 
 
@@ -219,11 +203,8 @@ def worst(comparisons: Sequence[Compared]) -> float:
 def _summary(comparisons: Sequence[Compared]) -> str:
     measured = sum(comparison.error is not None for comparison in comparisons)
     limited = [comparison for comparison in comparisons if comparison.predicted_to_fit is not None]
-    fits = (
-        f" Whether it fits: correct for {sum(comparison.right for comparison in limited)} of {len(limited)} setups."
-        if limited
-        else ""
-    )
+    right = sum(comparison.right for comparison in limited)
+    fits = f" Whether it fits: correct for {right} of {len(limited)} setups." if limited else ""
     return (
         f"{measured} peak{'' if measured == 1 else 's'}, with a largest error of {worst(comparisons):.1%} "
         f"({ALLOWED:.0%} is allowed).{fits}"

@@ -66,17 +66,12 @@ class Sweep:
         lines = dict.fromkeys(map(_line, self.rows))
         several = len({checkpoint for *_, checkpoint in lines}) > 1
         compiled = {"none": "", "default": ", compiled"}
-        return [
-            Strategy(
-                liger,
-                compile,
-                checkpoint,
-                WORDS.get(liger, f"Liger: {liger}")
-                + compiled.get(compile, f", compile {compile}")
-                + (f", checkpoint {checkpoint}" if several else ""),
-            )
-            for liger, compile, checkpoint in sorted(lines, key=lambda line: (order.index(line[0]), line[1] != "none"))
-        ]
+        strategies = []
+        for liger, compile, checkpoint in sorted(lines, key=lambda line: (order.index(line[0]), line[1] != "none")):
+            label = WORDS.get(liger, f"Liger: {liger}") + compiled.get(compile, f", compile {compile}")
+            label += f", checkpoint {checkpoint}" if several else ""
+            strategies.append(Strategy(liger, compile, checkpoint, label))
+        return strategies
 
     def strategy(self, liger: str) -> Strategy | None:
         """Return the first strategy with a selection of ops."""

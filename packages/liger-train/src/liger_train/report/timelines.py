@@ -88,16 +88,10 @@ def timeline_picture(records: Sequence[Record], path: Path) -> None:
         axes.set_xlim(0, (step.times[-1] or 1.0) * 1.02)
         style = {"textcoords": "offset points", "fontsize": 9}
         if totals:
-            peak = totals.index(max(totals))
-            right = step.times[peak] < 0.6 * step.times[-1]
-            words = f"peak {totals[peak]:,.2f} {name}"
-            axes.annotate(
-                words,
-                (step.times[peak], totals[peak]),
-                (5 if right else -5, 3),
-                ha="left" if right else "right",
-                **style,
-            )
+            peak = max(totals)
+            time = step.times[totals.index(peak)]
+            offset, side = (5, "left") if time < 0.6 * step.times[-1] else (-5, "right")
+            axes.annotate(f"peak {peak:,.2f} {name}", (time, peak), (offset, 3), ha=side, **style)
         if step.requested:
             requested = step.requested / unit
             axes.plot(
@@ -108,15 +102,8 @@ def timeline_picture(records: Sequence[Record], path: Path) -> None:
         _draw_limit(axes, record["setup"].get("memory_limit"), highest, unit, name)
     panels[0][0].set_ylim(0, 1.12 * highest / unit)
     panels[0][0].set_ylabel(f"memory, {name}")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(
-        handles,
-        labels,
-        loc="outside lower center",
-        ncols=len(CATEGORIES) if len(records) > 1 else 3,
-        frameon=False,
-        fontsize=9,
-    )
+    columns = len(CATEGORIES) if len(records) > 1 else 3
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     for axes in panels[0]:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)

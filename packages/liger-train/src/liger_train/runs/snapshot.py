@@ -20,17 +20,7 @@ from liger_bench.memory import CpuAllocations, storages
 from liger_hf.private_transformers import GradientCheckpointingLayer
 from liger_train.row import chosen_options
 from liger_train.setup import Setup
-from liger_train.timeline import (
-    CHECKPOINTS,
-    GRADIENTS,
-    OPTIMIZER,
-    WEIGHTS,
-    Event,
-    Guess,
-    Tag,
-    logits_sizes,
-    timeline,
-)
+from liger_train.timeline import CHECKPOINTS, GRADIENTS, OPTIMIZER, WEIGHTS, Event, Guess, Tag, logits_sizes, timeline
 
 # The first step compiles kernels and allocates the optimizer state; the others are typical.
 STEPS = 3
