@@ -108,23 +108,15 @@ def _groups(module: nn.Module) -> Iterator[tuple[str, ...]]:
 def _problem(linears: Sequence[Any]) -> str:
     """Return why these layers cannot be merged, or an empty string."""
     weights = [linear.weight for linear in linears]
-    first = weights[0]
     if any(type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter for linear in linears):
         return "they are adapted, quantized or sharded"
     if any(linear.bias is not None for linear in linears):
         return "they have a bias"
-    if any(
-        (w.dtype, w.device, w.requires_grad, w.shape[1])
-        != (first.dtype, first.device, first.requires_grad, first.shape[1])
-        for w in weights
-    ):
+    if len({(w.dtype, w.device, w.requires_grad, w.shape[1]) for w in weights}) > 1:
         return "their weights differ in dtype, device, or whether they are trained"
-    if any(
-        linear.__dict__.get("forward") is not None or linear._forward_hooks or linear._forward_pre_hooks
-        for linear in linears
-    ):
+    if any("forward" in vars(linear) or linear._forward_hooks or linear._forward_pre_hooks for linear in linears):
         return "they have hooks or a forward of their own"
-    if first.is_meta or any(hasattr(w, "ds_id") for w in weights):
+    if weights[0].is_meta or any(hasattr(w, "ds_id") for w in weights):
         return "their weights are elsewhere"
     return ""
 

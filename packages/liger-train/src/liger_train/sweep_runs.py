@@ -82,11 +82,7 @@ def setups_of(base: Setup, values: Mapping[str, Sequence[Any]], strategies: Sequ
 
 def reason_to_skip(setup: Setup, rows: Sequence[Row]) -> str:
     """Return the reason to skip a run if the same run with fewer tokens ran out of memory, or an empty string."""
-    same = [
-        name
-        for name in (*SWEPT, "liger", "device")
-        if name not in ("batch", "sequence", "steps", "seed", "learning_rate")
-    ]
+    same = {*SWEPT, "liger", "device"} - {"batch", "sequence", "steps", "seed", "learning_rate"}
     for row in rows:
         smaller = row.batch <= setup.batch and row.sequence <= setup.sequence
         if row.out_of_memory and smaller and all(getattr(row, name) == getattr(setup, name) for name in same):

@@ -24,20 +24,11 @@ def tie(model: Any) -> str:
     if head is None or type(embedding) is not nn.Embedding or getattr(head, "weight", None) is not embedding.weight:
         return ""
     weight = embedding.weight
-    is_plain = (
-        type(weight) is nn.Parameter and weight.is_contiguous() and not weight.is_meta and weight.is_floating_point()
-    )
-    has_hooks = (
-        weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None) or "forward" in vars(embedding)
-    )
-    if (
-        not is_plain
-        or has_hooks
-        or not weight.requires_grad
-        or embedding.sparse
-        or embedding.scale_grad_by_freq
-        or embedding.max_norm is not None
-    ):
+    is_plain = type(weight) is nn.Parameter and weight.is_contiguous() and not weight.is_meta
+    has_hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
+    has_options = embedding.sparse or embedding.scale_grad_by_freq or embedding.max_norm is not None
+    is_trained = weight.requires_grad and "forward" not in vars(embedding)
+    if not is_plain or has_hooks or has_options or not is_trained:
         return ""
     replacement(embedding, _forward, nn.Embedding.forward).install()
     return "The gradient of the tied embedding is added to the rows of its tokens alone."

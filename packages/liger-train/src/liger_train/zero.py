@@ -35,12 +35,8 @@ def prepare(setup: Setup) -> None:
 def config(setup: Setup) -> dict[str, Any]:
     """Return DeepSpeed's configuration; Transformers fills in "auto"."""
     stage = int(setup.shard.removeprefix("zero"))
-    zero: dict[str, Any] = {
-        "stage": stage,
-        "contiguous_gradients": True,
-        "overlap_comm": True,
-        "reduce_bucket_size": "auto",
-    }
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": "auto"}
+    zero |= dict.fromkeys(("contiguous_gradients", "overlap_comm"), True)
     if stage == 3:
         zero |= {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
         # Otherwise Transformers could not load the model of a checkpoint.
@@ -48,11 +44,8 @@ def config(setup: Setup) -> dict[str, Any]:
     if setup.offload != "none":
         zero["offload_optimizer"] = _offload_device(setup)
     if setup.offload in ("parameters", "nvme"):
-        zero |= {
-            "offload_param": _offload_device(setup),
-            "stage3_max_live_parameters": live_elements(setup),
-            "stage3_max_reuse_distance": live_elements(setup),
-        }
+        zero["offload_param"] = _offload_device(setup)
+        zero |= dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), live_elements(setup))
     if setup.offload == "nvme":
         # Each of the five buffers must hold any weight. By default the first billion weights would stay on the host.
         zero["offload_param"] |= {"buffer_count": 5, "buffer_size": _largest_weight(setup), "max_in_cpu": 0}

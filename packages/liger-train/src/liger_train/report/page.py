@@ -117,16 +117,11 @@ def _figures(sweep: Sweep) -> str:
             row = sweep.row(strategy, value)
             if row is not None:
                 lines.append([str(value), strategy.label, *figures_of(row, base, scale)])
-    parts = [
-        markdown.table(
-            (sweep.axis, "strategy", *_figure_names(unit)), markdown.sparse(lines), right=(0, *range(2, 2 + FIGURES))
-        )
-    ]
-    if not any(row.get("peak_bytes") for row in sweep.rows):
-        parts.append("Peak memory was not measured.")
-    parts.append(_sentences(sweep, lambda row: [row["reason"]]))
-    parts.append(_sentences(sweep, _notes))
-    return "\n\n".join(paragraph for paragraph in parts if paragraph)
+    head = (sweep.axis, "strategy", *_figure_names(unit))
+    table = markdown.table(head, markdown.sparse(lines), right=(0, *range(2, 2 + FIGURES)))
+    unmeasured = "" if any(row.get("peak_bytes") for row in sweep.rows) else "Peak memory was not measured."
+    parts = (table, unmeasured, _sentences(sweep, lambda row: [row["reason"]]), _sentences(sweep, _notes))
+    return "\n\n".join(filter(None, parts))
 
 
 def _sentences(sweep: Sweep, sentences: Callable[[Record], Sequence[str]]) -> str:

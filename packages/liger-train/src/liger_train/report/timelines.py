@@ -66,11 +66,8 @@ def pictured_runs(records: Sequence[Record]) -> dict[str, list[Record]]:
 def timeline_picture(records: Sequence[Record], path: Path) -> None:
     """Draw the last recorded step of each run, until the memory of its update is released, in panels of one scale."""
     steps = [_last_step(record) for record in records]
-    highest = max(
-        [sum(layers) for each in steps for layers in zip(*each.layers, strict=True)]
-        + [each.requested for each in steps]
-        + [1 << 20]
-    )
+    totals = (sum(layers) for each in steps for layers in zip(*each.layers, strict=True))
+    highest = max(1 << 20, *totals, *(each.requested for each in steps))
     unit, name = unit_of(highest)
     figure, panels = plt.subplots(
         1, len(records), figsize=(5.4 * len(records) + 0.6, 4.2), sharey=True, layout="constrained", squeeze=False
@@ -103,7 +100,8 @@ def timeline_picture(records: Sequence[Record], path: Path) -> None:
     panels[0][0].set_ylim(0, 1.12 * highest / unit)
     panels[0][0].set_ylabel(f"memory, {name}")
     columns = len(CATEGORIES) if len(records) > 1 else 3
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    entries = panels[0][0].get_legend_handles_labels()
+    figure.legend(*entries, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     for axes in panels[0]:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)

@@ -189,11 +189,8 @@ def _tokenize(examples: list[Row], tokenizer: Any, by_tags: bool, folder: str) -
         for half in (examples[: len(examples) // 2], examples[len(examples) // 2 :]) if len(examples) > 1 else ():
             _tokenize(half, tokenizer, by_tags, folder)
         reason = str(problem).strip().split("\n")[0] or type(problem).__name__
-        what = (
-            "TRL must accept the row"
-            if isinstance(examples[0][1].get("prompt"), str)
-            else "the chat template must accept the messages"
-        )
+        is_text = isinstance(examples[0][1].get("prompt"), str)
+        what = "TRL must accept the row" if is_text else "the chat template must accept the messages"
         raise OptionError(f"{examples[0][0]}: {what}, but it does not: {reason}") from problem
 
 

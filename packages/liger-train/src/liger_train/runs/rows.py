@@ -125,11 +125,8 @@ def _json(path: Path, location: str) -> Iterator[tuple[str, Any]]:
                     f"rows, got {bad!r} "
                     f"({problem.msg}); to train on the text of the file as it is, give it another suffix"
                 ) from None
-            yield from (
-                ((f"{location}, row {i}", row) for i, row in enumerate(parsed, 1))
-                if is_array
-                else [(f"{location}, line {number}", parsed)]
-            )
+            kind, numbered = ("row", enumerate(parsed, 1)) if is_array else ("line", [(number, parsed)])
+            yield from ((f"{location}, {kind} {index}", row) for index, row in numbered)
 
 
 def _has(row: Any, columns: tuple[str, ...]) -> bool:

@@ -215,12 +215,8 @@ class _Run:
     def _arguments(self, setup: Setup, output_folder: Path, folder: Path | None, save_every: int) -> TrainingArguments:
         more: dict[str, Any] = {"logging_nan_inf_filter": False, "full_determinism": self.deterministic}
         if folder is not None:
-            every = save_every or self.setup.steps
-            more |= {
-                "save_strategy": "steps",
-                "save_steps": every,
-                "save_total_limit": saved_checkpoints.MOST_CHECKPOINTS,
-            }
+            more |= {"save_strategy": "steps", "save_steps": save_every or self.setup.steps}
+            more["save_total_limit"] = saved_checkpoints.MOST_CHECKPOINTS
         arguments = training_arguments(setup, output_folder, **more)
         if self.device.type == "cpu":
             # accelerate 1.15 numbers CPUs by rank, but torch.load rejects "cpu:0" when an optimizer is restored.
@@ -255,11 +251,8 @@ class _Run:
 
     def _progress(self, model: nn.Module, data: Data) -> dict[str, Any]:
         known = self.model_columns | {"checkpointed_layers": checkpointed_layers(model)}
-        return self.recorder.progress() | {
-            "known": known,
-            "setup": saved_checkpoints.fixed_options(self.setup),
-            "text": data.digest,
-        }
+        fixed = saved_checkpoints.fixed_options(self.setup)
+        return self.recorder.progress() | {"known": known, "setup": fixed, "text": data.digest}
 
     def _end(self, folder: Path | None) -> None:
         """Gather the results of all ranks, and note an interruption."""

@@ -126,14 +126,10 @@ class Snapshot(TrainerCallback):
     def _tag(self, category: str, tensors: Iterable[Any]) -> dict[int, int]:
         """Tag the storages of tensors with a category; return address → bytes."""
         now = _now()
-        sizes = {
-            s.data_ptr(): s.nbytes()
-            for tensor in tensors
-            for s in storages(tensor)
-            if s.device.type == self.setup.device
-        }
-        self.tags += [Tag(now, address, category) for address in sizes if address]
-        return {address: size for address, size in sizes.items() if address}
+        on_device = (each for each in storages([*tensors]) if each.device.type == self.setup.device)
+        sizes = {each.data_ptr(): each.nbytes() for each in on_device if each.data_ptr()}
+        self.tags += [Tag(now, address, category) for address in sizes]
+        return sizes
 
     def _stop(self) -> None:
         if self._recorder is not None:
