@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate import ParallelismConfig
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
@@ -21,7 +22,6 @@ from liger_train.compiling import compile_layers
 from liger_train.configs import auto_class, config_of
 from liger_train.float8 import RECIPES, cast_when_gathered, convert
 from liger_train.implementations import PEER, patch_by_peer
-from liger_train.parallelism import parallelism
 from liger_train.random_weights import random_weights
 from liger_train.setup import MLP_ROWS, ZERO, Setup
 from liger_train.sharded_loading import copy_views, forget_initialization, in_shards, wait_on_meta
@@ -93,6 +93,14 @@ def unquantized(setup: Setup, device: torch.device) -> Any:
         for name, weight in random_weights(on_meta(setup), device, setup.seed).items():
             values[name].copy_(weight[...])
     return model
+
+
+def parallelism(setup: Setup) -> ParallelismConfig | None:
+    """Return the mesh of a setup's ranks, or None if all ranks are data-parallel in one way."""
+    sizes = {"dp_replicate_size": setup.replicate, "tp_size": setup.tp, "cp_size": setup.cp}
+    if max(sizes.values()) == 1:
+        return None
+    return ParallelismConfig(**sizes, dp_shard_size=setup.replicas // setup.replicate)
 
 
 def on_meta(setup: Setup) -> Any:

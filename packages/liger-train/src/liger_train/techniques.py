@@ -26,6 +26,13 @@ FLOAT8 = (
     ("fp8-rowwise-pure", "bf16-pure", "a scale per row", "4 bits of precision in matmuls"),
 )
 
+# (value, what is sharded, how, its cost).
+STAGES = (
+    ("zero1", "optimizer state", "", "the updated weights"),
+    ("zero2", "optimizer state and gradients", "", "the updated weights"),
+    ("zero3", "optimizer state, gradients and weights", "; gathers weights layer by layer", "weights in both passes"),
+)
+
 TABLE: dict[str, Technique] = {
     "liger none": Technique("The model of Transformers, unchanged.", by="Transformers"),
     "liger all-but-loss": Technique(
@@ -137,27 +144,16 @@ TABLE: dict[str, Technique] = {
     ),
     **OPTIMIZERS,
     "shard none": Technique("Every rank holds the whole model (data parallelism)."),
-    "shard zero1": Technique(
-        "Shards optimizer state over the ranks.",
-        "(ranks − 1) / ranks of optimizer state",
-        "gathers the updated weights",
-        packages=("deepspeed",),
-        by="DeepSpeed",
-    ),
-    "shard zero2": Technique(
-        "Shards optimizer state and gradients over the ranks.",
-        "(ranks − 1) / ranks of optimizer state and gradients",
-        "gathers the updated weights",
-        packages=("deepspeed",),
-        by="DeepSpeed",
-    ),
-    "shard zero3": Technique(
-        "Shards optimizer state, gradients and weights over the ranks; gathers weights layer by layer.",
-        "(ranks − 1) / ranks of optimizer state, gradients and weights",
-        "gathers weights in both passes",
-        packages=("deepspeed",),
-        by="DeepSpeed",
-    ),
+    **{
+        f"shard {value}": Technique(
+            f"Shards {state} over the ranks{how}.",
+            f"(ranks − 1) / ranks of {state}",
+            f"gathers {costs}",
+            packages=("deepspeed",),
+            by="DeepSpeed",
+        )
+        for value, state, how, costs in STAGES
+    },
     "shard fsdp2": Technique(
         "As `zero3`, by PyTorch.",
         "(ranks − 1) / ranks of optimizer state, gradients and weights",
@@ -231,7 +227,6 @@ TABLE: dict[str, Technique] = {
         problem=combinations.quantized,
     ),
 }
-# Option → value → technique.
 TECHNIQUES: dict[str, dict[str, Technique]] = {}
 for name, technique in TABLE.items():
     option, value = name.split()

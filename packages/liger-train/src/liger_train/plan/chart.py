@@ -21,7 +21,6 @@ from liger_train.plan.step import Prediction
 
 WIDTH = 48
 
-# A name and its prediction.
 Bar = tuple[str, Prediction]
 
 

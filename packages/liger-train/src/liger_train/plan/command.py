@@ -25,37 +25,24 @@ from liger_train.setup import AUTO, AUTO_OPTIONS, DEFAULTS, Setup
 from liger_train.sweep_runs import setups_of, strategies_of, swept_values
 from liger_train.techniques import check
 
-PANEL = "Plan"
-
 
 @takes_options(optional="model")
 def plan(
     values: dict[str, Any],
     options: RunOptions,
     *,
-    techniques: Annotated[bool, Option(help="Also predict what other techniques save.", rich_help_panel=PANEL)] = True,
+    techniques: Annotated[bool, Option(help="Also predict what other techniques save.")] = True,
     compare: Annotated[
         list[Path] | None,
         Option(
-            help=(
-                "Compare predictions with the rows of a train.json (or its folder), or of a model.json of an earlier "
-                "version; repeatable."
-            ),
-            rich_help_panel=PANEL,
+            help="Compare predictions with the rows of a train.json (or its folder), or of a model.json of an earlier "
+            "version; repeatable."
         ),
     ] = None,
-    nodes: Annotated[
-        int | None, Option(min=1, help="Machines of --ranks. Default: one for each 8 ranks.", rich_help_panel=PANEL)
-    ] = None,
-    links: Annotated[
-        float, Option(min=1, help="GB/s that a GPU receives from GPUs of its machine.", rich_help_panel=PANEL)
-    ] = 450.0,
-    network: Annotated[
-        float, Option(min=1, help="GB/s that a GPU receives from other machines.", rich_help_panel=PANEL)
-    ] = 50.0,
-    serve: Annotated[
-        bool, Option("--serve", help="Show a page that answers for any method and batch.", rich_help_panel=PANEL)
-    ] = False,
+    nodes: Annotated[int | None, Option(min=1, help="Machines of --ranks. Default: one for each 8 ranks.")] = None,
+    links: Annotated[float, Option(min=1, help="GB/s that a GPU receives from GPUs of its machine.")] = 450.0,
+    network: Annotated[float, Option(min=1, help="GB/s that a GPU receives from other machines.")] = 50.0,
+    serve: Annotated[bool, Option("--serve", help="Show a page that answers for any method and batch.")] = False,
 ) -> None:
     """Predict the peak memory of a training run before anything is allocated, and find a setup that fits.
 

@@ -34,7 +34,6 @@ class Weight:
         return self.linear and len(self.shape) == 2
 
 
-# Weight → bytes.
 Size = Callable[[Weight], int]
 
 

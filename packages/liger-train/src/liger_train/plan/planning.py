@@ -75,11 +75,9 @@ class Plan:
             "what_fits": self.what_fits,
             "techniques": [
                 {
-                    "option": a.technique.option,
-                    "value": a.technique.value,
+                    **{name: getattr(a.technique, name) for name in ("option", "value", "costs")},
                     "saves_bytes": a.saves(self.start) if a.prediction else None,
                     "peak_bytes": a.prediction.peak_bytes if a.prediction else None,
-                    "costs": a.technique.costs,
                     "problem": a.problem,
                 }
                 for a in self.alternatives

@@ -23,7 +23,6 @@ from liger_bench.writable import check_file, check_folder
 from liger_core.errors import OptionError
 from liger_train.report.sweeps import FUSED, PLAIN, Sweep, outside_sweeps, read, sweeps
 
-# The default of --heading.
 HEADING = "Results"
 
 Draw = Callable[[Path], None]

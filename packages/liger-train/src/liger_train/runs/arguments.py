@@ -14,8 +14,7 @@ from liger_hf.private_transformers import use_one_gpu
 from liger_train import fields, techniques, zero
 from liger_train.combinations import ZERO
 from liger_train.errors import SetupError
-from liger_train.model import LOW
-from liger_train.parallelism import parallelism
+from liger_train.model import LOW, parallelism
 from liger_train.runs import process_group
 from liger_train.setup import Setup
 
@@ -32,19 +31,15 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
     values: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": setup.steps,
-        "per_device_train_batch_size": setup.batch,
-        "per_device_eval_batch_size": setup.batch,
+        **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), setup.batch),
         "gradient_accumulation_steps": setup.accumulation,
         "learning_rate": setup.learning_rate,
         "lr_scheduler_type": "constant",
-        "seed": setup.seed,
-        "data_seed": setup.seed,
+        **dict.fromkeys(("seed", "data_seed"), setup.seed),
         "use_cpu": setup.device == "cpu",
-        "dataloader_drop_last": True,
         "dataloader_pin_memory": setup.device == "cuda",
-        "disable_tqdm": True,
-        "logging_strategy": "no",
-        "save_strategy": "no",
+        **dict.fromkeys(("dataloader_drop_last", "disable_tqdm"), True),
+        **dict.fromkeys(("logging_strategy", "save_strategy"), "no"),
         "report_to": [],
         "parallelism_config": parallelism(setup),
         # Otherwise the second step replaces the buckets of gradients, while NCCL still holds those of the first.

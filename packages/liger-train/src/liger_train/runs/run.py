@@ -150,7 +150,7 @@ class _Run:
         resume: bool,
         save_every: int,
         observers: Sequence[TrainerCallback],
-        export: Path | None = None,
+        export: Path | None,
     ) -> None:
         with contextlib.ExitStack() as stack, _quiet():
             output_folder, nvme_folder = _folders(stack, self.setup, folder)
