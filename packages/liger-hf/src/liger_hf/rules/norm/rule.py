@@ -21,7 +21,7 @@ from liger_hf.patch import Patch, forward_of, replacement
 from liger_hf.rebinding import innermost, names_in
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.norm.gated import NormFunction, fits, forms
-from liger_hf.rules.norm.shaped import cases, form_of
+from liger_hf.rules.norm.shaped import NormForm, form_of
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, Unfit, configuration, device_of, of_length, replica, trial
 
 Cast = Literal["input", "float32"]
@@ -66,13 +66,13 @@ def look(module: nn.Module) -> Found | None:
         if form is not None:
             return (_candidate(*way, original, (arguments[0], eps)) for way in form.ways)
         if (gated or grouped) and isinstance(eps, str):
-            return _special(original, arguments, eps, grouped)
+            ways = forms(eps, gated, grouped)
+            return (_special_candidate(*way, original, (arguments, eps)) for way in ways)
         return _candidates(original, arguments[0], eps, tuple(weights))
 
     def all_cases(device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
-        if form is not None:
-            return cases(module, form, weights, device, dtypes)
-        return (drawn.case(_run(module, drawn, arguments)) for drawn in inputs(module, device, dtypes, gated))
+        every = inputs(module, device, dtypes, gated, form)
+        return (drawn.case(_run(module, drawn, arguments, form is not None)) for drawn in every)
 
     return Found(
         op,
@@ -109,12 +109,6 @@ def _weights(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _grouped(module: nn.Module, weights: dict[str, Any]) -> bool:
     return isinstance(getattr(module, "group_size", None), int) and weights.keys() == {"weight"}
-
-
-def _special(original: Callable[..., Any], arguments: tuple[str, ...], eps: str, grouped: bool) -> Iterator[Candidate]:
-    gated = len(arguments) == 2
-    for op, detail, form in forms(eps, gated, grouped):
-        yield _special_candidate(op, detail, form, original, (arguments, eps))
 
 
 def _special_candidate(
@@ -199,7 +193,10 @@ def _installed(
 
 @dataclass(frozen=True)
 class NormInputs:
-    """Random rows, perhaps with a gate, their upstream gradient and weights for a norm, by name."""
+    """Random rows, perhaps with a gate, their upstream gradient and weights for a norm, by name.
+
+    length  the length of the only sequence; 0 if there are several
+    """
 
     name: str
     dtype: torch.dtype
@@ -207,14 +204,18 @@ class NormInputs:
     upstream: Tensor
     values: dict[str, Tensor]
     gates: tuple[Tensor, ...]
+    length: int = 0
 
     def case(self, run: Run) -> Case:
-        length = self.x.shape[1]
-        return of_length(length, self.dtype, run) if length in LENGTHS else Case(self.name, self.dtype, run)
+        return of_length(self.length, self.dtype, run) if self.length else Case(self.name, self.dtype, run)
 
 
 def inputs(
-    module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype], gated: bool = False
+    module: nn.Module,
+    device: torch.device,
+    dtypes: Iterable[torch.dtype],
+    gated: bool = False,
+    form: NormForm | None = None,
 ) -> Iterator[NormInputs]:
     """Yield random inputs for each dtype of the weights, and of other lengths.
 
@@ -223,12 +224,11 @@ def inputs(
     weights = _weights(module)
     stated = getattr(module, "normalized_shape", (WIDTH,))
     width = max((p.shape[0] for p in weights.values()), default=stated[-1]) or WIDTH
-    draw = Draw(device)
+    draw, sizes = Draw(device), form.shape if form else lambda rows: (rows, width)
+    x, upstream, *gates = (draw.normal(3, *sizes(7)) for _ in range(3 if gated else 2))
     # Small rows show where eps is added, large ones whether anything is limited.
-    x = draw.normal(3, 7, width) * torch.tensor([0.01, 1.0, 100.0], device=device)[:, None, None]
-    upstream = draw.normal(3, 7, width)
+    x *= torch.tensor([0.01, 1.0, 100.0], device=device).view(3, *[1] * (x.dim() - 1))
     values = {name: draw.positive(width) for name in weights}
-    gates = (draw.normal(3, 7, width),) if gated else ()
     for dtype in dtypes:
         cast_values = {name: v.to(dtype) for name, v in values.items()}
         for wide in dict.fromkeys((dtype, torch.float32)) if gated else (dtype,):
@@ -237,13 +237,17 @@ def inputs(
                 name, dtype, x.to(wide), upstream.to(wide), cast_values, tuple(gate.to(dtype) for gate in gates)
             )
     for length in LENGTHS:
-        x, upstream, *gate = (draw.normal(1, length, width) for _ in range(3 if gated else 2))
-        yield NormInputs("", torch.float32, x, upstream, values, tuple(gate))
+        x, upstream, *gate = (draw.normal(1, *sizes(length)) for _ in range(3 if gated else 2))
+        yield NormInputs("", torch.float32, x, upstream, values, tuple(gate), length)
 
 
-def _run(module: nn.Module, drawn: NormInputs, arguments: tuple[str, ...]) -> Run:
+def _run(module: nn.Module, drawn: NormInputs, arguments: tuple[str, ...], merges: bool) -> Run:
+    """Return a pass through the norm, which may merge the heads of a row into one dimension."""
+
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
         y = function(replica(module, parameters=weights), *inputs.values())
+        if merges and y.numel() == drawn.x.numel() and y.dim() < drawn.x.dim():
+            y = y.view_as(drawn.x)
         if isinstance(y, Tensor) and y.shape != drawn.x.shape:
             raise Unfit(f"it is not a norm: rows of shape {tuple(drawn.x.shape)} become {tuple(y.shape)}")
         return {"output": y}

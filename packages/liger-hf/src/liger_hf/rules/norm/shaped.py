@@ -8,15 +8,13 @@ each head             (batch, tokens, heads, width) → (batch, tokens, heads ·
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from liger_core import Op, group_norm, layer_norm, rms_norm
-from liger_hf.stand_in import LENGTHS, Case, Draw, Run, of_length, replica, trial
 
 
 class NormForm(NamedTuple):
@@ -62,33 +60,3 @@ def _channels_first(module: Any, x: Tensor, *, eps: str) -> Tensor:
 def _heads(module: Any, x: Tensor, *, op: Any, eps: str) -> Tensor:
     y = op(x, eps=getattr(module, eps)).flatten(-2) * module.weight
     return y if getattr(module, "bias", None) is None else y + module.bias
-
-
-def cases(
-    module: nn.Module,
-    form: NormForm,
-    weights: dict[str, nn.Parameter],
-    device: torch.device,
-    dtypes: Iterable[torch.dtype],
-) -> Iterator[Case]:
-    """Yield cases with small samples, which reveal where eps is added, and large ones, which reveal limits."""
-    draw = Draw(device)
-    values = {name: draw.positive(p.shape[0]) for name, p in weights.items()}
-    scales = torch.tensor([0.01, 1.0, 100.0], device=device)
-    shape = form.shape(7)
-    x, upstream = draw.normal(3, *shape) * scales.view(3, *[1] * len(shape)), draw.normal(3, *shape)
-    for dtype in dtypes:
-        cast_values = {name: v.to(dtype) for name, v in values.items()}
-        yield Case(str(dtype).removeprefix("torch."), dtype, _run(module, x.to(dtype), upstream.to(dtype), cast_values))
-    for length in LENGTHS:
-        x, upstream = draw.normal(1, *form.shape(length)), draw.normal(1, *form.shape(length))
-        yield of_length(length, torch.float32, _run(module, x, upstream, values))
-
-
-def _run(module: nn.Module, x: Tensor, upstream: Tensor, weights: dict[str, Tensor]) -> Run:
-    def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
-        y = function(replica(module, parameters=weights), inputs["x"])
-        # The heads of a row may be merged into one dimension.
-        return {"output": y.view_as(x) if y.numel() == x.numel() and y.dim() < x.dim() else y}
-
-    return trial(call, {"x": x}, {"output": upstream}, weights)
