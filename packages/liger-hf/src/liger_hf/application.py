@@ -130,16 +130,8 @@ def survey(
             replacing = decision.candidate.op
             op, backend, outcome = replacing.name, _backend(replacing, module, device, home), verdict
         kind = type_before_parametrizations(module).__name__
-        key = (
-            rule.name,
-            pattern(name) or "(the model itself)",
-            kind,
-            op,
-            backend,
-            outcome,
-            decision.reason,
-            decision.details,
-        )
+        modules = pattern(name) or "(the model itself)"
+        key = (rule.name, modules, kind, op, backend, outcome, decision.reason, decision.details)
         names.setdefault(key, []).append(name)
     if only is not None:
         report.absent = _absent(fitting, wanted)

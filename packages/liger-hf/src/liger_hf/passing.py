@@ -4,19 +4,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 from torch import nn
 
 from liger_core.private_torch import has_global_hook
-from liger_hf.patch import MARK, slot
+from liger_hf.patch import MARK, Patch, replacement, slot
 from liger_hf.private_transformers import OFFLOADED
 from liger_hf.rebinding import names_in, same_forward
 
 # The attribute of a patched module that holds name → what `passed_over` returns; a child comes with its class.
 PASSED = "liger_passed_over"
+
+
+def passing(
+    module: nn.Module, function: Callable[..., Any], original: Callable[..., Any], called: tuple[str, ...] = ()
+) -> list[Patch]:
+    """Return the patches of a replacement that uses only these children and settings itself."""
+    return [Patch(module, PASSED, passed_over(module, called)), replacement(module, function, original)]
 
 
 def passed_over(module: nn.Module, called: tuple[str, ...]) -> dict[str, Any]:
@@ -82,3 +89,10 @@ def hooked(module: nn.Module) -> bool:
         if forward is not None and OFFLOADED not in m.__dict__ and not hasattr(forward, MARK):
             return True
     return False
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether the module itself has hooks of any kind."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )

@@ -41,17 +41,14 @@ is_cuda_stream_capturing = TRANSFORMERS.look_up(
     "torch is asked.",
     lambda: torch.cuda.is_available() and torch.cuda.is_current_stream_capturing(),
 )
-ForCausalLMLoss = TRANSFORMERS.look_up(
-    "transformers.loss.loss_utils:ForCausalLMLoss",
-    "Recognizes the loss of a model, which is computed without the logits.",
-    "The LM head and loss are left to Transformers.",
-    _uncalled("ForCausalLMLoss"),
-)
-ForMaskedLMLoss = TRANSFORMERS.look_up(
-    "transformers.loss.loss_utils:ForMaskedLMLoss",
-    "Recognizes the loss of a model, which is computed without the logits.",
-    "The LM head and loss are left to Transformers.",
-    _uncalled("ForMaskedLMLoss"),
+ForCausalLMLoss, ForMaskedLMLoss = (
+    TRANSFORMERS.look_up(
+        f"transformers.loss.loss_utils:{name}",
+        "Recognizes the loss of a model, which is computed without the logits.",
+        "The LM head and loss are left to Transformers.",
+        _uncalled(name),
+    )
+    for name in ("ForCausalLMLoss", "ForMaskedLMLoss")
 )
 _checkpointed_class = TRANSFORMERS.look_up(
     "transformers.modeling_layers:GradientCheckpointingLayer",
@@ -62,13 +59,13 @@ _checkpointed_class = TRANSFORMERS.look_up(
 GradientCheckpointingLayer: type[nn.Module] = _checkpointed_class or type(
     "GradientCheckpointingLayer", (nn.Module,), {}
 )
-_experts_functions = TRANSFORMERS.look_up(
+experts_functions = TRANSFORMERS.look_up(
     "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS",
     "Finds the function that runs the experts of a layer.",
     "The forward of the layer is taken for it.",
     {},
 )
-_forget_liger_kernel = TRANSFORMERS.look_up(
+forget_liger_kernel = TRANSFORMERS.look_up(
     "transformers.utils.import_utils:is_liger_kernel_available.cache_clear",
     "`liger_hf.compat` makes Transformers look for the package liger_kernel again.",
     "Transformers is taken to look for it each time.",
@@ -81,17 +78,6 @@ def checkpointing_wrappers() -> frozenset[CodeType]:
     makes = getattr(GradientCheckpointingLayer.__init_subclass__, "__func__", None)
     constants = getattr(getattr(makes, "__code__", None), "co_consts", ())
     return frozenset(constant for constant in constants if isinstance(constant, CodeType))
-
-
-def experts_function(name: str | None) -> Callable[..., Any] | None:
-    """Return the function of the experts implementation with this name; None if Transformers has none."""
-    function: Callable[..., Any] | None = _experts_functions.get(name)
-    return function
-
-
-def forget_liger_kernel() -> None:
-    """Make Transformers look for the package liger_kernel again."""
-    _forget_liger_kernel()
 
 
 _ATTENTION = TRANSFORMERS.word(

@@ -82,11 +82,8 @@ class Report:
         return self._counts(REPLACEABLE)
 
     def _counts(self, verdict: str) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for row in self.rows:
-            if row.verdict == verdict:
-                counts[row.op] = counts.get(row.op, 0) + row.count
-        return counts
+        rows = [row for row in self.rows if row.verdict == verdict]
+        return {op: sum(row.count for row in rows if row.op == op) for op in dict.fromkeys(row.op for row in rows)}
 
     def attach(self, model: nn.Module) -> None:
         """Become `model.liger_report`; the report of an earlier `apply` stays behind this one."""

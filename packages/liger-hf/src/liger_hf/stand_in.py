@@ -135,6 +135,17 @@ def of_length(length: int, dtype: torch.dtype, run: Run) -> Case:
     return Case(words if length > 1 else f"{words}, in evaluation", dtype, few)
 
 
+def row_cases(
+    run: Callable[[Tensor, Tensor], Run], draw: Draw, inputs: int, outputs: int, dtypes: Iterable[torch.dtype]
+) -> Iterator[Case]:
+    """Yield cases of `run(x, upstream)` for rows with these numbers of columns, of several scales and lengths."""
+    x, upstream = draw.normal(2, 9, inputs), draw.normal(2, 9, outputs)
+    for name, dtype, scale in sized(dtypes):
+        yield Case(name, dtype, run((x * scale).to(dtype), upstream.to(dtype)))
+    for length in LENGTHS:
+        yield of_length(length, torch.float32, run(draw.normal(1, length, inputs), draw.normal(1, length, outputs)))
+
+
 def replica(
     module: nn.Module,
     *,

@@ -167,13 +167,10 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _add(sums: list[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
-    for index, gradient in enumerate(gradients):
-        if gradient is None:
-            continue
-        total = sums[index]
-        sums[index] = (
-            gradient.to(torch.promote_types(gradient.dtype, torch.float32)) if total is None else total.add_(gradient)
-        )
+    for index, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
+        if gradient is not None:
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            sums[index] = gradient.to(wide) if total is None else total.add_(gradient)
 
 
 @contextmanager

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from liger_hf.isolation import undisturbed
 from liger_hf.patch import forward_of, replacement
 from liger_hf.rebinding import unwrapped
 from liger_hf.rule import Candidate, Found, Rule
-from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, of_length, replica, sized, trial
+from liger_hf.stand_in import Draw, Run, configuration, replica, row_cases, trial
 
 NOTHING = "no module is a squared ReLU: none without weights maps x to max(x, 0)²"
 PROBE = (-2.0, -0.5, 0.0, 0.5, 3.0)
@@ -32,7 +33,7 @@ def look(module: nn.Module) -> Found | None:
         kind=(type(module), configuration(module)),
         original=original,
         candidates=lambda: [_candidate(original)],
-        cases=lambda device, dtypes: _cases(module, device, dtypes),
+        cases=lambda device, dtypes: row_cases(partial(_run, module), Draw(device), 40, 40, dtypes),
     )
 
 
@@ -55,15 +56,6 @@ def _candidate(original: Callable[..., Any]) -> Candidate:
         return relu_squared(x)
 
     return Candidate(relu_squared, "", forward, lambda module: [replacement(module, forward, original)])
-
-
-def _cases(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
-    draw = Draw(device)
-    x, upstream = draw.normal(2, 9, 40), draw.normal(2, 9, 40)
-    for name, dtype, scale in sized(dtypes):
-        yield Case(name, dtype, _run(module, (x * scale).to(dtype), upstream.to(dtype)))
-    for length in LENGTHS:
-        yield of_length(length, torch.float32, _run(module, draw.normal(1, length, 40), draw.normal(1, length, 40)))
 
 
 def _run(module: nn.Module, x: Tensor, upstream: Tensor) -> Run:

@@ -56,12 +56,8 @@ def _refusal(module: nn.Embedding, arguments: tuple[str, ...]) -> str | None:
         return "its table is frozen, and the op differs in the gradient alone"
     if module._modules:
         return f"it must have no children, it has {', '.join(module._modules)}"
-    options = {
-        "sparse": module.sparse,
-        "max_norm": module.max_norm is not None,
-        "scale_grad_by_freq": module.scale_grad_by_freq,
-    }
-    unsupported = [name for name, value in options.items() if value]
+    options = ("sparse", "max_norm", "scale_grad_by_freq")
+    unsupported = [name for name in options if getattr(module, name) not in (None, False)]
     return f"the op has no {' and no '.join(unsupported)}" if unsupported else None
 
 

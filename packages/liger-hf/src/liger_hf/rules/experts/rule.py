@@ -21,8 +21,8 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from liger_core import experts
 from liger_core.op import autocast_dtype
 from liger_hf.four_bits import declared, matrices_of, quantized
-from liger_hf.passing import PASSED, may_pass, passed_over, skipping
-from liger_hf.patch import Patch, forward_of, replacement
+from liger_hf.passing import may_pass, passing, skipping
+from liger_hf.patch import forward_of
 from liger_hf.private_transformers import GATE, experts_implementation, run_experts_in_a_loop
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.experts.adapters import FACTORS, TAKES_FACTORS, added
@@ -59,20 +59,14 @@ class GateFunction(NamedTuple):
 
     def options(self, module: Any) -> dict[str, Any]:
         """Return the options of the op. With a slope, as in gpt-oss, 1 is added to up."""
-        limit = {"limit": getattr(module, self.limit)} if self.limit else {}
-        return {
-            "activation": self.activation,
-            **limit,
-            **({"alpha": getattr(module, self.alpha), "shift": 1.0} if self.alpha else {}),
-        }
+        names = {"limit": self.limit, "alpha": self.alpha}
+        constants = {option: getattr(module, name) for option, name in names.items() if name}
+        return {"activation": self.activation, **constants, **({"shift": 1.0} if self.alpha else {})}
 
     def words(self) -> str:
         plain = "" if self.activation == "silu" else f"activation={self.activation!r}"
-        return ", ".join(
-            filter(
-                None, (plain, self.limit and f"limited by {self.limit}", self.alpha and f"with the slope {self.alpha}")
-            )
-        )
+        limit, alpha = self.limit and f"limited by {self.limit}", self.alpha and f"with the slope {self.alpha}"
+        return ", ".join(filter(None, (plain, limit, alpha)))
 
 
 def look(module: nn.Module) -> Found | None:
@@ -125,11 +119,7 @@ def _units(module: nn.Module) -> Iterator[GateFunction]:
 def _candidates(module: nn.Module, original: Callable[..., Any], weights: WeightLayout) -> Iterator[Candidate]:
     for unit in _units(module):
         function = _forward(original, weights, unit)
-        yield Candidate(experts, unit.words(), function, partial(_installed, function=function, original=original))
-
-
-def _installed(module: nn.Module, function: Callable[..., Any], original: Callable[..., Any]) -> list[Patch]:
-    return [Patch(module, PASSED, passed_over(module, ())), replacement(module, function, original)]
+        yield Candidate(experts, unit.words(), function, partial(passing, function=function, original=original))
 
 
 def _forward(original: Callable[..., Any], weights: WeightLayout, unit: GateFunction) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType
@@ -36,7 +36,7 @@ from liger_hf.rules.gated_mlp import experts, rule
 from liger_hf.rules.norm import rule as norms
 from liger_hf.rules.norm.within import untouched
 from liger_hf.source import copy_of, definition_of, once, rebuilt
-from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, sized, trial
+from liger_hf.stand_in import Draw, Run, configuration, device_of, row_cases, trial
 from liger_hf.unread import unread
 
 HELPER = "__liger_gate__"
@@ -75,7 +75,7 @@ def look(module: nn.Module) -> Found | None:
         kind=(type(module), original, alike, _kind(first), dtype, str(getattr(parameter, "device", ""))),
         original=lambda gate, up: first(gate) * up,
         candidates=lambda: _candidates(original, alike, first),
-        cases=_cases,
+        cases=lambda device, dtypes: row_cases(_run, Draw(device), 2 * INNER, INNER, dtypes),
         device=lambda: device_of(module),
         dtype=dtype,
     )
@@ -256,21 +256,11 @@ def _become(product: ast.BinOp, call: ast.Call) -> None:
     vars(product).update(vars(call))
 
 
-def _cases(device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
-    draw = Draw(device)
-    drawn = draw.normal(11, INNER), draw.normal(11, INNER), draw.normal(11, INNER)
-    for name, dtype, scale in sized(dtypes):
-        yield Case(name, dtype, _run((drawn[0] * scale).to(dtype), drawn[1].to(dtype), drawn[2].to(dtype)))
-    for length in LENGTHS:
-        run = _run(*(draw.normal(length, INNER) for _ in range(3)))
-        yield Case(f"float32, {length} tokens", torch.float32, run)
-
-
-def _run(gate: Tensor, up: Tensor, upstream: Tensor) -> Run:
+def _run(x: Tensor, upstream: Tensor) -> Run:
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
         return {"output": function(inputs["gate"], inputs["up"])}
 
-    return trial(call, {"gate": gate, "up": up}, {"output": upstream})
+    return trial(call, dict(zip(("gate", "up"), x.chunk(2, dim=-1), strict=True)), {"output": upstream})
 
 
 RULE = Rule("gate within a forward", look, ("swiglu", "geglu"), rule.NOTHING)

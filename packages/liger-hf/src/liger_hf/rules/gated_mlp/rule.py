@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from liger_core import Op, geglu, relu_squared, swiglu
-from liger_hf.passing import PASSED, may_pass, passed_over, skipping
-from liger_hf.patch import Patch, forward_of, replacement
+from liger_hf.passing import may_pass, passing, skipping
+from liger_hf.patch import forward_of
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.gated_mlp.ownership import unshared
-from liger_hf.rules.gated_mlp.parts import HIDDEN, INPUTS, ROWS, Layout, MLPParts, watch
+from liger_hf.rules.gated_mlp.parts import HIDDEN, INPUTS, Layout, MLPParts, watch
 from liger_hf.rules.lora.together import together
-from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
+from liger_hf.stand_in import Case, Draw, Run, configuration, device_of, replica, row_cases, trial
 
 NOTHING = "no module is a gated MLP: none takes one tensor through two or three Linear children around an activation"
 ACTIVATIONS: tuple[tuple[Op[..., Any], dict[str, Any]], ...] = (
@@ -139,20 +139,13 @@ def _candidates(module: nn.Module, original: Callable[..., Any], argument: str, 
         for order, swapped in orders:
             function = _forward(partial(_swapped, join) if swapped else join, original, argument, (first, order, rest))
             called = (*inputs, down, *parts.between)
-            yield Candidate(
-                op, label, function, partial(_installed, function=function, original=original, called=called)
-            )
+            install = partial(passing, function=function, original=original, called=called)
+            yield Candidate(op, label, function, install)
 
 
 def _swapped(join: GateFunction, module: nn.Module, parts: tuple[Tensor, ...], overwrite: bool) -> Tensor:
     up, gate = parts[0].chunk(2, dim=-1)
     return join(module, (gate, up), False)
-
-
-def _installed(
-    module: nn.Module, function: Callable[..., Any], original: Callable[..., Any], called: tuple[str, ...]
-) -> list[Patch]:
-    return [Patch(module, PASSED, passed_over(module, called)), replacement(module, function, original)]
 
 
 # The children that a forward calls: before gate and up, gate and up or the packed one, and after them.
@@ -191,13 +184,7 @@ def _cases(
     watch(module, original, parts, stand_ins)
     layers: dict[str, Any] = {name: stand_ins[name] for name in parts.linears}
     others = {name: child for name, child in stand_ins.items() if name not in layers}
-    draw = Draw(device, INPUTS)
-    x, upstream = draw.normal(*ROWS, HIDDEN), draw.normal(*ROWS, HIDDEN)
-    for name, dtype, scale in sized(dtypes):
-        yield Case(name, dtype, _run(module, layers, others, (x * scale).to(dtype), upstream.to(dtype)))
-    for length in LENGTHS:
-        x, upstream = draw.normal(1, length, HIDDEN), draw.normal(1, length, HIDDEN)
-        yield of_length(length, torch.float32, _run(module, layers, others, x, upstream))
+    return row_cases(partial(_run, module, layers, others), Draw(device, INPUTS), HIDDEN, HIDDEN, dtypes)
 
 
 def _run(

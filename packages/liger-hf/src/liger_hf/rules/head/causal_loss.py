@@ -95,14 +95,10 @@ def plain_cross_entropy(
     plain = weight is None and reduction in ("mean", "sum") and not old
     real = _real(input)
     if real is not None or not plain or not _fits(input, target, input.shape[-1]) or input.ndim != 2:
-        options: dict[str, Any] = {
-            "weight": weight,
-            "size_average": size_average,
-            "ignore_index": ignore_index,
-            "reduce": reduce,
-        }
         real = input.materialize() if real is None else real
-        return F.cross_entropy(real, target, **options, reduction=reduction, label_smoothing=label_smoothing)
+        return F.cross_entropy(
+            real, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing=label_smoothing
+        )
     loss = _fused(input, target, 1 if reduction == "sum" else None, ignore_index, label_smoothing)
     return loss if torch.is_autocast_enabled(input.hidden.device.type) else loss.to(input.dtype)
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_core import mix_streams, project_streams, sinkhorn
-from liger_hf.passing import PASSED, may_pass, passed_over, skipping
-from liger_hf.patch import Patch, forward_of, replacement
+from liger_hf.passing import may_pass, passing, skipping
+from liger_hf.patch import forward_of
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.norm.rule import eps_of
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
@@ -92,10 +92,8 @@ def _candidate(original: Callable[..., Any], argument: str, norm: str, iteration
         matrix = sinkhorn(matrix.unflatten(-1, (n, n)), getattr(self, iterations), least)
         return 2 * torch.sigmoid(post), matrix, mix_streams(x, torch.sigmoid(pre) + least)
 
-    def installed(module: nn.Module) -> list[Patch]:
-        return [Patch(module, PASSED, passed_over(module, ())), replacement(module, forward, original)]
-
-    return Candidate(sinkhorn, "with project_streams and mix_streams", forward, installed)
+    detail = "with project_streams and mix_streams"
+    return Candidate(sinkhorn, detail, forward, lambda module: passing(module, forward, original))
 
 
 def _cases(module: nn.Module, n: int, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
@@ -107,12 +105,8 @@ def _cases(module: nn.Module, n: int, device: torch.device, dtypes: Iterable[tor
     }
 
     def drawn(*leading: int) -> tuple[Tensor, dict[str, Tensor]]:
-        upstream = {
-            "post": draw.normal(*leading, n),
-            "matrix": draw.normal(*leading, n, n),
-            "mixed": draw.normal(*leading, WIDTH),
-        }
-        return draw.normal(*leading, n, WIDTH), upstream
+        sizes = {"post": (n,), "matrix": (n, n), "mixed": (WIDTH,)}
+        return draw.normal(*leading, n, WIDTH), {name: draw.normal(*leading, *size) for name, size in sizes.items()}
 
     x, upstream = drawn(2, 9)
     for name, dtype, scale in sized(dtypes):
@@ -124,9 +118,8 @@ def _cases(module: nn.Module, n: int, device: torch.device, dtypes: Iterable[tor
 
 def _run(module: nn.Module, x: Tensor, upstream: dict[str, Tensor], weights: dict[str, Tensor]) -> Run:
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
-        return dict(
-            zip(("post", "matrix", "mixed"), function(replica(module, parameters=weights), inputs["x"]), strict=True)
-        )
+        results = function(replica(module, parameters=weights), inputs["x"])
+        return dict(zip(upstream, results, strict=True))
 
     return trial(call, {"x": x}, upstream, weights)
 

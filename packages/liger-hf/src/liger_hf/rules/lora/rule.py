@@ -21,7 +21,7 @@ from liger_hf.passing import hooked
 from liger_hf.patch import forward_of, replacement
 from liger_hf.private_transformers import enable_adapters
 from liger_hf.rule import Candidate, Found, Rule
-from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, of_length, replica, sized, trial
+from liger_hf.stand_in import Case, Draw, Run, device_of, replica, row_cases, trial
 
 NOTHING = "no module is a linear layer with a LoRA adapter, as PEFT wraps one"
 OP = "lora_linear"
@@ -283,11 +283,7 @@ def _cases(
             module, layers, plain, torch.float32 if x.dtype == torch.bfloat16 and not narrow else x.dtype, x, upstream
         )
 
-    x, upstream = draw.normal(2, 9, INNER), draw.normal(2, 9, OUTER)
-    for name, dtype, scale in sized(dtypes):
-        yield Case(name, dtype, run((x * scale).to(dtype), upstream.to(dtype)))
-    for length in LENGTHS:
-        yield of_length(length, torch.float32, run(draw.normal(1, length, INNER), draw.normal(1, length, OUTER)))
+    return row_cases(run, draw, INNER, OUTER, dtypes)
 
 
 def _active(module: Any) -> str:

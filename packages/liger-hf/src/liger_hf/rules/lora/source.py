@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
-import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FunctionType
 from typing import Any
@@ -32,14 +31,9 @@ def sharing(forward: Callable[..., Any]) -> dict[str, list[str]]:
 
     Besides these calls, the forward may only read the shape, dtype and device of the argument.
     """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
-    except (OSError, TypeError, SyntaxError):
-        return {}
-    function = tree.body[0]
-    if not isinstance(function, ast.FunctionDef):
-        return {}
-    return {argument: [_child(call) for call in calls] for argument, calls in _calls(function).items()}
+    definition = definition_of(inspect.unwrap(forward))
+    calls = {} if definition is None else _calls(definition)
+    return {argument: [_child(call) for call in group] for argument, group in calls.items()}
 
 
 def with_shared_inputs(
@@ -61,25 +55,13 @@ def _calls(function: ast.FunctionDef) -> dict[str, list[ast.Call]]:
     sometimes = {id(child) for node in ast.walk(function) if isinstance(node, CONDITIONAL) for child in ast.walk(node)}
     allowed: set[int] = set()
     for node in ast.walk(function):
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.attr in ("shape", "dtype", "device")
-        ):
-            allowed.add(id(node.value))
-        if (
-            not isinstance(node, ast.Call)
-            or len(node.args) != 1
-            or node.keywords
-            or not isinstance(node.args[0], ast.Name)
-        ):
-            continue
-        called, argument = node.func, node.args[0]
-        if not isinstance(called, ast.Attribute) or not isinstance(called.value, ast.Name) or called.value.id != "self":
-            continue
-        if argument.id in calls and id(node) not in sometimes:
-            calls[argument.id].append(node)
-            allowed.add(id(argument))
+        match node:
+            case ast.Attribute(value=ast.Name() as value, attr="shape" | "dtype" | "device"):
+                allowed.add(id(value))
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="self")), args=[ast.Name() as argument], keywords=[]):
+                if argument.id in calls and id(node) not in sometimes:
+                    calls[argument.id].append(node)
+                    allowed.add(id(argument))
     used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and id(node) not in allowed}
     return {
         name: group

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from liger_core import lora_linears
+from liger_hf.passing import has_hooks
 from liger_hf.patch import Patch, installed_in, replacement, slot
 from liger_hf.rebinding import unwrapped
 from liger_hf.rules.lora.rule import ADAPTED, Adapter, brings_weight, computed, drops, fits, weight_of
@@ -91,15 +92,7 @@ def _shared(modules: Sequence[nn.Module], x: Any) -> dict[int, Adapter]:
 
 def _adapter(module: Any, x: Any) -> Adapter | None:
     """Return the active adapter for x if it is LoRA without dropout and the module has no hooks, else None."""
-    if (
-        not is_adapted(module)
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    ):
-        return None
-    adapter = computed(module, x)
+    adapter = None if not is_adapted(module) or has_hooks(module) else computed(module, x)
     return None if adapter is None or adapter.magnitude is not None or drops(adapter) else adapter
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_core import Op, layer_norm, rms_norm
-from liger_hf.passing import PASSED, may_pass, passed_over
-from liger_hf.patch import Patch, forward_of, replacement
+from liger_hf.passing import may_pass, passing
+from liger_hf.patch import forward_of
 from liger_hf.rebinding import innermost, names_in
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.norm.gated import NormFunction, fits, forms
@@ -123,7 +123,7 @@ def _special_candidate(
             return original(self, *inputs, **named)
         return form(self, x, gate)
 
-    return Candidate(op, detail, forward, lambda module: _installed(module, forward, original, eps))
+    return Candidate(op, detail, forward, lambda module: passing(module, forward, original, (eps,)))
 
 
 def _candidates(
@@ -178,17 +178,9 @@ def _candidate(
             return original(self, x)
         return way(self, x)
 
-    return Candidate(op, detail, forward, lambda module: _installed(module, forward, original, eps))
-
-
-def _installed(
-    module: nn.Module, function: Callable[..., Any], original: Callable[..., Any], eps: str | float
-) -> list[Patch]:
     # The eps is read in every call.
-    return [
-        Patch(module, PASSED, passed_over(module, (eps,) if isinstance(eps, str) else ())),
-        replacement(module, function, original),
-    ]
+    read = (eps,) if isinstance(eps, str) else ()
+    return Candidate(op, detail, forward, lambda module: passing(module, forward, original, read))
 
 
 @dataclass(frozen=True)

@@ -15,51 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from liger_core import Op, add_layer_norm, add_rms_norm
-from liger_hf.patch import forward_of, replacing
-from liger_hf.rebinding import unwrapped
+from liger_hf.patch import replacing
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.norm import rule as norms
-from liger_hf.rules.norm.within import norm_in, refusal, untouched
+from liger_hf.rules.norm.within import Fusion, fused, refusal, untouched
 from liger_hf.rules.residual.source import norms_of_sums, with_one_call
-from liger_hf.stand_in import Case, Run, device_of, replica, trial
-from liger_hf.unread import unread
+from liger_hf.stand_in import Case, Run, replica, trial
 
 NOTHING = "no forward has the statements `x = a + b; y = self.norm(x)` or `y = self.norm(a + b)`, with {} as norm"
-
-
-def look(module: nn.Module, norm: str = "rms_norm") -> Found | None:
-    """Return the findings for a module that adds two tensors and normalizes the sum by a child.
-
-    norm  the op that the norm rule finds for the child
-    """
-    with_eps = [n for n, child in module._modules.items() if child is not None and norms.eps_of(child) is not None]
-    summed = [name for name in norms_of_sums(unwrapped(type(module).forward)) if name in with_eps] if with_eps else []
-    children = {name: match for name in summed if (match := norm_in(getattr(module, name), norm)) is not None}
-    names, op = tuple(children), f"add_{norm}"
-    if not names:
-        lost = unread(module, with_eps, "+", "sums before its norms are left alone") if with_eps else None
-        alike = lost is not None and any(norm_in(getattr(module, name), norm) is not None for name in with_eps)
-        return Found(op, refusal=lost) if alike else None
-    original = forward_of(module)
-    if isinstance(original, str):
-        return Found(op, refusal=original)
-    after = {name: getattr(module, name) for name in names}
-    for name, child in after.items():
-        if (reason := children[name].refusal or refusal(child)) is not None:
-            return Found(op, refusal=f"{name}: {reason}")
-    if len({type(child) for child in after.values()}) > 1:
-        return Found(op, refusal=f"the norms after its sums must be of one class, {', '.join(names)} are not")
-    kinds = {children[name].kind: child for name, child in after.items()}
-    first = after[names[0]]
-    return Found(
-        op,
-        kind=(type(module), original, names, tuple(kinds)),
-        original=lambda child, left, right: _plain(type(child).forward, child, left, right),
-        candidates=lambda: _candidates(original, names, first, op),
-        cases=lambda device, dtypes: (case for child in kinds.values() for case in _cases(child, device, dtypes)),
-        device=lambda: device_of(first),
-        dtype=children[names[0]].dtype,
-    )
 
 
 def _plain(forward: Callable[..., Any], child: nn.Module, left: Any, right: Any) -> tuple[Any, Any]:
@@ -140,6 +103,23 @@ def _run(child: nn.Module, drawn: norms.NormInputs) -> Run:
 
     upstream = {"norm of the sum": drawn.upstream, "sum": drawn.upstream.flip(-1)}
     return trial(call, {"left": drawn.x, "right": drawn.upstream}, upstream, drawn.values)
+
+
+FUSION = Fusion(
+    norms_of_sums,
+    "+",
+    "the norms after its sums",
+    "sums before its norms are left alone",
+    _plain,
+    _candidates,
+    _cases,
+    refusal,
+)
+
+
+def look(module: nn.Module, norm: str = "rms_norm") -> Found | None:
+    """Return the findings for a module that adds two tensors and normalizes the sum by a child."""
+    return fused(module, norm, f"add_{norm}", FUSION)
 
 
 RULE = Rule("residual", look, ("add_rms_norm",), NOTHING.format("an RMSNorm"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -72,19 +72,20 @@ class Form:
 
 def forms(signature: Signature) -> Iterator[Form]:
     """Yield the forms that a function with this signature may have, the simplest first."""
-    axes = (1, 2) if signature.heads is None else (signature.heads,)
-    for axis in axes:
-        if len(signature.tables) == 1:
-            yield Form("complex", True, _complex, heads=axis)
-            continue
-        yield Form("", False, _as_they_are, heads=axis)
-        yield Form("interleaved=True", True, _as_they_are, heads=axis)
-        yield Form("interleaved=True, first half of the tables", True, _first_half_repeated, heads=axis)
-        yield Form("interleaved=True, half a table", True, _repeated, heads=axis)
-        yield Form("interleaved=True, half a table, last columns", True, _repeated, trailing=True, heads=axis)
-        yield Form("half a table", False, _twice, heads=axis)
-        yield Form("turned the other way", False, _other_way, heads=axis)
-        yield Form("from pairs to halves", False, _first_half_twice, gathers=True, heads=axis)
+    known = [
+        Form("", False, _as_they_are),
+        Form("interleaved=True", True, _as_they_are),
+        Form("interleaved=True, first half of the tables", True, _first_half_repeated),
+        Form("interleaved=True, half a table", True, _repeated),
+        Form("interleaved=True, half a table, last columns", True, _repeated, trailing=True),
+        Form("half a table", False, _twice),
+        Form("turned the other way", False, _other_way),
+        Form("from pairs to halves", False, _first_half_twice, gathers=True),
+    ]
+    if len(signature.tables) == 1:
+        known = [Form("complex", True, _complex)]
+    for axis in (1, 2) if signature.heads is None else (signature.heads,):
+        yield from (replace(form, heads=axis) for form in known)
 
 
 @dataclass(frozen=True)

@@ -167,26 +167,21 @@ def calls(
     The tables are as wide as the heads or narrower, and shared by the batch or not; the heads are on either axis.
     """
     draw = Draw(device)
-    for batch, rotary in product((2, 1), (width, width // 2, width // 4)):
-        tables = _tables(draw, signature, batch, length, rotary)
-        for axis in (1, 2):
-            kwargs = _states(draw, signature, length, width, axis) | tables
-            if signature.heads is not None:
-                kwargs["unsqueeze_dim"] = axis
-            if _runs(function, kwargs):
-                yield kwargs
+    for batch, rotary, axis in product((2, 1), (width, width // 2, width // 4), (1, 2)):
+        kwargs = _states(draw, signature, length, width, axis) | _tables(draw, signature, batch, length, rotary)
+        if _runs(function, kwargs := kwargs | _axis(signature, axis)):
+            yield kwargs
 
 
 def flat_calls(
-    function: Callable[..., Any], signature: Signature, width: int, device: torch.device, length: int = 5
+    function: Callable[..., Any], signature: Signature, width: int, device: torch.device
 ) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
     """Yield random arguments with tables of (tokens, columns) that the function takes, and the layout of each."""
-    draw = Draw(device)
+    draw, length = Draw(device), 5
     for (dimensions, axis), rotary in product(FLAT, (width, width // 2, width // 4)):
-        tables, states = _tables(draw, signature, length, rotary), _states(draw, signature, length, width, axis)
-        kwargs = ({name: s[0] for name, s in states.items()} if dimensions == 3 else states) | tables
-        if signature.heads is not None:
-            kwargs["unsqueeze_dim"] = axis - 1
+        states = _states(draw, signature, length, width, axis)
+        kwargs = {name: s[0] for name, s in states.items()} if dimensions == 3 else states
+        kwargs |= _tables(draw, signature, length, rotary) | _axis(signature, axis - 1)
         if _runs(function, kwargs):
             yield (dimensions, axis), kwargs
 
@@ -202,6 +197,10 @@ def _tables(draw: Draw, signature: Signature, *shape: int) -> dict[str, Any]:
 def _states(draw: Draw, signature: Signature, length: int, width: int, axis: int) -> dict[str, Any]:
     states = [draw.normal(2, length, heads, width) for heads in (4, 2)[: len(signature.rotated)]]
     return dict(zip(signature.rotated, (s.transpose(1, 2) if axis == 1 else s for s in states), strict=True))
+
+
+def _axis(signature: Signature, axis: int) -> dict[str, Any]:
+    return {} if signature.heads is None else {"unsqueeze_dim": axis}
 
 
 def _runs(function: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
@@ -226,16 +225,8 @@ def _cases(
     dtypes: Iterable[torch.dtype],
 ) -> Iterator[Case]:
     for name, function in functions.items():
-        for number, kwargs in enumerate(calls(function, readable[name], width, device)):
-            for dtype in dtypes:
-                for table_dtype in dict.fromkeys((dtype, torch.float32)):
-                    chosen = cast_call(kwargs, readable[name], dtype, table_dtype)
-                    if table_dtype == dtype or keeps_dtype(function, chosen):
-                        tables = next(kwargs[t] for t in readable[name].tables)
-                        words = f"{tables.shape[-1]} table columns for {width}, tables of batch {tables.shape[0]}"
-                        words += ", float32 tables" if table_dtype != dtype else ""
-                        label = f"{str(dtype).removeprefix('torch.')}, {name}, {words}, call {number + 1}"
-                        yield Case(label, dtype, _run(name, chosen, readable[name]))
+        for words, dtype, kwargs in cast_calls(function, readable[name], width, device, dtypes):
+            yield Case(f"{words}, {name}", dtype, _run(name, kwargs, readable[name]))
         for number, (_, kwargs) in enumerate(flat_calls(function, readable[name], width, device)):
             for dtype in dtypes:
                 label = f"{str(dtype).removeprefix('torch.')}, {name}, tables without a batch, call {number + 1}"
@@ -243,6 +234,25 @@ def _cases(
         for length in LENGTHS:
             for kwargs in islice(calls(function, readable[name], width, device, length), 1):
                 yield Case(f"float32, {name}, length {length}", torch.float32, _run(name, kwargs, readable[name]))
+
+
+def cast_calls(
+    function: Callable[..., Any],
+    signature: Signature,
+    width: int,
+    device: torch.device,
+    dtypes: Iterable[torch.dtype],
+) -> Iterator[tuple[str, torch.dtype, dict[str, Any]]]:
+    """Yield `calls` in each dtype, also with float32 tables if they do not change the result's, each with a name."""
+    for number, kwargs in enumerate(calls(function, signature, width, device), 1):
+        batch, _, columns = kwargs[signature.tables[0]].shape
+        for dtype in dtypes:
+            for table_dtype in dict.fromkeys((dtype, torch.float32)):
+                chosen = cast_call(kwargs, signature, dtype, table_dtype)
+                if table_dtype == dtype or keeps_dtype(function, chosen):
+                    words = f"{columns} table columns for {width}, tables of batch {batch}"
+                    words += ", float32 tables" if table_dtype != dtype else ""
+                    yield f"{str(dtype).removeprefix('torch.')}, call {number}, {words}", dtype, chosen
 
 
 def cast_call(kwargs: dict[str, Any], signature: Signature, dtype: torch.dtype, tables: torch.dtype) -> dict[str, Any]:

@@ -23,15 +23,7 @@ from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.norm import rule as norms
 from liger_hf.rules.norm.within import norm_in, refusal, untouched
 from liger_hf.rules.rotary.forms import Coverage, Form, Signature, read, returned, signature, with_rope
-from liger_hf.rules.rotary.rule import (
-    PREFIX,
-    calls,
-    cast_call,
-    fitting_forms,
-    keeps_dtype,
-    results_of,
-    rotary_functions,
-)
+from liger_hf.rules.rotary.rule import PREFIX, calls, cast_calls, fitting_forms, results_of, rotary_functions
 from liger_hf.rules.rotary_norm.source import CATCH_UP, MAY, NORM, ROTATE, norms_before_rotary, with_held_norms
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, of_length, replica, trial
 from liger_hf.unread import unread
@@ -186,15 +178,10 @@ def _fit(children: tuple[Any, ...], eps: str, states: list[Tensor]) -> bool:
 def _cases(step: RotaryStep, child: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
     """Yield cases with the norms, and without them, as in calls where the norms run as modules."""
     signature, width = step.signature, _width(child)
-    for number, kwargs in enumerate(calls(step.function, signature, width, device)):
-        for dtype in dtypes:
-            for table in dict.fromkeys((dtype, torch.float32)):
-                chosen = cast_call(kwargs, signature, dtype, table)
-                if table == dtype or keeps_dtype(step.function, chosen):
-                    for held in (True, False):
-                        words = f"{', float32 tables' if table != dtype else ''}{'' if held else ', without norms'}"
-                        label = f"{str(dtype).removeprefix('torch.')}, {step.name}{words}, call {number + 1}"
-                        yield Case(label, dtype, _run(step, child, chosen, held))
+    for words, dtype, kwargs in cast_calls(step.function, signature, width, device, dtypes):
+        for held in (True, False):
+            label = f"{words}, {step.name}{'' if held else ', without norms'}"
+            yield Case(label, dtype, _run(step, child, kwargs, held))
     for length in LENGTHS:
         for kwargs in islice(calls(step.function, signature, width, device, length), 1):
             yield of_length(length, torch.float32, _run(step, child, kwargs, True))
