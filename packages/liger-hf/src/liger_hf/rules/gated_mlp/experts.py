@@ -6,7 +6,7 @@ Only the gate, a method of the module, is replaced; the interface, its implement
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -20,7 +20,7 @@ from liger_hf.private_transformers import GATE, experts_functions, experts_imple
 from liger_hf.rebinding import innermost
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.gated_mlp.rule import NOTHING, GateFunction, gate_functions
-from liger_hf.stand_in import Draw, Run, configuration, device_of, row_cases, trial
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, sized, trial
 
 INNER = 40
 
@@ -43,7 +43,7 @@ def look(module: nn.Module) -> Found | None:
         kind=(type(module), configuration(module), runs, dtype, str(parameter.device) if parameter is not None else ""),
         original=gate,
         candidates=lambda: _candidates(module),
-        cases=lambda device, dtypes: row_cases(partial(_run, module), Draw(device), 2 * INNER, INNER, dtypes),
+        cases=lambda device, dtypes: _cases(module, device, dtypes),
         device=lambda: device_of(module),
         dtype=dtype,
         fallback=True,
@@ -82,6 +82,16 @@ def _gate(join: GateFunction, original: Callable[..., Any]) -> Callable[..., Any
 
     _apply_gate.__dict__[MARK] = True
     return _apply_gate
+
+
+def _cases(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+    draw = Draw(device)
+    x, upstream = draw.normal(11, 2 * INNER), draw.normal(11, INNER)
+    for name, dtype, scale in sized(dtypes):
+        yield Case(name, dtype, _run(module, (x * scale).to(dtype), upstream.to(dtype)))
+    for length in LENGTHS:
+        run = _run(module, draw.normal(length, 2 * INNER), draw.normal(length, INNER))
+        yield Case(f"float32, {length} tokens", torch.float32, run)
 
 
 def _run(module: nn.Module, x: Tensor, upstream: Tensor) -> Run:
