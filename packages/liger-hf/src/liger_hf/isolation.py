@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.modules import module as hooks_of_modules
 from torch.overrides import TorchFunctionMode
 
+from liger_core.private_names import replacing
 from liger_core.private_torch import global_hooks, unset_fake_temporarily
 
 
@@ -39,15 +40,10 @@ class DoublePrecision(TorchFunctionMode):
 
 @contextmanager
 def _without_global_hooks() -> Iterator[None]:
-    """Remove global module hooks within this context."""
-    before = global_hooks()
-    for name in before:
-        setattr(hooks_of_modules, name, OrderedDict())
-    try:
+    with ExitStack() as stack:
+        for name in global_hooks():
+            stack.enter_context(replacing(hooks_of_modules, name, OrderedDict()))
         yield
-    finally:
-        for name, value in before.items():
-            setattr(hooks_of_modules, name, value)
 
 
 @contextmanager

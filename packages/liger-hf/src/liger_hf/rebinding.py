@@ -18,15 +18,21 @@ from liger_hf.private_transformers import checkpointing_wrappers
 Functions = dict[str, Callable[..., Any]]
 
 
-def called(function: Any, picked: Callable[[str, Any], bool], depth: int = 0) -> Functions:
+def called(function: Any, picked: Callable[[str, Any], bool]) -> Functions:
     """Return the globals of a function that `picked` selects by (name, value), also those of a wrapped function."""
-    if not isinstance(function, FunctionType) or depth > 4:
-        return {}
-    space = function.__globals__
-    functions = {n: space[n] for n in names_in(function.__code__) if n in space and picked(n, space[n])}
-    for cell in function.__closure__ or ():
-        functions |= called(_content(cell), picked, depth + 1)
+    functions: Functions = {}
+    for inner in with_closure(function):
+        space = inner.__globals__
+        functions |= {n: space[n] for n in names_in(inner.__code__) if n in space and picked(n, space[n])}
     return {name: value for name, value in functions.items() if callable(value)}
+
+
+def with_closure(function: Any, depth: int = 0) -> Iterator[FunctionType]:
+    """Yield a function and those in its closure, such as a function that it wraps."""
+    if isinstance(function, FunctionType) and depth <= 4:
+        yield function
+        for cell in function.__closure__ or ():
+            yield from with_closure(_content(cell), depth + 1)
 
 
 def rebound(function: FunctionType | Any, replaced: Mapping[str, Callable[..., Any]]) -> FunctionType:

@@ -83,6 +83,23 @@ def assignment(statement: ast.stmt) -> tuple[str, ast.expr] | None:
     return None
 
 
+def load(name: str) -> ast.expr:
+    """Return the expression that reads a name."""
+    return ast.Name(name, ast.Load())
+
+
+def call(function: str, *args: ast.expr) -> ast.expr:
+    """Return the call of a helper by its name."""
+    return ast.Call(load(function), [*args], [])
+
+
+def assign(name: str | tuple[str, ...], value: ast.expr, at: ast.AST) -> ast.stmt:
+    """Return the assignment to a name, or to several, as if it were written in place of a node."""
+    names: list[ast.expr] = [ast.Name(n, ast.Store()) for n in ([name] if isinstance(name, str) else name)]
+    target = names[0] if isinstance(name, str) else ast.Tuple(names, ast.Store())
+    return ast.copy_location(ast.Assign([target], value), at)
+
+
 def _parsed(function: FunctionType) -> ast.FunctionDef | None:
     try:
         # From the code object, because inspect follows `__wrapped__` of a function.

@@ -170,6 +170,21 @@ def replica(
     return twin
 
 
+def twin_trial(
+    module: nn.Module,
+    inputs: Mapping[str, Tensor],
+    upstream: Mapping[str, Tensor | None],
+    weights: Mapping[str, Tensor] | None = None,
+) -> Run:
+    """Return a `trial` of a function of the module, here a replica with these weights, and of the inputs."""
+
+    def call(function: Callable[..., Any], leaves: Any, parameters: Any, cast: Any) -> dict[str, Any]:
+        results = function(replica(module, parameters=parameters), *leaves.values())
+        return dict(zip(upstream, results if isinstance(results, tuple) else (results,), strict=True))
+
+    return trial(call, inputs, upstream, weights)
+
+
 def configuration(module: nn.Module) -> tuple[Any, ...]:
     """Return the settings that distinguish two instances of one class, besides weights and children."""
     plain = (bool, int, float, str, type(None), torch.dtype)
@@ -202,6 +217,12 @@ class Draw:
         if bias:
             layer.bias = nn.Parameter(self.normal(outputs, scale=0.1))
         return layer
+
+
+def weight_kind(module: nn.Module) -> tuple[torch.dtype, str]:
+    """Return the dtype and the device of the module's first weight in floating point; float32 if it has none."""
+    weight = next((p for p in module.parameters() if p.is_floating_point()), None)
+    return (torch.float32, "") if weight is None else (weight.dtype, str(weight.device))
 
 
 def device_of(module: nn.Module) -> torch.device:

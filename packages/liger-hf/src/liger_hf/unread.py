@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dis
 from collections.abc import Collection
 from types import FunctionType
@@ -11,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_hf.rebinding import innermost, names_in, unwrapped
+from liger_hf.rebinding import innermost, names_in, unwrapped, with_closure
 from liger_hf.source import definition_of
 
 
@@ -38,16 +37,10 @@ def unread(module: nn.Module, names: Collection[str], operators: str, left: str)
     return f"{type(module).__name__}.forward could not be read, so {left}: {reason}"
 
 
-def _names_and_operators(function: Any, depth: int = 0) -> set[str]:
+def _names_and_operators(function: Any) -> set[str]:
     """Return the names and operators in the code of a function and of the functions in its closure."""
-    if not isinstance(function, FunctionType) or depth > 4:
-        return set()
-    operators = {
-        step.argrepr.rstrip("=") for step in dis.get_instructions(function.__code__) if step.opname == "BINARY_OP"
-    }
-    code = {*names_in(function.__code__), *operators}
-    for cell in function.__closure__ or ():
-        # A cell may be empty.
-        with contextlib.suppress(ValueError):
-            code |= _names_and_operators(cell.cell_contents, depth + 1)
+    code: set[str] = set()
+    for inner in with_closure(function):
+        steps = (step for step in dis.get_instructions(inner.__code__) if step.opname == "BINARY_OP")
+        code |= {*names_in(inner.__code__), *(step.argrepr.rstrip("=") for step in steps)}
     return code

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from liger_hf.isolation import undisturbed
 from liger_hf.patch import forward_of, replacement
 from liger_hf.rebinding import unwrapped
 from liger_hf.rule import Candidate, Found, Rule
-from liger_hf.stand_in import Draw, Run, configuration, replica, row_cases, trial
+from liger_hf.stand_in import Draw, Run, configuration, replica, row_cases, twin_trial
 
 NOTHING = "no module is a squared ReLU: none without weights maps x to max(x, 0)²"
 PROBE = (-2.0, -0.5, 0.0, 0.5, 3.0)
@@ -28,12 +27,16 @@ def look(module: nn.Module) -> Found | None:
     original = forward_of(module)
     if isinstance(original, str):
         return Found("relu_squared", refusal=original)
+
+    def run(x: Tensor, upstream: Tensor) -> Run:
+        return twin_trial(module, {"x": x}, {"output": upstream})
+
     return Found(
         "relu_squared",
         kind=(type(module), configuration(module)),
         original=original,
         candidates=lambda: [_candidate(original)],
-        cases=lambda device, dtypes: row_cases(partial(_run, module), Draw(device), 40, 40, dtypes),
+        cases=lambda device, dtypes: row_cases(run, Draw(device), 40, 40, dtypes),
     )
 
 
@@ -56,13 +59,6 @@ def _candidate(original: Callable[..., Any]) -> Candidate:
         return relu_squared(x)
 
     return Candidate(relu_squared, "", forward, lambda module: [replacement(module, forward, original)])
-
-
-def _run(module: nn.Module, x: Tensor, upstream: Tensor) -> Run:
-    def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
-        return {"output": function(replica(module), inputs["x"])}
-
-    return trial(call, {"x": x}, {"output": upstream})
 
 
 RULE = Rule("activation", look, ("relu_squared",), NOTHING)

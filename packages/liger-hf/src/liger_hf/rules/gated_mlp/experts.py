@@ -20,7 +20,7 @@ from liger_hf.private_transformers import GATE, experts_functions, experts_imple
 from liger_hf.rebinding import innermost
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.gated_mlp.rule import NOTHING, GateFunction, gate_functions
-from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, sized, trial
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, sized, trial, weight_kind
 
 INNER = 40
 
@@ -29,23 +29,18 @@ def look(module: nn.Module) -> Found | None:
     gate = getattr(type(module), GATE, None)
     if gate is None or getattr(module, "has_gate", None) is False:
         return None
-    if (reason := replaced_method(module, GATE)) is not None:
-        return Found("swiglu", refusal=reason, fallback=True)
     runs = _implementation(module)
-    if isinstance(runs, str):
-        return Found("swiglu", refusal=runs, fallback=True)
-    if (reason := skipping(module.named_children())) is not None:
+    reason = replaced_method(module, GATE) or (runs if isinstance(runs, str) else skipping(module.named_children()))
+    if reason is not None:
         return Found("swiglu", refusal=reason, fallback=True)
-    parameter = next(module.parameters(), None)
-    dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else torch.float32
     return Found(
         "swiglu",
-        kind=(type(module), configuration(module), runs, dtype, str(parameter.device) if parameter is not None else ""),
+        kind=(type(module), configuration(module), runs, *weight_kind(module)),
         original=gate,
         candidates=lambda: _candidates(module),
         cases=lambda device, dtypes: _cases(module, device, dtypes),
         device=lambda: device_of(module),
-        dtype=dtype,
+        dtype=weight_kind(module)[0],
         fallback=True,
     )
 

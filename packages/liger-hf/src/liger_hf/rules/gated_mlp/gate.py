@@ -35,8 +35,8 @@ from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.gated_mlp import experts, rule
 from liger_hf.rules.norm import rule as norms
 from liger_hf.rules.norm.within import untouched
-from liger_hf.source import copy_of, definition_of, once, rebuilt
-from liger_hf.stand_in import Draw, Run, configuration, device_of, row_cases, trial
+from liger_hf.source import copy_of, definition_of, load, once, rebuilt
+from liger_hf.stand_in import Draw, Run, configuration, device_of, row_cases, trial, weight_kind
 from liger_hf.unread import unread
 
 HELPER = "__liger_gate__"
@@ -68,16 +68,14 @@ def look(module: nn.Module) -> Found | None:
     alike = tuple(name for name, value in activations.items() if _kind(value) == _kind(first))
     if isinstance(first, nn.Module) and (reason := skipping([(alike[0], first)])) is not None:
         return Found("swiglu", refusal=reason)
-    parameter = next((p for p in module.parameters() if p.is_floating_point()), None)
-    dtype = parameter.dtype if parameter is not None else torch.float32
     return Found(
         "swiglu",
-        kind=(type(module), original, alike, _kind(first), dtype, str(getattr(parameter, "device", ""))),
+        kind=(type(module), original, alike, _kind(first), *weight_kind(module)),
         original=lambda gate, up: first(gate) * up,
         candidates=lambda: _candidates(original, alike, first),
         cases=lambda device, dtypes: row_cases(_run, Draw(device), 2 * INNER, INNER, dtypes),
         device=lambda: device_of(module),
-        dtype=dtype,
+        dtype=weight_kind(module)[0],
     )
 
 
@@ -177,8 +175,7 @@ def with_gates(function: FunctionType, names: tuple[str, ...], gate_of: Callable
             ordered = keywords if site.product.right is site.up else keywords[::-1]
             if site.holder is not None:
                 site.holder.value = site.call.args[0]
-            _become(site.product, ast.Call(ast.Name(HELPER, ast.Load()), [site.call.func], ordered))
-    ast.fix_missing_locations(definition)
+            _become(site.product, ast.Call(load(HELPER), [site.call.func], ordered))
     return rebuilt(function, definition, {HELPER: gate_of})
 
 

@@ -24,7 +24,7 @@ from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.gated_mlp.ownership import unshared
 from liger_hf.rules.gated_mlp.parts import HIDDEN, INPUTS, Layout, MLPParts, watch
 from liger_hf.rules.lora.together import together
-from liger_hf.stand_in import Case, Draw, Run, configuration, device_of, replica, row_cases, trial
+from liger_hf.stand_in import Case, Draw, Run, configuration, device_of, replica, row_cases, trial, weight_kind
 
 NOTHING = "no module is a gated MLP: none takes one tensor through two or three Linear children around an activation"
 ACTIVATIONS: tuple[tuple[Op[..., Any], dict[str, Any]], ...] = (
@@ -54,17 +54,15 @@ def look(module: nn.Module) -> Found | None:
         return Found("swiglu", refusal=reason)
     parts = MLPParts(linears, between, passed, layout)
     first = next(iter(linears.values()))
-    weight = next((p for p in first.parameters() if p.is_floating_point()), None)
     children = tuple((name, type(child), configuration(child)) for name, child in others.items())
-    dtype, device = getattr(weight, "dtype", None), str(getattr(weight, "device", ""))
     return Found(
         "swiglu",
-        kind=(type(module), layout, children, configuration(module), dtype, device),
+        kind=(type(module), layout, children, configuration(module), *weight_kind(first)),
         original=original,
         candidates=lambda: _candidates(module, original, arguments[0].name, parts),
         cases=lambda device, dtypes: _cases(module, original, parts, device, dtypes),
         device=lambda: device_of(module),
-        dtype=weight.dtype if weight is not None else torch.float32,
+        dtype=weight_kind(first)[0],
     )
 
 

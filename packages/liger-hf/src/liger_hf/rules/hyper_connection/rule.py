@@ -20,7 +20,7 @@ from liger_hf.passing import may_pass, passing, skipping
 from liger_hf.patch import forward_of
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.norm.rule import eps_of
-from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
+from liger_hf.stand_in import LENGTHS, Case, Draw, configuration, device_of, of_length, sized, twin_trial
 
 NOTHING = (
     "no module has hyper-connections with a doubly stochastic matrix: none has fn, base, scale and a number of "
@@ -111,17 +111,10 @@ def _cases(module: nn.Module, n: int, device: torch.device, dtypes: Iterable[tor
     x, upstream = drawn(2, 9)
     for name, dtype, scale in sized(dtypes):
         cast_weights = {key: value.to(dtype) for key, value in weights.items()}
-        yield Case(name, dtype, _run(module, (x * scale).to(dtype), upstream, cast_weights))
+        yield Case(name, dtype, twin_trial(module, {"x": (x * scale).to(dtype)}, upstream, cast_weights))
     for length in LENGTHS:
-        yield of_length(length, torch.float32, _run(module, *drawn(1, length), weights))
-
-
-def _run(module: nn.Module, x: Tensor, upstream: dict[str, Tensor], weights: dict[str, Tensor]) -> Run:
-    def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
-        results = function(replica(module, parameters=weights), inputs["x"])
-        return dict(zip(upstream, results, strict=True))
-
-    return trial(call, {"x": x}, upstream, weights)
+        x, upstream = drawn(1, length)
+        yield of_length(length, torch.float32, twin_trial(module, {"x": x}, upstream, weights))
 
 
 RULE = Rule("hyper_connection", look, ("sinkhorn",), NOTHING)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
-from liger_hf.source import copy_of, definition_of, rebuilt
+from liger_hf.source import assign, call, copy_of, definition_of, load, rebuilt
 
 TOGETHER, TAKE = "__liger_together__", "__liger_take__"
 # Code inside these nodes may run more than once, or never.
@@ -33,7 +33,7 @@ def sharing(forward: Callable[..., Any]) -> dict[str, list[str]]:
     """
     definition = definition_of(inspect.unwrap(forward))
     calls = {} if definition is None else _calls(definition)
-    return {argument: [_child(call) for call in group] for argument, group in calls.items()}
+    return {argument: [_child(each) for each in group] for argument, group in calls.items()}
 
 
 def with_shared_inputs(
@@ -46,7 +46,6 @@ def with_shared_inputs(
     groups = list(_groups(definition, chosen))
     for number, (first, argument, calls) in enumerate(groups):
         _rewrite(definition, first, argument, calls, f"__liger_parts_{number}__")
-    ast.fix_missing_locations(definition)
     return rebuilt(function, definition, helpers) if groups else None
 
 
@@ -70,31 +69,24 @@ def _calls(function: ast.FunctionDef) -> dict[str, list[ast.Call]]:
     }
 
 
-def _child(call: ast.Call) -> str:
-    assert isinstance(call.func, ast.Attribute)
-    return call.func.attr
+def _child(node: ast.Call) -> str:
+    assert isinstance(node.func, ast.Attribute)
+    return node.func.attr
 
 
 def _groups(definition: ast.FunctionDef, chosen: Collection[str]) -> Iterator[tuple[ast.stmt, str, list[ast.Call]]]:
     """Yield, for each group of calls to rewrite, the first statement with a call, the argument, and the calls."""
     statement_of = {id(node): s for s in definition.body if isinstance(s, SIMPLE) for node in ast.walk(s)}
     for argument, calls in _calls(definition).items():
-        group = [call for call in calls if _child(call) in chosen and id(call) in statement_of]
+        group = [each for each in calls if _child(each) in chosen and id(each) in statement_of]
         # In running order, which random numbers and hooks depend on.
-        group.sort(key=lambda call: (call.lineno, call.col_offset))
+        group.sort(key=lambda each: (each.lineno, each.col_offset))
         if len(group) > 1:
-            yield min((statement_of[id(call)] for call in group), key=definition.body.index), argument, group
+            yield min((statement_of[id(each)] for each in group), key=definition.body.index), argument, group
 
 
 def _rewrite(definition: ast.FunctionDef, first: ast.stmt, argument: str, calls: list[ast.Call], parts: str) -> None:
-    children = ast.Tuple([copy.deepcopy(call.func) for call in calls], ast.Load())
-    together_call = ast.Call(_name(TOGETHER), [children, _name(argument)], [])
-    statement = ast.Assign([ast.Name(parts, ast.Store())], together_call)
-    ast.copy_location(statement, first)
-    definition.body.insert(definition.body.index(first), statement)
-    for index, call in enumerate(calls):
-        call.func, call.args = _name(TAKE), [_name(parts), ast.Constant(index)]
-
-
-def _name(name: str) -> ast.expr:
-    return ast.Name(name, ast.Load())
+    children = ast.Tuple([copy.deepcopy(each.func) for each in calls], ast.Load())
+    definition.body.insert(definition.body.index(first), assign(parts, call(TOGETHER, children, load(argument)), first))
+    for index, taken in enumerate(calls):
+        taken.func, taken.args = load(TAKE), [load(parts), ast.Constant(index)]

@@ -20,7 +20,7 @@ from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.modulation.source import modulated_norms, with_one_call
 from liger_hf.rules.norm import rule as norms
 from liger_hf.rules.norm.within import Fusion, fused, refusal, untouched
-from liger_hf.stand_in import Case, Draw, Run, replica, trial
+from liger_hf.stand_in import Case, Draw, twin_trial
 
 NOTHING = "no forward has the form self.norm(x) * (1 + scale) + shift"
 OPS: dict[str, Op[..., Any]] = {op.name: op for op in (modulated_layer_norm, modulated_rms_norm)}
@@ -72,14 +72,9 @@ def _cases(child: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]
         for words, rows in (("one row for a sample", slice(0, 1)), ("one row for a token", slice(None))):
             draw = Draw(device, 1)
             scale, shift = (draw.normal(*drawn.x.shape)[:, rows].to(drawn.x.dtype) for _ in range(2))
-            yield replace(drawn, name=f"{drawn.name}, {words}").case(_run(child, drawn, scale, shift))
-
-
-def _run(child: nn.Module, drawn: norms.NormInputs, scale: Tensor, shift: Tensor) -> Run:
-    def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
-        return {"output": function(replica(child, parameters=weights), *inputs.values())}
-
-    return trial(call, {"x": drawn.x, "scale": scale, "shift": shift}, {"output": drawn.upstream}, drawn.values)
+            inputs = {"x": drawn.x, "scale": scale, "shift": shift}
+            run = twin_trial(child, inputs, {"output": drawn.upstream}, drawn.values)
+            yield replace(drawn, name=f"{drawn.name}, {words}").case(run)
 
 
 FUSION = Fusion(

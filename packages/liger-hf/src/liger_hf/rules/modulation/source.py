@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from liger_hf.source import copy_of, once, rebuilt
+from liger_hf.source import call, copy_of, once, rebuilt
 
 HELPER = "__liger_modulated__"
 INDICES = (ast.Name, ast.Subscript, ast.Slice, ast.Tuple, ast.Constant, ast.Load)
@@ -33,7 +33,7 @@ def with_one_call(function: FunctionType, names: tuple[str, ...], one_call: Call
     """Rebuild the function with `one_call(self.norm, x, scale, shift)` for the named norms; its globals stay."""
     definition = copy_of(function)
     _Calls(definition.args.args[0].arg, names).visit(definition)
-    return rebuilt(function, ast.fix_missing_locations(definition), {HELPER: one_call})
+    return rebuilt(function, definition, {HELPER: one_call})
 
 
 class _Calls(ast.NodeTransformer):
@@ -57,7 +57,7 @@ class _Calls(ast.NodeTransformer):
             ) if of == self.module and (scale := _scale(factor)) is not None and all(map(_plain, (x, scale, shift))):
                 self.norms.append(norm.attr)
                 if norm.attr in self.names:
-                    return ast.copy_location(ast.Call(ast.Name(HELPER, ast.Load()), [norm, x, scale, shift], []), node)
+                    return ast.copy_location(call(HELPER, norm, x, scale, shift), node)
         return node
 
 

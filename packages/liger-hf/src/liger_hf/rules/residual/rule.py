@@ -20,7 +20,7 @@ from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.norm import rule as norms
 from liger_hf.rules.norm.within import Fusion, fused, refusal, untouched
 from liger_hf.rules.residual.source import norms_of_sums, with_one_call
-from liger_hf.stand_in import Case, Run, replica, trial
+from liger_hf.stand_in import Case, twin_trial
 
 NOTHING = "no forward has the statements `x = a + b; y = self.norm(x)` or `y = self.norm(a + b)`, with {} as norm"
 
@@ -90,19 +90,9 @@ def _fit(weight: Any, left: Any, right: Any, layer: bool) -> bool:
 
 def _cases(child: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
     for drawn in norms.inputs(child, device, dtypes):
-        yield drawn.case(_run(child, drawn))
-
-
-def _run(child: nn.Module, drawn: norms.NormInputs) -> Run:
-    """Return a pass with both results and the gradients of both summands; the upstream gradients differ."""
-
-    def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
-        return dict(
-            zip(("norm of the sum", "sum"), function(replica(child, parameters=weights), *inputs.values()), strict=True)
-        )
-
-    upstream = {"norm of the sum": drawn.upstream, "sum": drawn.upstream.flip(-1)}
-    return trial(call, {"left": drawn.x, "right": drawn.upstream}, upstream, drawn.values)
+        # Upstream gradients that differ.
+        upstream = {"norm of the sum": drawn.upstream, "sum": drawn.upstream.flip(-1)}
+        yield drawn.case(twin_trial(child, {"left": drawn.x, "right": drawn.upstream}, upstream, drawn.values))
 
 
 FUSION = Fusion(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from liger_hf.source import assignment, copy_of, once, rebuilt
+from liger_hf.source import assign, assignment, call, copy_of, load, once, rebuilt
 
 HELPER = "__liger_add_norm__"
 
@@ -97,17 +97,8 @@ def _one_step(step: SumStep) -> list[ast.stmt]:
     """Return statements for one step, in which no name holds the normed rows or the sum longer than before."""
     # The norm's result may take the name of the sum, which then lives in its copies, or nowhere.
     holders = [name for name in dict.fromkeys(step.names) if name != step.result]
-    call = ast.Call(ast.Name(HELPER, ast.Load()), [step.norm, step.left, step.right], [])
+    at, results = step.block[step.first], call(HELPER, step.norm, step.left, step.right)
     if not holders:
-        value = ast.Subscript(call, ast.Constant(0), ast.Load())
-        statements: list[ast.stmt] = [ast.Assign([ast.Name(step.result, ast.Store())], value)]
-    else:
-        pair = ast.Tuple([ast.Name(name, ast.Store()) for name in (step.result, holders[0])], ast.Store())
-        statements = [ast.Assign([pair], call)]
-        statements += [
-            ast.Assign([ast.Name(name, ast.Store())], ast.Name(holders[0], ast.Load())) for name in holders[1:]
-        ]
-    for statement in statements:
-        ast.copy_location(statement, step.block[step.first])
-        ast.fix_missing_locations(statement)
-    return statements
+        return [assign(step.result, ast.Subscript(results, ast.Constant(0), ast.Load()), at)]
+    copies = [assign(name, load(holders[0]), at) for name in holders[1:]]
+    return [assign((step.result, holders[0]), results, at), *copies]

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from liger_core import rope
 
-Tables = tuple[Tensor, Tensor]
-
 
 @dataclass(frozen=True)
 class Signature:
@@ -56,7 +54,8 @@ class Form:
     """One way to write the rotation.
 
     interleaved  whether neighboring columns are a pair
-    tables       converts the function's tables to the cos and sin of `rope`
+    table        converts each of the function's tables to the cos or sin of `rope`
+    turned       whether it rotates the other way
     gathers      whether pairs are neighboring columns in the input, and halves of the columns in the output
     trailing     whether the last columns are rotated, not the first
     heads        the axis of the heads if no argument gives it
@@ -64,7 +63,8 @@ class Form:
 
     name: str
     interleaved: bool
-    tables: Callable[..., Tables]
+    table: Callable[[Tensor], Tensor] = lambda table: table
+    turned: bool = False
     gathers: bool = False
     trailing: bool = False
     heads: int = 1
@@ -73,17 +73,17 @@ class Form:
 def forms(signature: Signature) -> Iterator[Form]:
     """Yield the forms that a function with this signature may have, the simplest first."""
     known = [
-        Form("", False, _as_they_are),
-        Form("interleaved=True", True, _as_they_are),
-        Form("interleaved=True, first half of the tables", True, _first_half_repeated),
+        Form("", False),
+        Form("interleaved=True", True),
+        Form("interleaved=True, first half of the tables", True, lambda table: _repeated(_half(table))),
         Form("interleaved=True, half a table", True, _repeated),
         Form("interleaved=True, half a table, last columns", True, _repeated, trailing=True),
         Form("half a table", False, _twice),
-        Form("turned the other way", False, _other_way),
-        Form("from pairs to halves", False, _first_half_twice, gathers=True),
+        Form("turned the other way", False, turned=True),
+        Form("from pairs to halves", False, lambda table: _twice(_half(table)), gathers=True),
     ]
     if len(signature.tables) == 1:
-        known = [Form("complex", True, _complex)]
+        known = [Form("complex", True, _repeated)]
     for axis in (1, 2) if signature.heads is None else (signature.heads,):
         yield from (replace(form, heads=axis) for form in known)
 
@@ -156,7 +156,10 @@ def read(
     states = [s[None] if packed else s for s in states]
     if not _takes(states, tables, axis, coverage):
         return None
-    return RotaryCall([s.transpose(1, 2) if axis == 2 else s for s in states], *form.tables(*tables), axis == 2, packed)
+    tables = [tables[0].real, tables[0].imag] if tables[0].is_complex() else tables
+    cos, sin = [form.table(table) for table in tables]
+    states = [s.transpose(1, 2) if axis == 2 else s for s in states]
+    return RotaryCall(states, cos, -sin if form.turned else sin, axis == 2, packed)
 
 
 def returned(rotated: Sequence[Tensor], call: RotaryCall) -> Any:
@@ -207,31 +210,13 @@ def _alone(x: Tensor, cos: Tensor, sin: Tensor, form: Form) -> Tensor:
     return rope(x, x[:, :1].detach(), cos, sin, interleaved=form.interleaved)[0]
 
 
-def _as_they_are(cos: Tensor, sin: Tensor) -> Tables:
-    return cos, sin
+def _twice(table: Tensor) -> Tensor:
+    return torch.cat((table, table), dim=-1)
 
 
-def _other_way(cos: Tensor, sin: Tensor) -> Tables:
-    return cos, -sin
+def _repeated(table: Tensor) -> Tensor:
+    return table.repeat_interleave(2, dim=-1)
 
 
-def _twice(cos: Tensor, sin: Tensor) -> Tables:
-    return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
-
-
-def _repeated(cos: Tensor, sin: Tensor) -> Tables:
-    return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
-
-
-def _first_half_twice(cos: Tensor, sin: Tensor) -> Tables:
-    half = cos.shape[-1] // 2
-    return _twice(cos[..., :half], sin[..., :half])
-
-
-def _first_half_repeated(cos: Tensor, sin: Tensor) -> Tables:
-    half = cos.shape[-1] // 2
-    return _repeated(cos[..., :half], sin[..., :half])
-
-
-def _complex(angles: Tensor) -> Tables:
-    return _repeated(angles.real, angles.imag)
+def _half(table: Tensor) -> Tensor:
+    return table[..., : table.shape[-1] // 2]

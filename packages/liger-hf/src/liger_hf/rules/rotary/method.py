@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from liger_core import rope
 from liger_hf.patch import MARK, Patch, replaced_method
 from liger_hf.rule import Candidate, Found
-from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, trial
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, trial, weight_kind
 
 WIDTH, HEADS = 64, 4
 
@@ -29,16 +29,14 @@ def of_a_method(module: nn.Module, name: str) -> Found:
     if count not in (2, 3):
         words = f"it calls {name}, a method, whose arguments are not a table of angles, queries and keys"
         return Found("rope", refusal=words)
-    parameter = next(module.parameters(), None)
-    dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else torch.float32
     return Found(
         "rope",
-        kind=(type(module), name, dtype, str(parameter.device) if parameter is not None else ""),
+        kind=(type(module), name, *weight_kind(module)),
         original=original,
         candidates=lambda: _candidates(name, original),
         cases=lambda device, dtypes: _cases(count, device, dtypes),
         device=lambda: device_of(module),
-        dtype=dtype,
+        dtype=weight_kind(module)[0],
     )
 
 

@@ -24,7 +24,7 @@ from liger_hf.rebinding import Functions, called, innermost, names_in, rebound
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.rotary.forms import Coverage, Form, Signature, forms, signature, with_rope
 from liger_hf.rules.rotary.method import of_a_method
-from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, trial
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, trial, weight_kind
 
 NOTHING = "no module calls a function or a method apply_rotary…"
 PREFIX = "apply_rotary"
@@ -48,9 +48,7 @@ def look(module: nn.Module) -> Found | None:
         return Found("rope", refusal=words)
     width = getattr(module, "head_dim", None)
     width = width if isinstance(width, int) and width % 8 == 0 else 64
-    parameter = next(module.parameters(), None)
-    device = str(parameter.device) if parameter is not None else ""
-    dtype = parameter.dtype if parameter is not None and parameter.is_floating_point() else torch.float32
+    dtype, device = weight_kind(module)
     functions = {name: functions[name] for name in readable}
     return Found(
         "rope",

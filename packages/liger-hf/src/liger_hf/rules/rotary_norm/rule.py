@@ -54,10 +54,11 @@ def look(module: nn.Module) -> Found | None:
     original = forward_of(module)
     if isinstance(original, str):
         return Found("qk_norm_rope", refusal=original)
-    for name, child in children.items():
-        if (reason := _refusal(child)) is not None:
+    matches = {name: match for name, child in children.items() if (match := norm_in(child)) is not None}
+    for name, match in matches.items():
+        if (reason := refusal(children[name]) or match.refusal) is not None:
             return Found("qk_norm_rope", refusal=f"{name}: {reason}")
-    kinds = {match.kind for child in children.values() if (match := norm_in(child)) is not None}
+    kinds = {match.kind for match in matches.values()}
     if len(kinds) > 1:
         return Found("qk_norm_rope", refusal="the norms of queries and keys must be of one class, width, eps and dtype")
     first = next(iter(children.values()))
@@ -91,14 +92,8 @@ def _step(module: nn.Module) -> RotaryStep | None:
 
 
 def _norms_in(module: nn.Module) -> set[str]:
-    children = {name: child for name, child in module._modules.items() if child is not None}
-    weighted = {name: child for name, child in children.items() if child._parameters.get("weight") is not None}
-    return {name for name, child in weighted.items() if norm_in(child) is not None}
-
-
-def _refusal(child: nn.Module) -> str | None:
-    match = norm_in(child)
-    return refusal(child) or (match.refusal if match is not None else None)
+    children = ((name, child) for name, child in module._modules.items() if child is not None)
+    return {n for n, c in children if c._parameters.get("weight") is not None and norm_in(c) is not None}
 
 
 def _separately(rotary: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-from liger_hf.source import assignment, copy_of, definition_of, rebuilt
+from liger_hf.source import assign, assignment, call, copy_of, definition_of, load, rebuilt
 
 MAY, NORM, ROTATE, CATCH_UP = "__liger_may__", "__liger_norm__", "__liger_rotate__", "__liger_catch_up__"
 
@@ -69,7 +69,6 @@ def with_held_norms(
     definition = copy_of(function)
     for number, site in enumerate([s for s in _sites(definition, prefix) if chosen(s.function, s.norms)]):
         _rewrite(site, f"__liger_held_{number}__")
-    ast.fix_missing_locations(definition)
     return rebuilt(function, definition, helpers)
 
 
@@ -204,37 +203,22 @@ def _touches(node: ast.AST, names: Collection[str]) -> bool:
 
 
 def _rewrite(site: RotarySite, held: str) -> None:
-    methods: list[Any] = [call.func for call in site.calls]
+    methods: list[Any] = [node.func for node in site.calls]
     norms = [ast.Attribute(method.value, method.attr, ast.Load()) for method in methods]
     pair = ast.Tuple([*norms], ast.Load())
-    _insert(site.inner, site.before, _assign(held, _call(MAY, *norms)))
+    _insert(site.inner, site.before, held, call(MAY, *norms))
     if site.branch is not None:
-        _insert(*site.branch, _assign(held, ast.Constant(False)))
-    for call in site.calls:
-        call.args = [_name(held), call.func, *call.args]
-        call.func = _name(NORM)
-    site.rotary.args = [_name(held), pair, *site.rotary.args]
-    site.rotary.func = _name(ROTATE)
+        _insert(*site.branch, held, ast.Constant(False))
+    for node in site.calls:
+        node.args = [load(held), node.func, *node.args]
+        node.func = load(NORM)
+    site.rotary.args = [load(held), pair, *site.rotary.args]
+    site.rotary.func = load(ROTATE)
     if site.skipped is not None:
-        values = _call(CATCH_UP, _name(held), pair, *map(_name, site.names))
-        target = ast.Tuple([ast.Name(name, ast.Store()) for name in site.names], ast.Store())
-        caught_up = ast.If(_name(held), [ast.Assign([target], values)], [])
-        ast.copy_location(caught_up, site.rotary)
-        site.skipped.insert(0, caught_up)
+        values = call(CATCH_UP, load(held), pair, *map(load, site.names))
+        caught_up = ast.If(load(held), [assign(site.names, values, site.rotary)], [])
+        site.skipped.insert(0, ast.copy_location(caught_up, site.rotary))
 
 
-def _insert(block: list[ast.stmt], before: ast.stmt, statement: ast.stmt) -> None:
-    ast.copy_location(statement, before)
-    block.insert(next(number for number, each in enumerate(block) if each is before), statement)
-
-
-def _assign(name: str, value: ast.expr) -> ast.stmt:
-    return ast.Assign([ast.Name(name, ast.Store())], value)
-
-
-def _call(function: str, *args: ast.expr) -> ast.expr:
-    return ast.Call(_name(function), [*args], [])
-
-
-def _name(name: str) -> ast.expr:
-    return ast.Name(name, ast.Load())
+def _insert(block: list[ast.stmt], before: ast.stmt, name: str, value: ast.expr) -> None:
+    block.insert(next(number for number, each in enumerate(block) if each is before), assign(name, value, before))
