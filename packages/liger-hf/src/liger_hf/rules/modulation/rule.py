@@ -92,8 +92,8 @@ FUSION = Fusion(
 
 
 def look(module: nn.Module) -> Found | None:
-    findings = (fused(module, op.removeprefix("modulated_"), op, FUSION) for op in OPS)
-    return next((found for found in findings if found is not None), None)
+    matches = (fused(module, op.removeprefix("modulated_"), op, FUSION) for op in OPS)
+    return next((match for match in matches if match is not None), None)
 
 
 RULE = Rule("modulation", look, tuple(OPS), NOTHING)

@@ -22,7 +22,7 @@ from liger_hf.unread import unread
 
 
 class Fusion(NamedTuple):
-    """What a rule replaces together with a norm in the forward of the module around it.
+    """A norm and the code around it that a rule replaces in the forward of a module.
 
     find        returns the attributes of these norms in a forward
     operators   operators that the code around the norms has
