@@ -41,14 +41,17 @@ is_cuda_stream_capturing = TRANSFORMERS.look_up(
     "torch is asked.",
     lambda: torch.cuda.is_available() and torch.cuda.is_current_stream_capturing(),
 )
-ForCausalLMLoss, ForMaskedLMLoss = (
-    TRANSFORMERS.look_up(
-        f"transformers.loss.loss_utils:{name}",
-        "Recognizes the loss of a model, which is computed without the logits.",
-        "The LM head and loss are left to Transformers.",
-        _uncalled(name),
-    )
-    for name in ("ForCausalLMLoss", "ForMaskedLMLoss")
+ForCausalLMLoss = TRANSFORMERS.look_up(
+    "transformers.loss.loss_utils:ForCausalLMLoss",
+    "Recognizes the loss of a model, which is computed without the logits.",
+    "The LM head and loss are left to Transformers.",
+    _uncalled("ForCausalLMLoss"),
+)
+ForMaskedLMLoss = TRANSFORMERS.look_up(
+    "transformers.loss.loss_utils:ForMaskedLMLoss",
+    "Recognizes the loss of a model, which is computed without the logits.",
+    "The LM head and loss are left to Transformers.",
+    _uncalled("ForMaskedLMLoss"),
 )
 _checkpointed_class = TRANSFORMERS.look_up(
     "transformers.modeling_layers:GradientCheckpointingLayer",
