@@ -263,11 +263,8 @@ def test_every_file_that_a_page_names_exists(name: str) -> None:
 # Autograd functions of measurements and plans, whose gradients nothing differentiates, and one that gives none.
 UNCHECKED = {
     "liger_core/autograd.py Kept",
-    "liger_bench/sharded/heads.py _Copy",
-    "liger_bench/sharded/heads.py _Gather",
     "liger_train/plan/float8.py _Matmul",
     "liger_train/plan/parallel.py _Gathered",
-    "liger_verify/attention.py _Gather",
 }
 
 

@@ -23,10 +23,15 @@ ROOT = Path(__file__).parents[1]
 
 
 def generator() -> ModuleType:
-    """Import the generator of the page without its folder on sys.path, which has other modules with the names of tests."""
-    spec = importlib.util.spec_from_file_location("private_names", ROOT / "docs" / "generate" / "private_names.py")
+    """Import the generator of the page; its folder, which has modules with the names of tests, does not stay on sys.path."""
+    folder = ROOT / "docs" / "generate"
+    spec = importlib.util.spec_from_file_location("private_names", folder / "private_names.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(folder))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(folder))
     return module
 
 

@@ -210,7 +210,7 @@ MISSING = "its kernel for this device cannot be imported: no module named cutlas
     [(Missing, None, MISSING), (ScaledCrossEntropy, 64, "it has one target per token only")],
     ids=["no kernel", "several targets"],
 )
-def test_log_probabilities_that_liger_kernel_lacks_are_no_failure(
+def test_log_probabilities_that_liger_kernel_lacks_do_not_fail(
     function: Any, targets: int | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = log_prob_case("64_targets", targets=targets) if targets else quick_case(linear_log_prob)

@@ -180,7 +180,7 @@ MODELS = (
            "definition if _alike(_1, _2) else None", "definition",
            "tests/hf/test_residual.py::test_a_source_that_is_not_that_of_the_code_is_not_believed"),
     Mutant("norm: hooks of a norm do not run", "liger_hf.rules.norm.within:untouched",
-           "_hooked(child)", "False",
+           "has_hooks(child)", "False",
            "tests/hf/test_hooks.py::test_a_hook_sees_and_changes_what_it_does_in_the_unpatched_model", "norm_of_a_sum"),
     Mutant("rotary norm: keys get the eps of queries", "liger_hf.rules.rotary_norm.rule:_fit",
            "getattr(_1, eps) == getattr(_2, eps)", "True",

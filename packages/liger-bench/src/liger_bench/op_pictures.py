@@ -159,9 +159,9 @@ def _draw(axes: Any, rows: Sequence[Record], later: set[str], look: LineStyles) 
     ends = []
     # Liger's own lines are drawn last, on top.
     for name in sorted(distinct(rows, "implementation"), key=lambda name: _family(name) == "triton"):
-        own, style = [row for row in rows if row["implementation"] == name], look[name]
+        line, style = [row for row in rows if row["implementation"] == name], look[name]
         columns = ("axis_value", "median_ms", "low_ms", "high_ms")
-        xs, ys, low, high = ([row[column] for row in own] for column in columns)
+        xs, ys, low, high = ([row[column] for row in line] for column in columns)
         axes.fill_between(xs, low, high, color=style.color, alpha=0.2, linewidth=0)
         options = {"linestyle": style.dashes, "marker": style.marker, "linewidth": 1.6, "markersize": 3.5}
         axes.plot(xs, ys, clip_on=False, color=style.color, **options)

@@ -88,8 +88,8 @@ def takes_options(optional: str = "") -> Callable[[Callable[..., None]], Callabl
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         command_parameters = list(inspect.signature(command, eval_str=True).parameters.values())[2:]
-        for own in command_parameters:
-            get_args(own.annotation)[-1].rich_help_panel = command.__name__.capitalize()
+        for parameter in command_parameters:
+            get_args(parameter.annotation)[-1].rich_help_panel = command.__name__.capitalize()
         parameters = [*_parameters(optional), *command_parameters]
         defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
 

@@ -37,9 +37,12 @@ class _RandomWeight:
         module = copy.deepcopy(self.model.get_submodule(path)).to_empty(device=self.device, recurse=False)
         with torch.no_grad(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.seed + zlib.crc32(self.name.encode()))
-            # The innermost Transformers model around the module knows how to initialize it.
-            parts = path.split(".")
-            around = [self.model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1)]
-            next(model for model in around if isinstance(model, PreTrainedModel))._init_weights(module)
+            self._initializer(path)._init_weights(module)
         value: Tensor = module.state_dict()[last]
         return value
+
+    def _initializer(self, path: str) -> Any:
+        """Return the innermost Transformers model around a module; it knows how to initialize the module."""
+        parts = path.split(".")
+        around = [self.model.get_submodule(".".join(parts[:count])) for count in range(len(parts), 0, -1)]
+        return next((module for module in around if isinstance(module, PreTrainedModel)), self.model)

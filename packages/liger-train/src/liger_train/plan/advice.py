@@ -81,7 +81,7 @@ CHECKLIST: tuple[Step, ...] = (
     ("offload the weights, too", {"optimizer": "adamw", "shard": "zero3", "offload": "parameters"}),
     ("offload to NVMe", {"optimizer": "adamw", "shard": "zero3", "offload": "nvme"}),
 )
-# The first value of an option is no technique.
+# The first value of each option leaves its techniques out.
 BARE: dict[str, Any] = {
     option: next(iter(TECHNIQUES[option]))
     for option in ("liger", "checkpoint", "mlp", "precision", "optimizer", "shard", "offload")

@@ -66,8 +66,8 @@ def pictured_runs(records: Sequence[Record]) -> dict[str, list[Record]]:
 def timeline_picture(records: Sequence[Record], path: Path) -> None:
     """Draw the last recorded step of each run, until the memory of its update is released, in panels of one scale."""
     steps = [_last_step(record) for record in records]
-    totals = (sum(layers) for each in steps for layers in zip(*each.layers, strict=True))
-    highest = max(1 << 20, *totals, *(each.requested for each in steps))
+    heights = (sum(layers) for each in steps for layers in zip(*each.layers, strict=True))
+    highest = max(1 << 20, *heights, *(each.requested for each in steps))
     unit, name = unit_of(highest)
     figure, panels = plt.subplots(
         1, len(records), figsize=(5.4 * len(records) + 0.6, 4.2), sharey=True, layout="constrained", squeeze=False
