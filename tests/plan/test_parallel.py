@@ -37,6 +37,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "tp, with Liger": {"tp": 2, "checkpoint": "full", "batch": 8},
     "cp, plain": {"cp": 2, "shard": "fsdp2", "liger": "none"},
     "cp, with Liger, mixed precision": {"cp": 2, "shard": "fsdp2", "precision": "bf16"},
+    "dp, with Liger and frozen shards": {"shard": "fsdp2", "adapter": "lora", "precision": "bf16"},
 }
 # Tied weights are tied again when a model is loaded.
 MODELS = ("llama", "qwen3", "gemma2", "phi")

@@ -176,8 +176,8 @@ class Fsdp2(Sharding):
             self.ledger.allocate(rounded(self._shard_bytes(weight)), GRADIENTS)
 
     def _shard_bytes(self, weight: Tensor) -> int:
-        """Return the bytes of a weight's or gradient's shard: in bfloat16 for bf16-pure, otherwise in float32."""
-        itemsize = weight.itemsize if self.setup.pure else 4
+        """Return the bytes of a weight's or gradient's shard: in float32 if it is trained, except with bf16-pure."""
+        itemsize = weight.itemsize if self.setup.pure or not weight.requires_grad else 4
         return -(-weight.numel() // self.setup.sharing_ranks) * itemsize
 
 
