@@ -137,7 +137,7 @@ def test_autocast_takes_every_tensor_in_its_own_dtype_beside_float32(mixed_case:
     exact = trial.defined(in_float64(trial.arguments), trial.names, trial.cotangents)
     with _autocast(case):
         got = trial.run()
-    trial.expect(trial.complaints(got, None, exact, torch.bfloat16, partial(_under_autocast, trial)))
+    trial.expect(trial.complaints(got, exact=exact, dtype=torch.bfloat16, define=partial(_under_autocast, trial)))
 
 
 def _autocast(case: Case) -> torch.autocast:

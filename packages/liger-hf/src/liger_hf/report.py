@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from types import MethodType
 from typing import Any
@@ -82,8 +83,11 @@ class Report:
         return self._counts(REPLACEABLE)
 
     def _counts(self, verdict: str) -> dict[str, int]:
-        rows = [row for row in self.rows if row.verdict == verdict]
-        return {op: sum(row.count for row in rows if row.op == op) for op in dict.fromkeys(row.op for row in rows)}
+        counts = Counter[str]()
+        for row in self.rows:
+            if row.verdict == verdict:
+                counts[row.op] += row.count
+        return dict(counts)
 
     def attach(self, model: nn.Module) -> None:
         """Become `model.liger_report`; the report of an earlier `apply` stays behind this one."""

@@ -29,8 +29,15 @@ MOST = 2**31 - 1
 FLOAT8_MULTIPLE = 16
 # Option → range. Transformers also seeds NumPy, which takes 32 bits.
 LIMITS = {
-    **dict.fromkeys(("batch", "accumulation", "ranks", "tp", "cp", "replicate", "steps"), (1, MOST)),
-    **dict.fromkeys(("adapter_rank", "adapter_alpha"), (1, MOST)),
+    "batch": (1, MOST),
+    "accumulation": (1, MOST),
+    "ranks": (1, MOST),
+    "tp": (1, MOST),
+    "cp": (1, MOST),
+    "replicate": (1, MOST),
+    "steps": (1, MOST),
+    "adapter_rank": (1, MOST),
+    "adapter_alpha": (1, MOST),
     "sequence": (2, 2**24),
     "seed": (0, 2**32 - 1),
 }

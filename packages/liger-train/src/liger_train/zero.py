@@ -35,8 +35,12 @@ def prepare(setup: Setup) -> None:
 def config(setup: Setup) -> dict[str, Any]:
     """Return DeepSpeed's configuration; Transformers fills in "auto"."""
     stage = int(setup.shard.removeprefix("zero"))
-    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": "auto"}
-    zero |= dict.fromkeys(("contiguous_gradients", "overlap_comm"), True)
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "contiguous_gradients": True,
+        "overlap_comm": True,
+        "reduce_bucket_size": "auto",
+    }
     if stage == 3:
         zero |= {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
         # Otherwise Transformers could not load the model of a checkpoint.
@@ -44,16 +48,21 @@ def config(setup: Setup) -> dict[str, Any]:
     if setup.offload != "none":
         zero["offload_optimizer"] = _offload_device(setup)
     if setup.offload in ("parameters", "nvme"):
-        zero["offload_param"] = _offload_device(setup)
-        zero |= dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), live_elements(setup))
+        zero |= {
+            "offload_param": _offload_device(setup),
+            "stage3_max_live_parameters": live_elements(setup),
+            "stage3_max_reuse_distance": live_elements(setup),
+        }
     if setup.offload == "nvme":
         # Each of the five buffers must hold any weight. By default the first billion weights would stay on the host.
         zero["offload_param"] |= {"buffer_count": 5, "buffer_size": _largest_weight(setup), "max_in_cpu": 0}
         # Prefetching can request a weight that is already in a buffer, which is an error.
         zero["stage3_prefetch_bucket_size"] = 0
     contents: dict[str, Any] = {
-        **dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"),
-        **dict.fromkeys(("train_batch_size", "gradient_clipping"), "auto"),
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "train_batch_size": "auto",
+        "gradient_clipping": "auto",
         "fp16": {"enabled": "auto"},
         "bf16": {"enabled": "auto"},
         "zero_optimization": zero,

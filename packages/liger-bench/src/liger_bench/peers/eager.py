@@ -51,11 +51,19 @@ def add_rms_norm(
     return rms_norm(total, weight, eps, weight_offset, cast), total
 
 
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
     total = residual + x
-    return F.layer_norm(total, x.shape[-1:], weight, bias, eps), total
+    return layer_norm(total, weight, bias, eps), total
+
+
+def mix_streams(x: Tensor, pre: Tensor) -> Tensor:
+    return (pre.unsqueeze(-1) * x).sum(-2).to(x.dtype)
 
 
 def merge_streams(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None = None) -> Tensor:
@@ -204,6 +212,40 @@ def linear_divergence(
     return _divergence(kind, logits, teacher, beta, temperature, reduction, normalizer)
 
 
+def kl_div(
+    student: Tensor,
+    teacher: Tensor,
+    reverse: bool = False,
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    normalizer: Tensor | float | None = None,
+) -> Tensor:
+    return _divergence(
+        "reverse_kl" if reverse else "forward_kl", student, teacher, 0.5, temperature, reduction, normalizer
+    )
+
+
+def jsd(
+    student: Tensor,
+    teacher: Tensor,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    normalizer: Tensor | float | None = None,
+) -> Tensor:
+    return _divergence("jsd", student, teacher, beta, temperature, reduction, normalizer)
+
+
+def total_variation(
+    student: Tensor,
+    teacher: Tensor,
+    temperature: float = 1.0,
+    reduction: str = "mean",
+    normalizer: Tensor | float | None = None,
+) -> Tensor:
+    return _divergence("total_variation", student, teacher, 0.5, temperature, reduction, normalizer)
+
+
 def _divergence(
     kind: str, student: Tensor, teacher: Tensor, beta: float, temperature: float, reduction: str,
     normalizer: Tensor | float | None,
@@ -231,21 +273,13 @@ def _divergence(
     return loss.sum() if reduction == "sum" else loss.sum() / (loss.numel() if normalizer is None else normalizer)
 
 
+def embedding(index: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    return F.embedding(index, weight, padding_idx)
+
+
 # The ops that Transformers writes differently from their references.
-CALLS: dict[str, Callable[..., Any]] = {
-    **by_name(rms_norm, add_rms_norm, add_layer_norm, rope, qk_norm_rope, merge_streams),
-    **by_name(swiglu, geglu, experts, lora_linear, lora_linears),
-    **by_name(cross_entropy, linear_cross_entropy, linear_log_prob, linear_divergence),
-    "layer_norm": lambda x, weight=None, bias=None, eps=1e-5: F.layer_norm(x, x.shape[-1:], weight, bias, eps),
-    "mix_streams": lambda x, pre: (pre.unsqueeze(-1) * x).sum(-2).to(x.dtype),
-    "embedding": lambda index, weight, padding_idx=None: F.embedding(index, weight, padding_idx),
-    "kl_div": lambda student, teacher, reverse=False, temperature=1.0, reduction="mean", normalizer=None: _divergence(
-        "reverse_kl" if reverse else "forward_kl", student, teacher, 0.5, temperature, reduction, normalizer
-    ),
-    "jsd": lambda student, teacher, beta=0.5, temperature=1.0, reduction="mean", normalizer=None: _divergence(
-        "jsd", student, teacher, beta, temperature, reduction, normalizer
-    ),
-    "total_variation": lambda student, teacher, temperature=1.0, reduction="mean", normalizer=None: _divergence(
-        "total_variation", student, teacher, 0.5, temperature, reduction, normalizer
-    ),
-}
+CALLS = (
+    by_name(rms_norm, add_rms_norm, layer_norm, add_layer_norm, rope, qk_norm_rope, mix_streams, merge_streams)
+    | by_name(swiglu, geglu, experts, embedding, lora_linear, lora_linears, cross_entropy, linear_cross_entropy)
+    | by_name(linear_log_prob, linear_divergence, kl_div, jsd, total_variation)
+)

@@ -64,13 +64,22 @@ def _casting(cast: str) -> str:
     return "llama" if cast == "input" else "gemma"
 
 
-def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """Return op → its call."""
-
+def _row_ops(package: Any) -> dict[str, Callable[..., Any]]:
     def rms_norm(
         x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "input"
     ) -> Any:
         return package.liger_rms_norm(x, weight, eps, weight_offset, _casting(cast), in_place=False)
+
+    def add_rms_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "input"
+    ) -> Any:
+        return package.liger_fused_add_rms_norm(x, residual, weight, eps, weight_offset, _casting(cast), in_place=False)
+
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Any:
+        return package.liger_layer_norm(x, weight, bias, eps)
+
+    def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return package.liger_rope(q, k, cos, sin)
 
     def qk_norm_rope(
         q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6,
@@ -80,22 +89,69 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
         # Normalized before the transpose of heads and tokens, as in a model.
         pairs = ((q, q_weight), (k, k_weight))
         q, k = (rms_norm(x.transpose(1, 2), weight, eps, weight_offset, cast).transpose(1, 2) for x, weight in pairs)
-        return package.liger_rope(q, k, cos, sin)
+        return rope(q, k, cos, sin)
+
+    def poly_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-6) -> Any:
+        # Its gradient of bias is a scalar.
+        return package.liger_poly_norm(x, weight, bias.view(()), eps, in_place=False)
+
+    def group_norm(x: Tensor, num_groups: int, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Any:
+        return package.liger_group_norm(x, weight, bias, x.shape[1], num_groups, eps)
+
+    def modulated_rms_norm(
+        x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6
+    ) -> Any:
+        return package.liger_modulated_rms_norm(x, weight, scale, shift, eps, in_place=False)
+
+    def dyt(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        return package.liger_dyt(x, alpha, weight, bias)
+
+    def softmax(x: Tensor) -> Any:
+        return package.liger_softmax(x)
+
+    def sparsemax(x: Tensor) -> Any:
+        return package.liger_sparsemax(x)
+
+    norms = by_name(rms_norm, add_rms_norm, layer_norm, poly_norm, group_norm, modulated_rms_norm, dyt)
+    return norms | by_name(rope, qk_norm_rope, softmax, sparsemax)
+
+
+def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    def swiglu(gate: Tensor, up: Tensor) -> Any:
+        return package.liger_swiglu(gate, up)
+
+    def relu_squared(x: Tensor) -> Any:
+        return package.liger_relu_squared(x)
+
+    def mix_streams(x: Tensor, pre: Tensor) -> Any:
+        return package.liger_mhc_pre(x, pre)
+
+    def merge_streams(x: Tensor, y: Tensor, post: Tensor, res: Tensor) -> Any:
+        return package.liger_mhc_post_res(x, y, post, res)
+
+    def attention_residual(layers: Tensor, query: Tensor, weight: Tensor, eps: float = 1e-6) -> Any:
+        # It expects a batch and a sequence dimension.
+        return package.liger_attn_res(layers.unsqueeze(1), query, weight, eps).squeeze(0)
 
     def geglu(gate: Tensor, up: Tensor, approximate: str = "tanh") -> Any:
         if approximate != "tanh":
             raise Unsupported("it has the tanh approximation only")
         return package.liger_geglu(gate, up)
 
+    def cross_entropy(logits: Tensor, target: Tensor, **options: Any) -> Any:
+        return package.liger_cross_entropy(logits, target, **options)
+
     def experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor) -> Any:
         # The call of its LigerExperts. Its autotuner compiles 240 kernels for each size of the experts, which takes
         # minutes; LIGER_FUSED_MOE_AUTOTUNE=0 uses one configuration instead.
-        function = importlib.import_module("liger_kernel.ops").LigerFusedMoEFunction
-        return function.apply(x, gate_up, down, index.int(), weight)
+        return importlib.import_module("liger_kernel.ops").LigerFusedMoEFunction.apply(
+            x, gate_up, down, index.int(), weight
+        )
 
     def embedding(index: Tensor, weight: Tensor) -> Any:
-        module = importlib.import_module("liger_kernel.ops.experimental.embedding")
-        return module.LigerEmbeddingFunction.apply(weight, index)
+        return importlib.import_module("liger_kernel.ops.experimental.embedding").LigerEmbeddingFunction.apply(
+            weight, index
+        )
 
     def scaled(*args: Any) -> Any:
         *most, return_entropy = args
@@ -106,44 +162,13 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
             # On Hopper it has only a CuTe kernel.
             raise Unsupported(f"its kernel for this device cannot be imported: {error}") from error
 
-    calls: dict[str, Callable[..., Any]] = {
-        "rope": lambda q, k, cos, sin: package.liger_rope(q, k, cos, sin),
-        "swiglu": lambda gate, up: package.liger_swiglu(gate, up),
-        "relu_squared": lambda x: package.liger_relu_squared(x),
-        "mix_streams": lambda x, pre: package.liger_mhc_pre(x, pre),
-        "merge_streams": lambda x, y, post, res: package.liger_mhc_post_res(x, y, post, res),
-        # It expects a batch and a sequence dimension.
-        "attention_residual": lambda layers, query, weight, eps=1e-6: package.liger_attn_res(
-            layers.unsqueeze(1), query, weight, eps
-        ).squeeze(0),
-        "cross_entropy": partial(_loss, lambda *args, **options: package.liger_cross_entropy(*args, **options)),
+    losses = {
+        "cross_entropy": _loss(cross_entropy),
         "linear_cross_entropy": linear,
         "linear_log_prob": _per_token(scaled),
     }
-    calls |= by_name(rms_norm, qk_norm_rope, geglu, experts, embedding)
-    return calls | _other_norms(package) | _divergences(package)
-
-
-def _other_norms(package: Any) -> dict[str, Callable[..., Any]]:
-    return {
-        "add_rms_norm": lambda x, residual, weight, eps=1e-6, weight_offset=0.0, cast="input": (
-            package.liger_fused_add_rms_norm(x, residual, weight, eps, weight_offset, _casting(cast), in_place=False)
-        ),
-        "layer_norm": lambda x, weight, bias, eps=1e-5: package.liger_layer_norm(x, weight, bias, eps),
-        "group_norm": lambda x, num_groups, weight, bias, eps=1e-5: package.liger_group_norm(
-            x, weight, bias, x.shape[1], num_groups, eps
-        ),
-        "modulated_rms_norm": lambda x, scale, shift=None, weight=None, eps=1e-6: package.liger_modulated_rms_norm(
-            x, weight, scale, shift, eps, in_place=False
-        ),
-        # Its gradient of bias is a scalar.
-        "poly_norm": lambda x, weight, bias, eps=1e-6: package.liger_poly_norm(
-            x, weight, bias.view(()), eps, in_place=False
-        ),
-        "dyt": lambda x, alpha, weight, bias: package.liger_dyt(x, alpha, weight, bias),
-        "softmax": lambda x: package.liger_softmax(x),
-        "sparsemax": lambda x: package.liger_sparsemax(x),
-    }
+    rest = by_name(swiglu, geglu, relu_squared, experts, embedding, mix_streams, merge_streams, attention_residual)
+    return _row_ops(package) | rest | losses | _divergences(package)
 
 
 def _divergences(package: Any) -> dict[str, Callable[..., Any]]:
@@ -153,9 +178,14 @@ def _divergences(package: Any) -> dict[str, Callable[..., Any]]:
     """
 
     def linear_divergence(
-        hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor, kind: str = "forward_kl",
-        beta: float = 0.5, temperature: float = 1.0,
-    ) -> Any:  # fmt: skip
+        hidden: Tensor,
+        weight: Tensor,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        kind: str = "forward_kl",
+        beta: float = 0.5,
+        temperature: float = 1.0,
+    ) -> Any:
         share = teacher_share(kind, beta)
         return package.liger_fused_linear_jsd(
             hidden, weight, teacher_hidden, teacher_weight, shift_labels=None, jsd_beta=share, temperature=temperature
@@ -204,8 +234,9 @@ def _chunks() -> dict[str, Callable[..., Any]]:
     """Return its per-token loss in plain PyTorch, 512 tokens at a time, which it runs everywhere but on Hopper."""
 
     def chunked(*args: Any) -> Any:
-        module = importlib.import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
-        return module._FusedLinearPPOFallbackFunction.apply(*args)
+        return importlib.import_module(
+            "liger_kernel.ops.fused_linear_scaled_cross_entropy"
+        )._FusedLinearPPOFallbackFunction.apply(*args)
 
     return {"linear_log_prob": _per_token(chunked)}
 
@@ -231,14 +262,23 @@ def _per_token(function: Callable[..., Any]) -> Callable[..., Any]:
     return linear_log_prob
 
 
-def _loss(
-    function: Callable[..., Any], logits: Tensor, target: Tensor, weight: Tensor | None = None,
-    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
-    reduction: str = "mean",
-) -> Any:  # fmt: skip
-    """Call its cross_entropy with Liger's options."""
-    options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    return function(logits, target, **options, lse_square_scale=z_loss, softcap=softcap, reduction=reduction)
+def _loss(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return its cross_entropy under the names of Liger's options."""
+
+    def cross_entropy(
+        logits: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        reduction: str = "mean",
+    ) -> Any:
+        options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        return function(logits, target, **options, lse_square_scale=z_loss, softcap=softcap, reduction=reduction)
+
+    return cross_entropy
 
 
 def _variant(package: Any, **extra: Any) -> Callable[..., Any]:
@@ -246,14 +286,26 @@ def _variant(package: Any, **extra: Any) -> Callable[..., Any]:
 
 
 def _linear(
-    function: Callable[..., Any], hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
-    class_weight: Tensor | None = None, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
-    softcap: float | None = None, reduction: str = "mean",
-) -> Any:  # fmt: skip
+    function: Callable[..., Any],
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+) -> Any:
     """Call its linear_cross_entropy with Liger's options."""
-    options: dict[str, Any] = {"bias": bias, "ce_weight": class_weight, "label_smoothing": label_smoothing}
-    options |= {"ignore_index": ignore_index, "lse_square_scale": z_loss, "softcap": softcap, "reduction": reduction}
-    return function(hidden, weight, target, **options)
+    options: dict[str, Any] = {
+        "bias": bias,
+        "ce_weight": class_weight,
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+    }
+    return function(hidden, weight, target, **options, lse_square_scale=z_loss, softcap=softcap, reduction=reduction)
 
 
 def _cute() -> dict[str, Callable[..., Any]]:
@@ -262,21 +314,35 @@ def _cute() -> dict[str, Callable[..., Any]]:
     sm90 = importlib.import_module("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
     name = {"impl": "nvidia-cutedsl"}
 
-    return {
-        "rms_norm": lambda x, weight, eps=1e-6, weight_offset=0.0, cast="input": dispatched.rms_norm(
+    def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "input") -> Any:
+        return dispatched.rms_norm(
             x, weight, eps, offset=weight_offset, casting_mode=_casting(cast), in_place=False, **name
-        ),
-        "add_rms_norm": lambda x, residual, weight, eps=1e-6, weight_offset=0.0, cast="input": (
-            dispatched.fused_add_rms_norm(x, residual, weight, eps, weight_offset, _casting(cast), False, **name)
-        ),
-        "layer_norm": lambda x, weight, bias=None, eps=1e-5: dispatched.layer_norm(x, weight, bias, eps, **name),
-        "rope": lambda q, k, cos, sin: dispatched.rope(
-            q, k, *(table[None] if table.dim() == 2 else table for table in (cos, sin)), **name
-        ),
-        "swiglu": lambda gate, up: dispatched.swiglu(gate, up, **name),
-        "geglu": lambda gate, up: dispatched.geglu(gate, up, **name),
-        "cross_entropy": partial(_loss, lambda *args, **options: dispatched.cross_entropy(*args, **options, **name)[0]),
-        "linear_cross_entropy": lambda hidden, weight, target, ignore_index=-100, reduction="mean": (
-            sm90.liger_fused_linear_cross_entropy_sm90(hidden, weight, target, ignore_index, reduction)
-        ),
-    }
+        )
+
+    def add_rms_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, weight_offset: float = 0.0, cast: str = "input"
+    ) -> Any:
+        return dispatched.fused_add_rms_norm(x, residual, weight, eps, weight_offset, _casting(cast), False, **name)
+
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Any:
+        return dispatched.layer_norm(x, weight, bias, eps, **name)
+
+    def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return dispatched.rope(q, k, cos[None] if cos.dim() == 2 else cos, sin[None] if sin.dim() == 2 else sin, **name)
+
+    def swiglu(gate: Tensor, up: Tensor) -> Any:
+        return dispatched.swiglu(gate, up, **name)
+
+    def geglu(gate: Tensor, up: Tensor) -> Any:
+        return dispatched.geglu(gate, up, **name)
+
+    def cross_entropy(logits: Tensor, target: Tensor, **options: Any) -> Any:
+        return dispatched.cross_entropy(logits, target, **options, **name)[0]
+
+    def linear_cross_entropy(
+        hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int = -100, reduction: str = "mean"
+    ) -> Any:
+        return sm90.liger_fused_linear_cross_entropy_sm90(hidden, weight, target, ignore_index, reduction)
+
+    calls = by_name(rms_norm, add_rms_norm, layer_norm, rope, swiglu, geglu, linear_cross_entropy)
+    return calls | {"cross_entropy": _loss(cross_entropy)}

@@ -66,8 +66,12 @@ def compare(setup: Setup, bar: Progress) -> dict[str, Any]:
         "speed_is_clear": speed_is_clear(hf) and speed_is_clear(liger),
         "parameters": hf.parameters,
         "replaced": liger.replaced,
-        **{name: getattr(setup, name) for name in ("device", "model", "steps", "batch", "sequence")},
+        "device": setup.device,
         "dtype": "float32" if setup.precision == "fp32" else "bfloat16",
+        "model": setup.model,
+        "steps": setup.steps,
+        "batch": setup.batch,
+        "sequence": setup.sequence,
         "gradient_checkpointing": setup.checkpoint == "full",
         **{name: getattr(liger, name) for name in ("machine", "versions", "commit", "date")},
     }
@@ -79,8 +83,11 @@ def compare_losses(losses: dict[str, list[float]]) -> dict[str, Any]:
     noise = largest_difference(losses["hf"], losses["reordered"]) if "reordered" in losses else None
     allowed = FLOAT32_BOUND if noise is None else NOISE_FACTOR * noise
     return {
-        **{f"loss_{name}": losses[name][-1] for name in ("hf", "liger")},
-        **{f"losses_{name}": losses.get(name) for name in ("hf", "liger", "reordered")},
+        "loss_hf": losses["hf"][-1],
+        "loss_liger": losses["liger"][-1],
+        "losses_hf": losses["hf"],
+        "losses_liger": losses["liger"],
+        "losses_reordered": losses.get("reordered"),
         "max_loss_difference": difference,
         "loss_noise": noise,
         "loss_difference_bound": allowed,

@@ -27,8 +27,15 @@ from liger_train.setup import Setup
 
 # Operations that neither compute nor move memory.
 FREE = (
-    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"),
-    *("detach", "_unsafe_view", "lift_fresh", "alias"),
+    "empty",
+    "new_empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty_strided",
+    "detach",
+    "_unsafe_view",
+    "lift_fresh",
+    "alias",
     # Attention has a rate of its own.
     "_scaled_dot_product_flash_attention_for_cpu",
 )

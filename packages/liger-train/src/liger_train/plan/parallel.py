@@ -21,8 +21,12 @@ from liger_train.setup import Setup
 
 # Style in a tensor-parallel plan of Transformers → the dimension in which it shards weights, or None.
 STYLES: dict[str, int | None] = {
-    **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output", "embedding_rowwise"), 0),
-    **dict.fromkeys(("rowwise", "rowwise_rep"), 1),
+    "colwise": 0,
+    "colwise_rep": 0,
+    "colwise_gather_output": 0,
+    "rowwise": 1,
+    "rowwise_rep": 1,
+    "embedding_rowwise": 0,
     "replicated_with_grad_allreduce": None,
 }
 

@@ -75,16 +75,23 @@ class Plan:
             "what_fits": self.what_fits,
             "techniques": [
                 {
-                    **{name: getattr(a.technique, name) for name in ("option", "value", "costs")},
+                    "option": a.technique.option,
+                    "value": a.technique.value,
                     "saves_bytes": a.saves(self.start) if a.prediction else None,
                     "peak_bytes": a.prediction.peak_bytes if a.prediction else None,
+                    "costs": a.technique.costs,
                     "problem": a.problem,
                 }
                 for a in self.alternatives
             ],
             "checklist": [
-                {name: getattr(item, name) for name in ("title", "problem", "speed", "costs")}
-                | {"peak_bytes": item.prediction.peak_bytes if item.prediction else None}
+                {
+                    "title": item.title,
+                    "peak_bytes": item.prediction.peak_bytes if item.prediction else None,
+                    "problem": item.problem,
+                    "speed": item.speed,
+                    "costs": item.costs,
+                }
                 for item in self.checklist
             ],
             "traffic": None if self.traffic is None else asdict(self.traffic),

@@ -166,8 +166,9 @@ def calls(
     """
     draw = Draw(device)
     for batch, rotary, axis in product((2, 1), (width, width // 2, width // 4), (1, 2)):
-        kwargs = _states(draw, signature, length, width, axis) | _tables(draw, signature, batch, length, rotary)
-        if _runs(function, kwargs := kwargs | _axis(signature, axis)):
+        states, tables = _states(draw, signature, length, width, axis), _tables(draw, signature, batch, length, rotary)
+        kwargs = states | tables | _axis(signature, axis)
+        if _runs(function, kwargs):
             yield kwargs
 
 
