@@ -71,7 +71,8 @@ def anchored(m, anchor, d, x):
     The anchor is the maximum in units of base 2, rounded.
     """
     m = tl.maximum(m, tl.max(x, 1))
-    top = m * LOG2E
+    # Not a product, which would be fused into the difference from the anchor, unrounded.
+    top = tl.fma(m, LOG2E, 0.0)
     return m, top, d * tl.exp2(anchor - top) + tl.sum(tl.exp2(tl.fma(x, LOG2E, -top[:, None])), 1)
 
 

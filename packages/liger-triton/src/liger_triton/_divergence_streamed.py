@@ -41,7 +41,8 @@ def added(s, a, w, v, mean, m, anchor, their_m, their_anchor, x, y, mask, scale,
     mean += a / tl.maximum(w, 1e-30) * LOG2E
     mean = tl.where(mean > 24.0, 24.0, mean)
     top = m * scale - mean
-    their_top = their_m * their_scale
+    # Not a product, which would be fused into the difference from the anchor, unrounded.
+    their_top = tl.fma(their_m, their_scale, 0.0)
     s, a, w, v = moved(s, a, w, v, their_top - their_anchor, top - anchor)
     # Each difference is rounded once, so that what the logits have in common cancels exactly.
     below = tl.fma(x, scale, -top[:, None])
