@@ -133,7 +133,8 @@ def test_a_cuda_graph_keeps_ignored_rows_whose_number_the_host_would_wait_for(mo
 
     def step() -> tuple[Tensor, ...]:
         loss = linear_cross_entropy(hidden, weight, target)
-        return loss, *torch.autograd.grad(loss, (hidden, weight))
+        # Detached: a graph that is kept would make the capture wait for the stream of the first step.
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
     expected = step()
     graph = torch.cuda.CUDAGraph()

@@ -265,10 +265,10 @@ def test_main_grad_takes_no_second_gradient_of_weight(
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_divergences_of_logits_agree_with_the_generalized_jsd_of_trl(beta: float) -> None:
+def test_divergences_of_logits_agree_with_the_generalized_jsd_of_trl(beta: float, device: torch.device) -> None:
     trainer = pytest.importorskip("trl.experimental.gkd.gkd_trainer", reason="TRL with GKD is not installed").GKDTrainer
-    student, teacher = leaf(2, 5, 30, device=torch.device("cpu")), torch.randn(2, 5, 30)
-    labels = torch.randint(30, (2, 5))
+    student, teacher = leaf(2, 5, 30, device=device), torch.randn(2, 5, 30, device=device)
+    labels = torch.randint(30, (2, 5), device=device)
     labels[0, :2] = -100
     theirs = trainer.generalized_jsd_loss(student, teacher, labels, beta=beta, temperature=1.5)
     of_logits = {0.0: kl_div, 1.0: partial(kl_div, reverse=True)}.get(beta, partial(jsd, beta=beta))
