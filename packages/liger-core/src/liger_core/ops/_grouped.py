@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, starmap
 
 import torch
 from torch import Tensor
@@ -71,30 +71,38 @@ def _launch_backward(
     if grad_rows is not None:
         _multiply(grad_rows, grad_out, matrices, ends)
     if grad_matrices is not None:
-        for group, (upstream, group_rows) in enumerate(_groups(ends, grad_out, rows)):
-            multiply(grad_matrices[group], upstream.t(), group_rows)
+        for number, group in enumerate(_groups(ends, rows.shape[0])):
+            multiply(grad_matrices[number], _of_group(grad_out, group).t(), _of_group(rows, group))
 
 
 def _multiply(out: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
     out.zero_()
-    for matrix, (group_rows, group_out) in zip(matrices, _groups(ends, rows, out), strict=True):
-        multiply(group_out, group_rows, matrix, group_out)
+    for matrix, group in zip(matrices, _groups(ends, rows.shape[0]), strict=True):
+        if isinstance(group, slice):
+            multiply(out[group], rows[group], matrix)
+        else:
+            product = torch.empty_like(out)
+            multiply(product, rows, matrix)
+            # Not a sum with zeros: a NaN in the matrix must not reach the rows of other groups.
+            out.copy_(torch.where(group, product, out))
 
 
-def _groups(ends: Tensor, first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each group's part of two tensors.
+def _groups(ends: Tensor, count: int) -> Iterator[slice | Tensor]:
+    """Yield the slice of each group's rows on the CPU, elsewhere a mask (count, 1).
 
-    On the CPU, it is the group's rows of both. On a device, slicing would synchronize to learn the size of a group;
-    there it is all rows, and those of other groups are zeros in `first`.
+    Slicing would synchronize to learn the size of a group.
     """
     if ends.device.type == "cpu":
-        bounds = [0, *ends.tolist()]
-        for start, end in pairwise(bounds):
-            yield first[start:end], second[start:end]
+        yield from starmap(slice, pairwise([0, *ends.tolist()]))
         return
-    group = torch.searchsorted(ends, torch.arange(first.shape[0], dtype=torch.int32, device=ends.device), right=True)
+    group = torch.searchsorted(ends, torch.arange(count, dtype=torch.int32, device=ends.device), right=True)
     for number in range(ends.shape[0]):
-        yield torch.where((group == number).unsqueeze(1), first, 0.0), second
+        yield (group == number).unsqueeze(1)
+
+
+def _of_group(x: Tensor, group: slice | Tensor) -> Tensor:
+    """Return the rows of a group; all rows, zeros outside the group, if it is a mask."""
+    return x[group] if isinstance(group, slice) else torch.where(group, x, 0.0)
 
 
 _grouped_linear = differentiable(
