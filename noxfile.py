@@ -80,6 +80,7 @@ TRAINING_RUNS = [
 ]
 # Whole steps of each implementation, in the memory of an 80-GB card; the one that loads longest is the last.
 IMPLEMENTATIONS = "--sweep implementation=hf,hf-compiled,liger-kernel,liger,liger-compiled"
+OURS = "--sweep implementation=liger,liger-compiled"
 STEPS = """
 --model llama-3.2-1b --batch 8 --sequence 1024
 --model llama-3-8b --batch 8 --sequence 2048 --precision bf16-pure
@@ -290,6 +291,7 @@ def steps(session: nox.Session) -> None:
         if not words or any(word in step for word in words):
             # 1: an implementation failed; its row says why.
             measured(session, f"train {step} {IMPLEMENTATIONS}", "--out", folder, "--resume", success_codes=[0, 1])
+            measured(session, f"train {step} {OURS} --profile", "--out", f"{folder}/traces", "--resume")
     session.run(here(session), "benchmarks/longest.py", "--out", folder, external=True, success_codes=[0, 1])
 
 

@@ -6,6 +6,7 @@ The rows are those of the newest folder *-steps of benchmarks/results, or of an 
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,6 +24,8 @@ from liger_train.plan.estimate import UPDATE_PASSES, work
 from liger_train.plan.fit import EXAMPLES
 from liger_train.report.sweeps import read
 from liger_train.row import SETUP, chosen_options, overlapping
+from liger_train.runs.profile import FOLDER as PROFILES
+from liger_train.runs.profile import KINDS
 from liger_train.setup import Setup
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +47,10 @@ Whole training steps with AdamW, random weights, every layer recomputed. Through
 the matmuls and of attention, without those that checkpointing repeats, as a share of the card's data sheet. Frozen weights have no gradient, so LoRA
 counts two passes. *Of the bound* is the speed as a share of a step that only multiplies and updates: matmuls, repeated ones too, and attention at the
 rates that `liger bench` measured, and AdamW at the card's bandwidth. Attention counts in full, also in layers with a window.
+""".strip()
+TRACED = """
+Milliseconds of a step by kind of kernel, of runs with `--profile`. *Rest* is the time of the median step in which no kernel of the trace ran. *TFLOP/s*
+is the rate of the matmuls, without those of adapters. *Fused ops* are Triton kernels that Inductor did not write, *4 bits* dequantizes weights.
 """.strip()
 LONGEST = """
 The longest sequence that one step of one sequence fits, in multiples of 1024 tokens, with every layer recomputed. The allocator is limited; the card
@@ -68,6 +75,7 @@ def page(folder: Path) -> str:
             right=range(2, 7),
         ),
         markdown.reasons((f"{run(row)}, {NAMES[setup(row).implementation]}", row["reason"]) for row in steps),
+        *traced(folder / "traces"),
         *longest([row for row in rows if row["memory_limit"] is not None]),
         f"## How to repeat\n\n    nox -s steps -- {name}\n    python docs/generate/steps.py {name}",
     ]
@@ -162,6 +170,32 @@ def shares(row: Record) -> tuple[str, str]:
     update = UPDATE_PASSES * weights_dtype(same).itemsize * row["trainable_parameters"] / rates.memory
     seconds += update / (row["batch"] * row["sequence"] * row["accumulation"])
     return useful, f"{row['tokens_per_second'] * seconds:.2f}"
+
+
+def traced(folder: Path) -> list[str]:
+    """Return the section on the kernels of a step, from a folder of runs with --profile."""
+    if not folder.exists():
+        return []
+    records = [json.loads(path.read_text()) for path in sorted((folder / PROFILES).glob("*.json"))]
+    times = {setup(record["setup"]): record["milliseconds"] for record in records}
+    lines = []
+    for row in measured(read([folder])):
+        if row["tokens_per_second"] and (kernels := times.get(setup(row))):
+            step = 1e3 * row["batch"] * row["sequence"] / row["tokens_per_second"]
+            same = replace(setup(row), liger="none", compile="none", steps=Setup.steps)
+            rate = work(same)[0] * row["batch"] * row["sequence"] / kernels["matmuls"] / 1e9
+            cells = [f"{step:.0f}", *(f"{kernels[kind]:.1f}" if kind in kernels else "–" for kind in KINDS)]
+            lines.append(
+                [
+                    run(row),
+                    NAMES[setup(row).implementation],
+                    *cells,
+                    f"{step - sum(kernels.values()):.1f}",
+                    f"{rate:.0f}",
+                ]
+            )
+    head = ("run", "implementation", "step", *KINDS, "rest", "TFLOP/s")
+    return ["## Where the time goes", TRACED, markdown.table(head, markdown.sparse(lines), right=range(2, len(head)))]
 
 
 def longest(rows: Sequence[Record]) -> list[str]:

@@ -16,6 +16,7 @@ from liger_core.errors import OptionError
 from liger_train.options import RunOptions
 from liger_train.report.timelines import COLORS, _last_step, pictured_runs, read_timelines
 from liger_train.runs.launch import observers
+from liger_train.runs.profile import kernel_times
 from liger_train.setup import Setup
 from liger_train.timeline import (
     CATEGORIES,
@@ -110,6 +111,29 @@ def test_a_profile_is_a_trace_of_two_steps(tmp_path: Path) -> None:
     (path,) = (tmp_path / "profiles" / "tiny-1x16-all-fp32-checkpoint-none").glob("*.pt.trace.json.gz")
     names = [event.get("name", "") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]]
     assert sum(name.startswith("Optimizer.step#") for name in names) == 2
+
+
+def test_kernels_are_told_apart_by_their_names() -> None:
+    names = {
+        "attention": [
+            "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_cga1x1x1_kernel0_0",
+            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64, cutlass::bfloat16_t>>(Flash_fwd_params)",
+        ],
+        "matmuls": [
+            "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT",
+            "_ZN7cutlass13device_kernelIN2at4cuda6detail25enable_3x_kernel_for_sm9xINS_4gemm6kernel13GemmUniversalE",
+        ],
+        "communication": ["ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"],
+        "4 bits": ["void kDequantizeBlockwise<__nv_bfloat16, 512, 64, 8, 2>(float*, unsigned char*, float*, int, int)"],
+        "Inductor": ["triton_poi_fused__to_copy_view_0"],
+        "fused ops": ["forward_kernel", "_layer_norm_forward_kernel"],
+        "PyTorch": [
+            "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>(int)",
+            "Memset (Device)",
+        ],
+    }
+    for kind, kernels in names.items():
+        assert kernel_times((name, 0.5) for name in kernels) == {kind: 0.5 * len(kernels)}, kind
 
 
 def test_a_broken_timeline_is_named(tmp_path: Path) -> None:
