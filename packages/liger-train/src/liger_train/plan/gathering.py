@@ -96,7 +96,10 @@ class ZeroGathering:
 
 
 class LayerGathering:
-    """Gathers a layer before it runs, and prefetches the next one, as FSDP2 does; other weights stay gathered.
+    """Gathers a layer before it runs, and prefetches the next one, as FSDP2 does.
+
+    As Accelerate wraps models, an LM head with a weight of its own is gathered from the end of the last layer's forward
+    pass to the start of its backward pass, and the embedding for its own passes. Other weights stay gathered.
 
     Each of as many ranks casts its shards of weights that are gathered in float8, one after the other, by way of two
     float32 tensors.
@@ -105,6 +108,9 @@ class LayerGathering:
     def __init__(self, ledger: Ledger, ranks: int) -> None:
         self.ledger, self.ranks = ledger, ranks
         self.hooks = ExitStack()
+        # The weights of the embedding and of an LM head of its own.
+        self.ends: list[Tensor] = []
+        self.gathered_ends: list[_Gathered] = []
 
     def register(self, model: nn.Module) -> None:
         model_layers = layers(model)
@@ -114,24 +120,49 @@ class LayerGathering:
         def gathered_bytes(weight: Tensor) -> int:
             return rounded(weight.numel() * (1 if id(weight) in in_float8 else weight.itemsize))
 
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if head is not None and head.weight is not embedding.weight:
+            self.ends = [embedding.weight, head.weight]
+            inside |= {id(weight) for weight in self.ends}
+            first, last = (_Gathered(self.ledger, {WEIGHTS: gathered_bytes(weight)}) for weight in self.ends)
+            self.gathered_ends = [first, last]
+            _call_around(embedding, first.gather, first.release, self.hooks)
+            # Not around the head, which a fused loss does not call.
+            _call_around(model.get_decoder(), last.release, last.gather, self.hooks)
         self.ledger.allocate(sum(gathered_bytes(w) for w in model.parameters() if id(w) not in inside), WEIGHTS)
         for layer in model_layers:
             size = sum(map(gathered_bytes, layer.parameters()))
             largest = max((w.numel() for w in layer.parameters() if id(w) in in_float8), default=0)
-            cast = rounded(2 * 4 * largest // self.ranks)
-            blocks: list[int] = []
+            # This layer, and the next one, which is prefetched.
+            gathered = _Gathered(self.ledger, {WEIGHTS: size, OTHER: size}, rounded(2 * 4 * largest // self.ranks))
+            _call_around(layer, gathered.gather, gathered.release, self.hooks)
 
-            def before(size: int = size, cast: int = cast, blocks: list[int] = blocks) -> None:
-                # This layer, and the next one, which is prefetched.
-                if not blocks:
-                    blocks.extend([self.ledger.allocate(size, WEIGHTS), self.ledger.allocate(size, OTHER)])
-                    self.ledger.allocate_briefly(cast, OTHER)
+    def reduce(self, weight: Tensor) -> None:
+        """Record the copy from which the ranks reduce the gradient of an embedding or a head of its own."""
+        if any(weight is end for end in self.ends):
+            self.ledger.allocate_briefly(rounded(weight.numel() * weight.itemsize), OTHER)
 
-            def after(blocks: list[int] = blocks) -> None:
-                while blocks:
-                    self.ledger.free(blocks.pop())
+    def completed(self) -> None:
+        """Release what no gradient of an input releases: the embedding."""
+        for gathered in self.gathered_ends:
+            gathered.release()
 
-            _call_around(layer, before, after, self.hooks)
+
+class _Gathered:
+    """Weights that are gathered and released together: bytes of each category, and those that gathering takes."""
+
+    def __init__(self, ledger: Ledger, sizes: dict[str, int], workspace: int = 0) -> None:
+        self.ledger, self.sizes, self.workspace = ledger, sizes, workspace
+        self.blocks: list[int] = []
+
+    def gather(self) -> None:
+        if not self.blocks:
+            self.blocks = [self.ledger.allocate(size, category) for category, size in self.sizes.items()]
+            self.ledger.allocate_briefly(self.workspace, OTHER)
+
+    def release(self) -> None:
+        while self.blocks:
+            self.ledger.free(self.blocks.pop())
 
 
 def _call_around(module: nn.Module, before: Callable[[], None], after: Callable[[], None], hooks: ExitStack) -> None:

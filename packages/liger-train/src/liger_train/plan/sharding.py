@@ -171,9 +171,14 @@ class Fsdp2(Sharding):
         self.layers.register(model)
 
     def accumulated(self, weight: Any) -> None:
+        """Record that a gradient is complete, which the ranks reduce at once."""
+        self.layers.reduce(weight)
         weight.grad = None
         if not self.offloaded:
             self.ledger.allocate(rounded(self._shard_bytes(weight)), GRADIENTS)
+
+    def completed(self) -> None:
+        self.layers.completed()
 
     def _shard_bytes(self, weight: Tensor) -> int:
         """Return the bytes of a weight's or gradient's shard: in float32 if it is trained, except with bf16-pure."""
