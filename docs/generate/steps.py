@@ -49,8 +49,8 @@ counts two passes. *Of the bound* is the speed as a share of a step that only mu
 rates that `liger bench` measured, and AdamW at the card's bandwidth. Attention counts in full, also in layers with a window.
 """.strip()
 TRACED = """
-Milliseconds of a step by kind of kernel, of runs with `--profile`. *Rest* is the time of the median step in which no kernel of the trace ran. *TFLOP/s*
-is the rate of the matmuls, without those of adapters. *Fused ops* are Triton kernels that Inductor did not write, *4 bits* dequantizes weights.
+Milliseconds of the kernels of a step by kind, of runs with `--profile`, and the rate of the matmuls, without those of adapters. *Fused ops* are Triton
+kernels that Inductor did not write; *4 bits* dequantizes weights.
 """.strip()
 LONGEST = """
 The longest sequence that one step of one sequence fits, in multiples of 1024 tokens, with every layer recomputed. The allocator is limited; the card
@@ -178,23 +178,17 @@ def traced(folder: Path) -> list[str]:
         return []
     records = [json.loads(path.read_text()) for path in sorted((folder / PROFILES).glob("*.json"))]
     times = {setup(record["setup"]): record["milliseconds"] for record in records}
+    kinds = [kind for kind in KINDS if any(kind in kernels for kernels in times.values())]
     lines = []
-    for row in measured(read([folder])):
-        if row["tokens_per_second"] and (kernels := times.get(setup(row))):
-            step = 1e3 * row["batch"] * row["sequence"] / row["tokens_per_second"]
-            same = replace(setup(row), liger="none", compile="none", steps=Setup.steps)
-            rate = work(same)[0] * row["batch"] * row["sequence"] / kernels["matmuls"] / 1e9
-            cells = [f"{step:.0f}", *(f"{kernels[kind]:.1f}" if kind in kernels else "–" for kind in KINDS)]
-            lines.append(
-                [
-                    run(row),
-                    NAMES[setup(row).implementation],
-                    *cells,
-                    f"{step - sum(kernels.values()):.1f}",
-                    f"{rate:.0f}",
-                ]
-            )
-    head = ("run", "implementation", "step", *KINDS, "rest", "TFLOP/s")
+    for row in measured([record["setup"] for record in records]):
+        kernels = times[setup(row)]
+        same = replace(setup(row), liger="none", compile="none", steps=Setup.steps)
+        rate = work(same)[0] * row["batch"] * row["sequence"] / kernels["matmuls"] / 1e9
+        cells = [f"{kernels[kind]:.1f}" if kind in kernels else "–" for kind in kinds]
+        lines.append(
+            [run(row), NAMES[setup(row).implementation], *cells, f"{sum(kernels.values()):.1f}", f"{rate:.0f}"]
+        )
+    head = ("run", "implementation", *kinds, "all", "TFLOP/s")
     return ["## Where the time goes", TRACED, markdown.table(head, markdown.sparse(lines), right=range(2, len(head)))]
 
 

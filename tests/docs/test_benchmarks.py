@@ -112,12 +112,11 @@ def test_a_page_of_steps_has_shares_of_the_card_and_the_longest_sequences(genera
     )
     traced = tmp_path / "traces" / "profiles" / "small.json"
     traced.parent.mkdir(parents=True)
-    (tmp_path / "traces" / "train.json").write_text(json.dumps([row_of(setup, WHERE, ran).columns()]))
     traced.write_text(json.dumps({"setup": asdict(setup), "milliseconds": {"matmuls": 0.5, "attention": 0.25}}))
     text = generators.steps.page(tmp_path)
     # The head's forward pass is not repeated.
     rate = 1024 * (8 * 11_094_272 - 2 * 32_000 * 256) / 0.5e9
-    assert f"| small 2 × 512 | Liger | 1 | 0.2 | 0.5 | – | – | – | – | – | 0.3 | {rate:.0f} |" in text
+    assert f"| small 2 × 512 | Liger | 0.2 | 0.5 | 0.8 | {rate:.0f} |" in text
     # 6 operations for each weight but the embedding, whose matrix is the head's, and 4 scores of a token in 3.5 passes.
     useful = 1e6 * (6 * 11_094_272 + 3.5 * 4 * 256 * 256 * 4) / 989e12
     assert "| small 2 × 512 | Transformers | out of memory | – | – | – | – |" in text
