@@ -61,6 +61,13 @@ def test_matmuls_in_float8_take_half_as_long() -> None:
     assert pure.operations - float8.operations == pytest.approx(saved, rel=0.01)
 
 
+def test_attention_counts_at_its_own_rate_alone() -> None:
+    rates = replace(RATES, attention=1e30, memory=1e18, launch=0.0)
+    shapes = ((16, 1024), (1, 16 * 1024))
+    short, long = (estimate(replace(ONE, batch=b, sequence=s), rates, WEIGHTS).seconds for b, s in shapes)
+    assert long == pytest.approx(short, rel=1e-3)
+
+
 def test_tensor_parallelism_shares_the_matmuls_and_adds_its_collectives() -> None:
     one, two = (estimate(replace(ONE, ranks=tp, tp=tp), RATES, WEIGHTS) for tp in (1, 2))
     assert one.tensor == one.sharding == 0

@@ -113,7 +113,7 @@ def test_a_profile_is_a_trace_of_two_steps(tmp_path: Path) -> None:
     assert sum(name.startswith("Optimizer.step#") for name in names) == 2
 
 
-def test_kernels_are_told_apart_by_their_names() -> None:
+def test_the_kind_of_a_kernel_follows_from_its_name() -> None:
     names = {
         "attention": [
             "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_cga1x1x1_kernel0_0",

@@ -36,9 +36,9 @@ FREE = (
     "_unsafe_view",
     "lift_fresh",
     "alias",
-    # Attention has a rate of its own.
-    "_scaled_dot_product_flash_attention_for_cpu",
 )
+# The beginning of the names of attention, which has a rate of its own.
+ATTENTION = "_scaled_dot_product"
 # Kernel → number of matmuls with each of its matrices. Gradients of the weights of adapted layers are not counted.
 HEAD_MATMULS = {"linear_cross_entropy": 3, "linear_tokens": 1, "linear_tokens_backward": 3}
 MATMULS = HEAD_MATMULS | {
@@ -136,7 +136,7 @@ class _Clock(Ledger):
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         namespace, _, name = func.name().partition(".")[0].partition("::")
-        if func.is_view or namespace == "prim" or name in FREE:
+        if func.is_view or namespace == "prim" or name in FREE or name.startswith(ATTENTION):
             return result
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         moved = sum(map(_bytes, inputs + [t for t in tree_leaves(result) if isinstance(t, Tensor)]))

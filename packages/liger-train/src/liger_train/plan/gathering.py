@@ -112,7 +112,7 @@ class LayerGathering:
         self.ends: list[Tensor] = []
         self.gathered_ends: list[_Gathered] = []
 
-    def register(self, model: nn.Module) -> None:
+    def register(self, model: Any) -> None:
         model_layers = layers(model)
         inside = {id(w) for layer in model_layers for w in layer.parameters()}
         in_float8 = {id(m.weight) for m in model.modules() if isinstance(m, Float8) and m.is_gathered}

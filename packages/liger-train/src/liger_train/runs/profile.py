@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +23,7 @@ from liger_train.setup import Setup
 FOLDER = "profiles"
 # Numbers of steps: to skip, to warm up the profiler, and to record.
 WAIT, WARM_UP, ACTIVE = 1, 1, 2
-# A kind of kernel → a pattern of its names; the first one that matches counts. Names of Triton kernels are plain.
+# A kind of kernel → a pattern of its names; the first one that matches counts. Triton kernels have plain identifiers.
 KINDS = {
     "attention": "flash|fmha|sdpa|cudnn|attention",
     "matmuls": "nvjet|gemm|cutlass|cublas",
@@ -78,7 +78,7 @@ class Profile(TrainerCallback):
 
 def kernel_times(kernels: Iterable[tuple[str, float]]) -> dict[str, float]:
     """Return the sum of the times of kernels, given with their names, by kind, the longest first."""
-    times: Counter[str] = Counter()
+    times: defaultdict[str, float] = defaultdict(float)
     for name, time in kernels:
         times[next(kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE))] += time
-    return dict(times.most_common())
+    return dict(sorted(times.items(), key=lambda item: item[1], reverse=True))
