@@ -246,7 +246,7 @@ for its links.
 ## How far to trust the times
 
 The estimate sums all operations of a step on fake tensors. Each takes the longer of its matmul time and its memory time. The estimate ignores gaps between
-kernels, the host, and waiting for other ranks. Its error on every committed training row with a time (`benchmarks/results`) is estimated ÷ measured − 1:
+kernels, the host, and waiting for other ranks. Its error on the committed runs of Liger and Transformers (`benchmarks/results`) is estimated ÷ measured − 1:
 
 {errors}
 

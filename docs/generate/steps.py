@@ -134,6 +134,11 @@ def setup(row: Record) -> Setup:
     return Setup(**{name: row[name] for name in SETUP})
 
 
+def counted(row: Record) -> Setup:
+    """Return the setup whose operations are counted: all implementations have as many."""
+    return replace(setup(row), liger="none", compile="none", steps=Setup.steps)
+
+
 def run(row: Record) -> str:
     """Return the model, the shape, and the options that the implementations share."""
     options = chosen_options(row | {"compile": Setup.compile})
@@ -156,8 +161,7 @@ def line(row: Record, rows: Sequence[Record]) -> list[str]:
 
 def shares(row: Record) -> tuple[str, str]:
     """Return the MFU of a run, and its speed as a share of the bound, where the rates of its card are known."""
-    # What the implementations do with the operations makes no difference to their number.
-    same = replace(setup(row), liger="none", compile="none", steps=Setup.steps)
+    same = counted(row)
     per_token, per_square = work(replace(same, checkpoint="none"))
     cards = [name for name in SHEET if name in row["machine"]]
     operations = per_token + per_square * row["sequence"]
@@ -174,16 +178,15 @@ def shares(row: Record) -> tuple[str, str]:
 
 def traced(folder: Path) -> list[str]:
     """Return the section on the kernels of a step, from a folder of runs with --profile."""
-    if not folder.exists():
-        return []
     records = [json.loads(path.read_text()) for path in sorted((folder / PROFILES).glob("*.json"))]
+    if not records:
+        return []
     times = {setup(record["setup"]): record["milliseconds"] for record in records}
     kinds = [kind for kind in KINDS if any(kind in kernels for kernels in times.values())]
     lines = []
     for row in measured([record["setup"] for record in records]):
         kernels = times[setup(row)]
-        same = replace(setup(row), liger="none", compile="none", steps=Setup.steps)
-        rate = work(same)[0] * row["batch"] * row["sequence"] / kernels["matmuls"] / 1e9
+        rate = work(counted(row))[0] * row["batch"] * row["sequence"] / kernels["matmuls"] / 1e9
         cells = [f"{kernels[kind]:.1f}" if kind in kernels else "–" for kind in kinds]
         lines.append(
             [run(row), NAMES[setup(row).implementation], *cells, f"{sum(kernels.values()):.1f}", f"{rate:.0f}"]

@@ -108,9 +108,8 @@ class LayerGathering:
     def __init__(self, ledger: Ledger, ranks: int) -> None:
         self.ledger, self.ranks = ledger, ranks
         self.hooks = ExitStack()
-        # The weights of the embedding and of an LM head of its own.
-        self.ends: list[Tensor] = []
-        self.gathered_ends: list[_Gathered] = []
+        # By id: the weights of the embedding and of an LM head of its own.
+        self.ends: dict[int, _Gathered] = {}
 
     def register(self, model: Any) -> None:
         model_layers = layers(model)
@@ -122,12 +121,13 @@ class LayerGathering:
 
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         if head is not None and head.weight is not embedding.weight:
-            self.ends = [embedding.weight, head.weight]
-            inside |= {id(weight) for weight in self.ends}
-            first, last = (_Gathered(self.ledger, {WEIGHTS: gathered_bytes(weight)}) for weight in self.ends)
-            self.gathered_ends = [first, last]
+            first, last = (
+                _Gathered(self.ledger, {WEIGHTS: gathered_bytes(module.weight)}) for module in (embedding, head)
+            )
+            self.ends = {id(embedding.weight): first, id(head.weight): last}
+            inside |= self.ends.keys()
             _call_around(embedding, first.gather, first.release, self.hooks)
-            # Not around the head, which a fused loss does not call.
+            # Not around the head: a fused loss reads its weight after its forward.
             _call_around(model.get_decoder(), last.release, last.gather, self.hooks)
         self.ledger.allocate(sum(gathered_bytes(w) for w in model.parameters() if id(w) not in inside), WEIGHTS)
         for layer in model_layers:
@@ -139,12 +139,12 @@ class LayerGathering:
 
     def reduce(self, weight: Tensor) -> None:
         """Record the copy from which the ranks reduce the gradient of an embedding or a head of its own."""
-        if any(weight is end for end in self.ends):
+        if id(weight) in self.ends:
             self.ledger.allocate_briefly(rounded(weight.numel() * weight.itemsize), OTHER)
 
-    def completed(self) -> None:
+    def release_all(self) -> None:
         """Release what no gradient of an input releases: the embedding."""
-        for gathered in self.gathered_ends:
+        for gathered in self.ends.values():
             gathered.release()
 
 

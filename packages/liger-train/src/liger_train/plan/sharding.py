@@ -178,7 +178,7 @@ class Fsdp2(Sharding):
             self.ledger.allocate(rounded(self._shard_bytes(weight)), GRADIENTS)
 
     def completed(self) -> None:
-        self.layers.completed()
+        self.layers.release_all()
 
     def _shard_bytes(self, weight: Tensor) -> int:
         """Return the bytes of a weight's or gradient's shard: in float32 if it is trained, except with bf16-pure."""
