@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,7 +28,19 @@ SERVER.set_forkserver_preload(
     ["torch.distributed.fsdp", "pytest", "transformers.trainer", "transformers.models.llama.modeling_llama", "peft"]
 )
 LIMIT = 300.0
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 CONTEXTS = multiprocessing.get_context
+
+
+def _ensure_server() -> None:
+    """Start the server, if it does not run yet. It sees no GPU: libraries use one when they are imported, and then no fork can."""
+    visible = {name: os.environ[name] for name in [VISIBLE] if name in os.environ}
+    os.environ[VISIBLE] = ""
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ[VISIBLE]
+        os.environ.update(visible)
 
 
 def run(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -51,6 +64,7 @@ def on_ranks(count: int, work: Callable[..., None], *args: Any) -> None:
     shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     variables = {**os.environ, **{name: str(value) for name, value in shared.items()}}
+    _ensure_server()
     torch.multiprocessing.start_processes(_rank, (variables, work, args), nprocs=count, start_method="forkserver")
 
 
@@ -63,6 +77,7 @@ class Context:
     Pipe = staticmethod(SERVER.Pipe)
 
     def Process(self, target: Callable[..., None], args: tuple[Any, ...]) -> BaseProcess:
+        _ensure_server()
         return SERVER.Process(target=_start, args=(dict(os.environ), target, args))
 
 

@@ -50,7 +50,7 @@ def random_adapters(model: Any) -> Any:
             if "lora_A" in name or "lora_B" in name:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
             elif "lora_magnitude" in name:
-                parameter.mul_(torch.rand(parameter.shape, generator=generator) + 0.5)
+                parameter.mul_(torch.rand(parameter.shape, generator=generator).to(parameter.device) + 0.5)
     return model
 
 

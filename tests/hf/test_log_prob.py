@@ -186,7 +186,7 @@ def test_the_loss_compiles_as_one_graph(kind: str) -> None:
     def loss(x: Tensor) -> Tensor:
         log_prob = head_log_prob(head, x, target)
         assert isinstance(log_prob, Tensor)
-        return losses.grpo(log_prob, None, torch.tensor([1.0, -0.5]), mask=target != -100)[0]
+        return losses.grpo(log_prob, None, x.new_tensor([1.0, -0.5]), mask=target != -100)[0]
 
     results = []
     for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
