@@ -91,7 +91,9 @@ def test_what_one_process_computes_is_computed_once_for_each_model_and_data(log:
 
 
 def test_setups_that_share_a_truth_have_the_same_data() -> None:
-    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=50)))
+    model = SimpleNamespace(
+        device=torch.device("cpu"), config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=50))
+    )
     for training in steps_of(["llama"], matrix.SETUPS, [True]):
         ours, theirs = training.data(model), training.truth.data(model)
         pairs = zip(ours, theirs, strict=True)
@@ -183,6 +185,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "step_and_model": ({"step": "a.py:b", "model": ["llama"]}, "verify: --step is a step of your own; leave out --model, which is for models"),
     "step_and_plain": ({"step": "a.py:b", "liger": False}, "verify: --step is a step of your own; leave out --plain, which is for models"),
     "packing_and_tp": ({"packing": True, "tp": 2}, "verify: --packing compares documents on one process; leave out --tp"),
+    "packing_and_device": ({"packing": True, "device": "cuda"}, "verify: --packing compares documents on one process; leave out --device"),
     "packing_and_matrix": ({"packing": True, "matrix": True}, "verify: --packing compares documents on one process; leave out --matrix"),
     "packing_and_setups": ({"packing": True, "setups": "a.toml"}, "verify: --packing compares documents on one process; leave out --setups"),
     "sampler_and_models": ({"sampler": True, "model": ["llama", "gemma3_text"]}, "verify: --sampler compares one model, got llama, gemma3_text; run it for each"),

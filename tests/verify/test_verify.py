@@ -14,7 +14,7 @@ import torch
 import typer
 from torch import Tensor
 
-from liger_core.errors import OptionError
+from liger_core.errors import DeviceError, OptionError
 from liger_verify import attention, compare
 from liger_verify.batches import batches
 from liger_verify.command import verify
@@ -189,6 +189,21 @@ def test_a_model_without_a_loss_of_tokens_alone_is_refused_with_a_sentence() -> 
 def test_one_rank_has_nothing_to_be_compared_with() -> None:
     with pytest.raises(OptionError, match="ranks must be an integer of at least 2"):
         compare(steps.parts, ranks=1)
+
+
+def test_ranks_run_on_the_cpu_or_on_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="device must be cpu or cuda, got 'gpu'"):
+        compare(steps.parts, ranks=2, device="gpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(DeviceError, match="4 ranks need a GPU each, PyTorch finds 3"):
+        verify(device="cuda", matrix=True)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("setup", [{"tp": 2}, {"cp": 2}, {"shard": "ddp"}], ids=str)
+def test_a_right_setup_passes_on_gpus(setup: dict[str, Any]) -> None:
+    training = Training(**setup)
+    assert compare(training, ranks=2, sizes=training.sizes, device="cuda").right
 
 
 def test_the_command_prints_json_and_ends_with_1_where_something_differs(capfd: pytest.CaptureFixture[str]) -> None:

@@ -105,7 +105,7 @@ def attention(
     scores = query @ key.mT * (scaling if scaling is not None else query.shape[-1] ** -0.5)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    column = torch.arange(key.shape[2])
+    column = torch.arange(key.shape[2], device=key.device)
     distance = column[_now.columns][:, None] - column
     documents = _now.whole.documents
     seen = (distance >= 0) & ((documents[:, _now.columns, None] == documents[:, None, :]) | (not _now.separate))

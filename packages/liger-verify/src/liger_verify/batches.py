@@ -29,6 +29,10 @@ class Batch:
         """Return the same rows with these tokens only."""
         return Batch(*(t[:, columns].contiguous() for t in (self.ids, self.labels, self.positions, self.documents)))
 
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on a device."""
+        return Batch(*(t.to(device) for t in (self.ids, self.labels, self.positions, self.documents)))
+
     def valid(self) -> int:
         return int((self.labels != IGNORED).sum())
 

@@ -160,6 +160,7 @@ def verify(
             )
         ),
     ] = None,
+    device: Annotated[str, typer.Option(help="Of the ranks: cpu, or cuda with a GPU for each.")] = "cpu",
     patience: Annotated[float, typer.Option(min=1, help="Seconds that a process waits for the others.")] = 600.0,
     limit: Annotated[
         float,
@@ -168,7 +169,7 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     all_rows: Annotated[bool, typer.Option("--all", help="Show every gradient.")] = False,
 ) -> None:
-    """Compare the loss and gradients of a parallel training step on CPU processes with one process in float64.
+    """Compare the loss and gradients of a parallel training step with one process in float64 on the CPU.
 
     The number of tokens in the loss differs between ranks, some ranks have none, and sequences are packed and padded.
     Exit code 1 if anything differs. With several models or setups, all are compared, even if one differs, crashes or
@@ -180,17 +181,19 @@ def verify(
     start = time.perf_counter()
     single = {"tp": tp > 1, "cp": cp > 1, "shard": shard != "fsdp2", "accumulation": accumulation > 1}
     single |= {"ranks": ranks is not None, "step": step is not None}
+    on_one = {**single, "device": device != "cpu"}
     in_matrix = {"matrix": matrix, "setups": setups is not None}
     count = ranks or max(2, tp * cp)
     setup: dict[str, Any] = {"tp": tp, "cp": cp, "shard": shard, "accumulation": accumulation, "ranks": count}
     options: dict[str, Any] = {"tolerance": 1e-4 if tolerance is None else tolerance, "patience": patience}
+    options |= {"device": device}
     if sampler or log_probs is not None:
-        _leave_out("--sampler compares one model on one process", {**in_matrix, "packing": packing, **single})
+        _leave_out("--sampler compares one model on one process", {**in_matrix, "packing": packing, **on_one})
         if model is not None and len(model) > 1:
             raise OptionError(f"verify: --sampler compares one model, got {', '.join(model)}; run it for each")
         right = _sampler((model or MODELS)[0], log_probs, liger is not False, seed, tolerance, as_json)
     elif packing:
-        _leave_out("--packing compares documents on one process", {**single, **in_matrix})
+        _leave_out("--packing compares documents on one process", {**on_one, **in_matrix})
         cases = packings(model or MODELS[:1], liger, sequence, seed)
         right = _several(packing_outcomes(cases, tolerance or 1e-7), len(cases), as_json, start, PACKING)
     elif any(in_matrix.values()) or (step is None and len(model or []) > 1):

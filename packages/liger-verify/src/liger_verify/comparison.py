@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessContext, ProcessException
 
-from liger_core.errors import OptionError
+from liger_core.errors import DeviceError, OptionError
 from liger_verify.report import Difference, Report
 from liger_verify.world import Step, World
 
@@ -38,6 +38,7 @@ LIBRARIES = [
 ]
 # Several processes sum in another order, so their round-off may be this many times larger.
 ORDER = 10.0
+DEVICES = ("cpu", "cuda")
 
 
 class StepRun(NamedTuple):
@@ -46,6 +47,7 @@ class StepRun(NamedTuple):
     folder    the folder with the result of the one process, which all runs of the step share
     results   the folder for the results of this run
     patience  seconds that a process waits for another one
+    device    "cpu" or "cuda"
     """
 
     step: Step
@@ -53,35 +55,44 @@ class StepRun(NamedTuple):
     folder: str
     results: str
     patience: float
+    device: str = "cpu"
 
 
 def compare(
-    step: Step, *, ranks: int, sizes: Mapping[str, int] | None = None, tolerance: float = 1e-4, patience: float = 600.0
+    step: Step,
+    *,
+    ranks: int,
+    sizes: Mapping[str, int] | None = None,
+    tolerance: float = 1e-4,
+    patience: float = 600.0,
+    device: str = "cpu",
 ) -> Report:
     """Run a training step on one process in float64, then on `ranks` processes, and report where they differ.
 
     step       `step(world)` builds its model, runs forward and backward over the same global batch whatever world.ranks
                is, and returns the loss and the gradients by name; see `liger_verify.Step`. It must be importable, since
                every process calls it: a function of a module or an instance of a class, no lambda
-    ranks      processes, with gloo on the CPU; in each the process group is initialized and world.dtype is torch's
-               default dtype
+    ranks      processes; in each the process group is initialized and world.dtype is torch's default dtype
     sizes      name → ranks of each dimension of the setup, {"tp": 2, "dp": 4}, and any other factor by which a gradient
                could be wrong; the report names the one that explains a difference
     tolerance  relative error of the loss or a gradient that passes. In float32 round-off is about 1e-6. Where a
                gradient differs, the step also runs on one process in float32, and ten times the error of that passes,
                too: a gradient that is 0 by nature is round-off
     patience   seconds that a process may wait for another one
+    device     "cpu", with gloo, or "cuda": each rank has a GPU, with NCCL. The one process always runs on the CPU
     returns    `Report`; `report.right` if nothing differs, and `print(report)` explains a difference
 
-    Raises OptionError for fewer than two ranks; an exception in a process ends all of them and is raised here.
+    Raises OptionError for fewer than two ranks and for an unknown device, and DeviceError for more ranks than GPUs. An
+    exception in a process ends all of them and is raised here.
     """
-    check(ranks, tolerance)
+    check(ranks, tolerance, device)
     with TemporaryDirectory(prefix="liger-verify-") as folder:
         leave_truth(step, folder, patience=patience)
-        return compare_with_truth(step, folder, ranks=ranks, sizes=sizes, tolerance=tolerance, patience=patience)
+        options: dict[str, Any] = {"tolerance": tolerance, "patience": patience, "device": device}
+        return compare_with_truth(step, folder, ranks=ranks, sizes=sizes, **options)
 
 
-def check(ranks: int, tolerance: float) -> None:
+def check(ranks: int, tolerance: float, device: str) -> None:
     """Raise OptionError for arguments that `compare` does not accept."""
     if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 2:
         raise OptionError(
@@ -90,6 +101,13 @@ def check(ranks: int, tolerance: float) -> None:
         )
     if not tolerance > 0:
         raise OptionError(f"compare: tolerance must be > 0, got {tolerance!r}")
+    if device not in DEVICES:
+        raise OptionError(f"compare: device must be {' or '.join(DEVICES)}, got {device!r}")
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        raise DeviceError(
+            f"compare: {ranks} ranks need a GPU each, PyTorch finds {torch.cuda.device_count()}; use fewer ranks or "
+            "the CPU"
+        )
 
 
 def leave_truth(step: Step, folder: str, *, patience: float, limit: float | None = None) -> None:
@@ -106,10 +124,11 @@ def compare_with_truth(
     tolerance: float = 1e-4,
     patience: float = 600.0,
     limit: float | None = None,
+    device: str = "cpu",
 ) -> Report:
     """Run a step on `ranks` processes, for `limit` seconds at most, and compare it with the truth in the folder."""
     with TemporaryDirectory(prefix="liger-verify-") as results:
-        _start(_rank, StepRun(step, ranks, folder, results, patience), limit)
+        _start(_rank, StepRun(step, ranks, folder, results, patience, device), limit)
         truth = torch.load(Path(folder, TRUTH), weights_only=True)
         measured = [torch.load(Path(results, f"{rank}.pt"), weights_only=True) for rank in range(ranks)]
     sizes = {"ranks": ranks, **(sizes or {})}
@@ -130,8 +149,10 @@ def _rounding(step: Step, folder: str, patience: float, limit: float | None) -> 
 
 
 def _start(work: Any, run: StepRun, limit: float | None) -> None:
-    # Forks of a server that has imported PyTorch start fast; platforms without forks start new interpreters.
-    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    # Forks of a server that has imported PyTorch start fast. Platforms without forks start new interpreters, and so do
+    # ranks on GPUs: some libraries use CUDA when they are imported, after which a fork cannot.
+    can_fork = "forkserver" in multiprocessing.get_all_start_methods() and run.device == "cpu"
+    method = "forkserver" if can_fork else "spawn"
     if method == "forkserver":
         # No effect if the server already runs.
         multiprocessing.get_context(method).set_forkserver_preload(LIBRARIES)
@@ -193,12 +214,13 @@ def _rounded(rank: int, run: StepRun, port: int) -> None:
 def _rank(rank: int, run: StepRun, port: int) -> None:
     with _process(rank, run.ranks, run, port):
         truth = torch.load(Path(run.folder, TRUTH), weights_only=True)["gradients"]
-        loss, gradients = run.step(World(rank, run.ranks, torch.float32, Path(run.folder)))
+        device = torch.device(run.device, rank) if run.device == "cuda" else torch.device(run.device)
+        loss, gradients = run.step(World(rank, run.ranks, torch.float32, Path(run.folder), device))
         measured: dict[str, dict[str, float]] = {}
         # The same names in the same order on every rank, because each gradient needs collectives.
         for name in dict.fromkeys((*truth, *gradients)):
             gradient = gradients.get(name)
-            whole = None if gradient is None else _whole(gradient)
+            whole = None if gradient is None else _whole(gradient).cpu()
             sums = _sums(whole, truth.get(name))
             if name in gradients:
                 measured[name] = measure(whole, truth.get(name)) | sums
@@ -216,7 +238,11 @@ def _process(rank: int, ranks: int, run: StepRun, port: int) -> Iterator[None]:
     os.environ |= {name: str(number) for name, number in numbers.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=run.patience))
+        if run.device == "cuda":
+            torch.cuda.set_device(rank)
+        # The comparison itself is on the CPU.
+        backend = "gloo" if run.device == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=timedelta(seconds=run.patience))
         yield
     except Exception as error:
         Path(run.results, f"{rank}{FAILURE}").write_text(f"rank {rank}: {type(error).__name__}: {error}")

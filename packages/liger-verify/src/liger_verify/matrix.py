@@ -121,13 +121,15 @@ def steps_of(
     return sorted(unique, key=lambda training: order.index(training.model))
 
 
-def outcomes(matrix: Sequence[Training], *, tolerance: float, patience: float, limit: float) -> Iterator[Outcome]:
+def outcomes(
+    matrix: Sequence[Training], *, tolerance: float, patience: float, limit: float, device: str = "cpu"
+) -> Iterator[Outcome]:
     """Yield the outcome of every comparison, even if others fail.
 
     The result of one process is computed once for each model and data.
     """
     for training in matrix:
-        check(training.ranks, tolerance)
+        check(training.ranks, tolerance, device)
     for _, alike in groupby(matrix, lambda training: training.model):
         with TemporaryDirectory(prefix="liger-verify-") as folder:
             # Keyed by repr, because options cannot be hashed.
@@ -139,7 +141,7 @@ def outcomes(matrix: Sequence[Training], *, tolerance: float, patience: float, l
                 truth_folder, problem = truths[key]
                 if not problem:
                     options: dict[str, Any] = {"tolerance": tolerance, "patience": patience, "limit": limit}
-                    options |= {"ranks": training.ranks, "sizes": training.sizes}
+                    options |= {"ranks": training.ranks, "sizes": training.sizes, "device": device}
                     try:
                         report = compare_with_truth(training, truth_folder, **options)
                     except Exception as error:

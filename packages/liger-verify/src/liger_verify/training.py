@@ -114,12 +114,12 @@ class Training:
         torch.manual_seed(self.seed)
         if world.alone:
             return self._alone(world)
-        mesh = dist.init_device_mesh("cpu", (self.dp, self.cp, self.tp), mesh_dim_names=("dp", "cp", "tp"))
+        mesh = dist.init_device_mesh(world.device.type, (self.dp, self.cp, self.tp), mesh_dim_names=("dp", "cp", "tp"))
         model = self.parallel(world, mesh)
         every = self.data(model)
-        total = torch.tensor(sum(batch.valid() for batch in every), dtype=torch.get_default_dtype())
+        total = torch.tensor(float(sum(batch.valid() for batch in every)), device=world.device)
         ours = every[mesh["dp"].get_local_rank() :: self.dp]
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=world.device)
         for i, batch in enumerate(ours):
             self.last_of(model, i == len(ours) - 1)
             rank_loss = self.loss(model, batch, mesh["cp"], total)
@@ -174,9 +174,10 @@ class Training:
 
     def data(self, model: Any) -> list[Batch]:
         """Return the micro-batches of all data-parallel ranks; number i belongs to rank i % dp."""
-        config = getattr(model, "module", model).config
-        vocabulary = config.get_text_config().vocab_size
-        return batches(self.dp * self.accumulation, self.rows, self.sequence, vocabulary, self.seed)
+        model = getattr(model, "module", model)
+        vocabulary = model.config.get_text_config().vocab_size
+        drawn = batches(self.dp * self.accumulation, self.rows, self.sequence, vocabulary, self.seed)
+        return [batch.to(model.device) for batch in drawn]
 
     def loss(self, model: Any, batch: Batch, mesh: Any, total: Tensor) -> Tensor:
         """Return this rank's part of the loss: the sum over its tokens, divided by the number of all counted tokens."""
@@ -277,7 +278,7 @@ class Training:
             )
         elif self.tp > 1:
             options |= {"tp_plan": "auto", "device_mesh": mesh["tp"]}
-        model = self.loaded(world, options).train()
+        model = nn.Module.to(self.loaded(world, options), world.device).train()
         if self.cp > 1:
             self._gather_keys(model)
         if self.liger:
@@ -328,7 +329,8 @@ class Training:
         """Return the loss of a batch with this attention."""
         model.set_attn_implementation(name)
         with torch.no_grad():
-            return float(Training.loss(self, model, batch, None, torch.tensor(float(batch.valid()))))
+            total = torch.tensor(float(batch.valid()), device=model.device)
+            return float(Training.loss(self, model, batch, None, total))
 
     def _places_all_ranks(self) -> bool:
         """Return whether Transformers (from 5.18) shards layers and parameters in one call; earlier it takes a mesh."""

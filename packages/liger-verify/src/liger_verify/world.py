@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class World:
@@ -18,6 +20,7 @@ class World:
     rank    the rank of this process
     ranks   the number of processes; a step of 1 process computes the result that the others are compared with
     dtype   the dtype of the model's parameters: float64 for 1 process, except when it measures round-off, else float32
+    device  the device of this process: a GPU of its own if the ranks run on GPUs, else the CPU
     folder  a folder that all processes of both runs share. The run of 1 process comes first, and can save a checkpoint
             there for the others
     """
@@ -26,6 +29,7 @@ class World:
     ranks: int
     dtype: torch.dtype
     folder: Path
+    device: torch.device = CPU
 
     @property
     def alone(self) -> bool:
