@@ -43,17 +43,19 @@ def pure(setup: Setup) -> str:
 def compiled(setup: Setup) -> str:
     if setup.shard in ZERO:
         return _not_with(setup, "shard", "whose hooks within layers the compiler cannot follow; use --shard fsdp2")
-    for name in ("tp", "cp"):
-        if getattr(setup, name) > 1:
-            return _not_with(setup, name, "which exchanges tensors within layers; use --compile none")
+    if setup.cp > 1:
+        return _not_with(setup, "cp", "which exchanges keys and values within layers; use --compile none")
     if setup.device == "cpu" and not any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
         return "needs a C++ compiler on the CPU, not installed here; apt-get install g++"
     return ""
 
 
 def graphs(setup: Setup) -> str:
-    if setup.ranks > 1:
-        return f"needs a single GPU, got {setup.ranks} ranks, which exchange gradients in a step; use --compile default"
+    if setup.ranks > setup.tp:
+        return (
+            f"needs one GPU, or as many as --tp, got {setup.ranks} ranks, which exchange gradients in a step; use "
+            "--compile default"
+        )
     if setup.shard != "none":
         return _not_with(setup, "shard", "which moves weights while a step runs; use --compile default")
     if setup.checkpoint == "offload":

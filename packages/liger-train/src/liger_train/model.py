@@ -80,8 +80,10 @@ def build(
         notes.extend(filter(None, (tied.tie(model), "" if setup.mixed else merging.merge(model))))
     if setup.compile != "none":
         # In a graph, PyTorch 2.11 saves the results of bitsandbytes' autograd functions instead of recomputing them.
-        # A CUDA graph cannot draw random numbers again, and whether a layer draws any is known after the first step.
-        notes.append(compile_layers(model, setup.compile == "default" and setup.adapter != "qlora"))
+        # PyTorch 2.13 fails on the meshes of DTensors. A CUDA graph cannot draw random numbers again, and whether a
+        # layer draws any is known after the first step.
+        within = setup.compile == "default" and setup.adapter != "qlora" and setup.tp == 1
+        notes.append(compile_layers(model, within))
     return Built(model, replaced, notes)
 
 

@@ -158,7 +158,7 @@ class Graphs:
                 self.graphs[key] = RecordedGraph(static_inputs, count, replay, loss)
                 if not self.gradients:
                     self.gradients = [(weight, weight.grad) for weight in self.weights if weight.grad is not None]
-                    self.addresses = [weight.data_ptr() for weight in self.weights]
+                    self.addresses = self._addresses()
         return key in self.graphs
 
     @contextmanager
@@ -171,7 +171,7 @@ class Graphs:
             weight.grad = grad
 
     def _replay(self, graph: RecordedGraph, inputs: Inputs, tokens: Tensor | None, *, accumulates: bool) -> Tensor:
-        if self.addresses != [weight.data_ptr() for weight in self.weights]:
+        if self.addresses != self._addresses():
             self._give_up("the weights must stay at their addresses, but they have moved")
             return self.step(inputs, tokens)
         for name, value in inputs.items():
@@ -185,6 +185,10 @@ class Graphs:
             weight.grad = grad
         # The next replay overwrites the loss.
         return graph.loss.clone()
+
+    def _addresses(self) -> list[int]:
+        # A DTensor has no memory of its own.
+        return [getattr(weight, "_local_tensor", weight).data_ptr() for weight in self.weights]
 
     def _use_shared_gradients(self) -> None:
         """Copy the weights' gradients into the gradients that the graphs share, and set these on the weights."""
