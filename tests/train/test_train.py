@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, masking_utils
 
 from bench.commands import InProcess
 from liger_bench import machine
@@ -76,6 +76,15 @@ def test_a_batch_in_parts_has_the_losses_of_the_whole(small: Setup, monkeypatch:
     whole = run(replace(small, batch=3))
     monkeypatch.setattr(auto_checkpoint, "observers", lambda setup, note: [Spender()])
     assert run(replace(small, batch=3)).losses == pytest.approx(whole.losses, rel=1e-5)
+
+
+def test_a_row_of_one_text_is_not_searched_for_packed_ones(small: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of a sequence on a rank of --cp would pass for packed texts, whose mask has a byte for each pair of
+    tokens."""
+    searched: list[Any] = []
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", searched.append)
+    assert run(replace(small, steps=1)).reason == ""
+    assert searched == []
 
 
 def test_once_fewer_layers_are_recomputed_the_timing_restarts(

@@ -81,14 +81,14 @@ def _with_checkpoint(layer: Any, *args: Any, **options: Any) -> Any:
 def session(packing: bool = False) -> Iterator[None]:
     """Set up PyTorch for compiling within this context.
 
-    The limit of graphs is raised, and the cache is persistent. Without packing, masks do not depend on the values of
-    positions. Messages of Inductor name an op without its arguments: up to torch 2.12, it describes what each custom op
-    is computed from, which grows exponentially with their number, whether or not anybody reads it.
+    The limit of graphs is raised, and the cache is persistent. Messages of Inductor name an op without its arguments:
+    up to torch 2.12, it describes what each custom op is computed from, which grows exponentially with their number,
+    whether or not anybody reads it.
     """
     from accelerate.utils import patch_environment
     from torch._dynamo import config
 
-    from liger_hf.private_transformers import as_outside_a_capture, without_packing
+    from liger_hf.private_transformers import as_outside_a_capture
 
     with ExitStack() as stack:
         stack.enter_context(config.patch(recompile_limit=max(GRAPHS, config.recompile_limit)))
@@ -96,9 +96,8 @@ def session(packing: bool = False) -> Iterator[None]:
         stack.enter_context(replacing(OperatorIssue(), "operator_str", staticmethod(_name_of)))
         stack.callback(torch.compiler.reset)
         if not packing:
-            # To find packed texts, Transformers reads the values of positions, so the host waits in each step. During
-            # the capture of a graph it cannot, and would add masks, with which attention is slower.
-            stack.enter_context(without_packing())
+            # During the capture of a graph, Transformers cannot read the values of positions, and would add masks, with
+            # which attention is slower.
             stack.enter_context(as_outside_a_capture())
         yield
 

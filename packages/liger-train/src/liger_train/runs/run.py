@@ -23,7 +23,7 @@ from liger_bench import machine
 from liger_bench.process import failure
 from liger_core.errors import LigerError
 from liger_hf.presets import PRESETS
-from liger_hf.private_transformers import set_device
+from liger_hf.private_transformers import set_device, without_packing
 from liger_hf.without_gradient import GradientCheck
 from liger_train import auto_checkpoint, ranks, techniques
 from liger_train.adapters import weight_counts
@@ -191,6 +191,8 @@ class _Run:
                 built.model, arguments, data, self.compiled, callbacks, lambda: auto[0].parts if auto else 1, writer
             )
             with (
+                # The parts of a sequence on a rank of --cp would pass for packed texts, which have a mask.
+                contextlib.nullcontext() if self.setup.packing else without_packing(),
                 self.compiled.session(),
                 self.interruption,
                 torch.serialization.safe_globals(projectors(self.setup.optimizer)),
