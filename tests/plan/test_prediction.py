@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from liger_core.plugins import registry
+from liger_hf.presets import preset
 from liger_train.model import build
 from liger_train.plan.comparison import compare_rows
 from liger_train.plan.devices import NO_KERNELS
@@ -163,18 +164,26 @@ def test_a_layer_without_a_graph_is_planned_in_eager_mode(monkeypatch: pytest.Mo
     assert GRAPHS in compiled.notes
 
 
-SHARDED = [row for row in _rows("2026-11-21-four-h200s", "distributed.json") if row["implementation"] in LIGER]
-SHARDED = [row for row in SHARDED if row["strategy"] == "fsdp2" and row["implementation"] == "liger"]
+# The model of four layers has a head of its own. With --cp, a mask was measured that is no longer made.
+TWO_GPUS = [
+    row
+    for row in _rows("2026-11-28-two-h200s", "train.json")
+    if row["model"] != "llama-3-8b" and row["ranks"] == 2 and row["cp"] == 1
+]
+PARALLEL = ("model", "shard", "tp", "liger", "compile")
 
 
-@pytest.mark.parametrize("row", SHARDED, ids=[f"{r['strategy']} {r['implementation']}" for r in SHARDED])
+@pytest.mark.parametrize("row", TWO_GPUS, ids=["-".join(str(row[name]) for name in PARALLEL) for row in TWO_GPUS])
 @pytest.mark.usefixtures("kernels")
-def test_the_prediction_for_a_rank_on_two_h200s_is_what_was_measured(row: dict[str, Any]) -> None:
-    setup = Setup(
-        "llama-3.2-1b", row["batch"], row["sequence"], liger=LIGER[row["implementation"]], shard="fsdp2",
-        ranks=row["ranks"],
-    )  # fmt: skip
-    assert predict(setup).peak_bytes == pytest.approx(row["peak_bytes"], rel=0.02)
+def test_the_prediction_for_a_rank_on_two_h200s_is_what_was_measured(row: dict[str, Any], tmp_path: Path) -> None:
+    options = {each.name: row[each.name] for each in fields(Setup)}
+    if row["model"].endswith("-4-layers"):
+        config = preset("llama-3-8b", row["sequence"])
+        config.num_hidden_layers = 4
+        config.save_pretrained(tmp_path)
+        options["model"] = str(tmp_path)
+    allowed = 0.002 if row["compile"] == "none" else 0.012
+    assert predict(Setup(**options)).peak_bytes == pytest.approx(row["peak_bytes"], rel=allowed)
 
 
 def test_the_categories_of_the_baseline_match_the_formulas() -> None:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,9 @@ from torch.utils._pytree import tree_iter
 from liger_train.checkpointing import layers
 from liger_train.plan.float8 import Float8
 from liger_train.plan.ledger import OTHER, WEIGHTS, Ledger, rounded
+
+# As hooks of DeepSpeed, those of a plan do not keep Liger from deferring logits.
+DEEPSPEED = "deepspeed"
 
 
 class ZeroGathering:
@@ -99,7 +102,8 @@ class LayerGathering:
     """Gathers a layer before it runs, and prefetches the next one, as FSDP2 does.
 
     As Accelerate wraps models, an LM head with a weight of its own is gathered from the end of the last layer's forward
-    pass to the start of its backward pass, and the embedding for its own passes. Other weights stay gathered.
+    pass to the start of its backward pass, and the embedding for its own passes. Other weights stay gathered. What the
+    last gathering of a forward pass received stays until the model's forward ends.
 
     Each of as many ranks casts its shards of weights that are gathered in float8, one after the other, by way of two
     float32 tensors.
@@ -108,7 +112,7 @@ class LayerGathering:
     def __init__(self, ledger: Ledger, ranks: int) -> None:
         self.ledger, self.ranks = ledger, ranks
         self.hooks = ExitStack()
-        # By id: the weights of the embedding and of an LM head of its own.
+        # By id: the weights of the embedding and of the LM head, with what is gathered and released with them.
         self.ends: dict[int, _Gathered] = {}
 
     def register(self, model: Any) -> None:
@@ -120,7 +124,10 @@ class LayerGathering:
             return rounded(weight.numel() * (1 if id(weight) in in_float8 else weight.itemsize))
 
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        sizes = [sum(map(gathered_bytes, layer.parameters())) for layer in model_layers]
+        last_size = sizes[-1]
         if head is not None and head.weight is not embedding.weight:
+            last_size = gathered_bytes(head.weight)
             first, last = (
                 _Gathered(self.ledger, {WEIGHTS: gathered_bytes(module.weight)}) for module in (embedding, head)
             )
@@ -129,21 +136,34 @@ class LayerGathering:
             _call_around(embedding, first.gather, first.release, self.hooks)
             # Not around the head: a fused loss reads its weight after its forward.
             _call_around(model.get_decoder(), last.release, last.gather, self.hooks)
-        self.ledger.allocate(sum(gathered_bytes(w) for w in model.parameters() if id(w) not in inside), WEIGHTS)
-        for layer in model_layers:
-            size = sum(map(gathered_bytes, layer.parameters()))
+        others = sum(gathered_bytes(w) for w in model.parameters() if id(w) not in inside)
+        root, received = _Gathered(self.ledger, {WEIGHTS: others}), _Gathered(self.ledger, {OTHER: last_size})
+        self.ends.setdefault(id(embedding.weight), root)
+        self.hooks.callback(model.register_forward_pre_hook(_hook(root.gather)).remove)
+        self.hooks.callback(model.get_decoder().register_forward_hook(_hook(received.gather)).remove)
+        self.hooks.callback(model.register_forward_hook(_hook(received.release)).remove)
+        for layer, size in zip(model_layers, sizes, strict=True):
             largest = max((w.numel() for w in layer.parameters() if id(w) in in_float8), default=0)
             # This layer, and the next one, which is prefetched.
             gathered = _Gathered(self.ledger, {WEIGHTS: size, OTHER: size}, rounded(2 * 4 * largest // self.ranks))
             _call_around(layer, gathered.gather, gathered.release, self.hooks)
 
-    def reduce(self, weight: Tensor) -> None:
-        """Record the copy from which the ranks reduce the gradient of an embedding or a head of its own."""
-        if id(weight) in self.ends:
-            self.ledger.allocate_briefly(rounded(weight.numel() * weight.itemsize), OTHER)
+    @contextmanager
+    def reducing(self, weight: Tensor, itemsize: int) -> Iterator[None]:
+        """Record the copy from which the ranks reduce the gradient of the embedding or the LM head.
+
+        The gradient and its shard exist beside the copy, the gathered weight does not.
+        """
+        if id(weight) not in self.ends:
+            yield
+            return
+        self.ends[id(weight)].release()
+        copy = self.ledger.allocate(rounded(weight.numel() * itemsize), OTHER)
+        yield
+        self.ledger.free(copy)
 
     def release_all(self) -> None:
-        """Release what no gradient of an input releases: the embedding."""
+        """Release what no gradient of an input releases."""
         for gathered in self.ends.values():
             gathered.release()
 
@@ -165,6 +185,16 @@ class _Gathered:
             self.ledger.free(self.blocks.pop())
 
 
+def _hook(function: Callable[[], None]) -> Callable[..., None]:
+    """Return a hook of a module that calls a function."""
+
+    def hook(*_: Any) -> None:
+        function()
+
+    hook.__module__ = DEEPSPEED
+    return hook
+
+
 def _call_around(module: nn.Module, before: Callable[[], None], after: Callable[[], None], hooks: ExitStack) -> None:
     """Call `before` and `after` around the forward and the backward pass of a module, until `hooks` is closed."""
 
@@ -180,7 +210,6 @@ def _call_around(module: nn.Module, before: Callable[[], None], after: Callable[
             argument.register_hook(lambda grad: after())
         after()
 
-    # As hooks of DeepSpeed, they do not keep Liger from deferring logits.
-    forward_starts.__module__ = forward_ends.__module__ = "deepspeed"
+    forward_starts.__module__ = forward_ends.__module__ = DEEPSPEED
     hooks.callback(module.register_forward_pre_hook(forward_starts).remove)
     hooks.callback(module.register_forward_hook(forward_ends).remove)

@@ -172,18 +172,21 @@ class Fsdp2(Sharding):
 
     def accumulated(self, weight: Any) -> None:
         """Record that a gradient is complete, which the ranks reduce at once."""
-        self.layers.reduce(weight)
+        with self.layers.reducing(weight, self._itemsize(weight)):
+            if not self.offloaded:
+                self.ledger.allocate(rounded(self._shard_bytes(weight)), GRADIENTS)
         weight.grad = None
-        if not self.offloaded:
-            self.ledger.allocate(rounded(self._shard_bytes(weight)), GRADIENTS)
 
     def completed(self) -> None:
         self.layers.release_all()
 
     def _shard_bytes(self, weight: Tensor) -> int:
-        """Return the bytes of a weight's or gradient's shard: in float32 if it is trained, except with bf16-pure."""
-        itemsize = weight.itemsize if self.setup.pure or not weight.requires_grad else 4
-        return -(-weight.numel() // self.setup.sharing_ranks) * itemsize
+        """Return the bytes of a weight's or gradient's shard."""
+        return -(-weight.numel() // self.setup.sharing_ranks) * self._itemsize(weight)
+
+    def _itemsize(self, weight: Tensor) -> int:
+        """Return the bytes of an element of a weight, and of a reduced gradient: float32 if trained, not bf16-pure."""
+        return weight.itemsize if self.setup.pure or not weight.requires_grad else 4
 
 
 def sharding_of(setup: Setup, model: Any) -> Sharding:
