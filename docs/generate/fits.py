@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_bench import markdown
+from liger_hf.presets import PRESETS
 from liger_train.plan import fit
 from liger_train.plan.estimate import work
 from liger_train.plan.fit import CARDS, EXAMPLES, curve, script, setups
@@ -102,12 +103,12 @@ def speed() -> dict[str, Any]:
 
 def measured() -> Iterator[tuple[Setup, float]]:
     """Yield the setups of the page among the committed runs that had an H200 to themselves, and their tokens per second."""
-    for run in ("2026-11-21-h200-training-runs", "2026-11-22-two-h200s-training"):
+    for run in ("2026-11-21-h200-training-runs", "2026-11-28-two-h200s"):
         for row in json.loads((RESULTS / run / "train.json").read_text()):
             setup = Setup(**{each.name: row[each.name] for each in fields(Setup) if each.name in row})
             known = setup.checkpoint in ("full", "none") and setup.liger in ("all", "none") and setup.offload == "none"
             data_parallel = setup.cp == setup.tp == 1 and (setup.ranks == 1) == (setup.shard == "none")
-            if known and data_parallel and row["tokens_per_second"]:
+            if known and data_parallel and setup.model in PRESETS and row["tokens_per_second"]:
                 yield setup, row["tokens_per_second"]
     for row in json.loads((RESULTS / "2026-11-23-h200-steps" / "step.json").read_text()):
         if liger := {"hf": "none", "liger": "all"}.get(row["implementation"]):

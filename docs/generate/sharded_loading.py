@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory of every rank while `liger train --shard fsdp2` loads a checkpoint: docs/images/sharded-loading.png.
+"""Memory of every rank while `liger train --shard fsdp2` loads a checkpoint: docs/images/sharded-loading.png and sharded-loading-gpus.png.
 
     python docs/generate/sharded_loading.py measure NAME RANKS FOLDER TEXT [random|tp]
 
-prepares a run on the CPU with the model in FOLDER, with random weights, or sharded by tensor parallelism, up to its first step, and adds a series NAME to the committed results: what each rank holds besides mapped
-files, in MiB, several times a second. Without arguments, it draws the picture from them.
+prepares a run with the model in FOLDER, with random weights, or sharded by tensor parallelism, up to its first step, and adds a series NAME to the results: what each rank holds besides mapped files, in MiB, several
+times a second, and what is used of its GPU, if there are GPUs. Without arguments, it draws the pictures from the committed results.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -23,8 +24,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "2026-11-27-cpu-sharded-loading" / "memory.json"
-PICTURE = ROOT / "docs" / "images" / "sharded-loading.png"
+RESULTS = ROOT / "benchmarks" / "results"
+# Results → the picture of them.
+PICTURES = {
+    RESULTS / "2026-11-27-cpu-sharded-loading" / "memory.json": "sharded-loading.png",
+    RESULTS / "2026-11-28-two-h200s" / "loading.json": "sharded-loading-gpus.png",
+}
+ON_GPUS = shutil.which("nvidia-smi") is not None
 
 
 def work(model: str, text: str, how: str) -> None:
@@ -41,7 +47,8 @@ def work(model: str, text: str, how: str) -> None:
             os._exit(0)
 
     ranks = int(os.environ["WORLD_SIZE"])
-    options = {"precision": "fp32", "checkpoint": "none", "liger": "none", "device": "cpu", "steps": 1, "data": text}
+    options = {"checkpoint": "none", "liger": "none", "steps": 1, "data": text}
+    options |= {"device": "cuda", "precision": "bf16"} if ON_GPUS else {"device": "cpu", "precision": "fp32"}
     options |= {"tp": ranks} if how == "tp" else {"shard": "fsdp2"}
     setup = Setup(model, batch=1, sequence=16, ranks=ranks, random_weights=how == "random", **options)
     row = run(setup, observers=[Stop()])
@@ -67,35 +74,54 @@ def measure(ranks: int, model: str, text: str, how: str) -> dict[str, list[list[
                 continue
             point = [round(time.monotonic() - start, 1), sum(map(int, held)) // 1024]
             series.setdefault(names[folder], []).append(point)
+        for number, used in enumerate(_used_of_gpus()[:ranks]):
+            series.setdefault(f"GPU {number}", []).append([round(time.monotonic() - start, 1), used])
         time.sleep(0.25)
     if process.returncode:
         raise SystemExit(process.returncode)
     return dict(sorted(series.items()))
 
 
-def draw(results: dict[str, dict[str, list[list[float]]]]) -> None:
-    figure, grid = plt.subplots(2, -(-len(results) // 2), figsize=(11, 5.5), sharey=True, layout="constrained")
+def _used_of_gpus() -> list[int]:
+    """Return the MiB that are used of each GPU."""
+    if not ON_GPUS:
+        return []
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(line) for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
+
+
+def draw(results: dict[str, dict[str, list[list[float]]]], picture: str) -> None:
+    rows = 1 if len(results) < 4 else 2
+    size = (11, 2.75 * rows)
+    figure, grid = plt.subplots(rows, -(-len(results) // rows), figsize=size, sharey=True, layout="constrained")
     panels = grid.flat
     for axes, (name, series) in zip(panels, results.items(), strict=True):
         for rank, points in series.items():
-            axes.plot([seconds for seconds, _ in points], [size / 1024 for _, size in points], label=f"rank {rank}")
+            axes.plot([seconds for seconds, _ in points], [size / 1024 for _, size in points], label=_label(rank))
         axes.set_title(name, fontsize=10, loc="left")
         axes.set_xlabel("seconds")
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("host memory of a rank, GiB")
+    panels[0].set_ylabel("GiB" if "GPU 0" in next(iter(results.values())) else "host memory of a rank, GiB")
     panels[0].set_ylim(bottom=0)
     panels[0].legend(frameon=False, fontsize=9)
-    figure.savefig(PICTURE, dpi=110, metadata={"Software": None})
+    figure.savefig(ROOT / "docs" / "images" / picture, dpi=110, metadata={"Software": None})
+
+
+def _label(name: str) -> str:
+    return name if name.startswith("GPU") else f"rank {name}"
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["work"]:
         work(*sys.argv[2:])
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    cpu, gpus = PICTURES
+    path = gpus if ON_GPUS else cpu
     if sys.argv[1:2] == ["measure"]:
         name, ranks, model, text, how = [*sys.argv[2:], "loaded"][:5]
+        known = json.loads(path.read_text()) if path.exists() else {}
         known[name] = measure(int(ranks), model, text, how)
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        RESULTS.write_text(json.dumps(known) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(known) + "\n")
     else:
-        draw(known)
+        for results, picture in PICTURES.items():
+            draw(json.loads(results.read_text()), picture)
