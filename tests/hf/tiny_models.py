@@ -48,9 +48,9 @@ def make(architecture: str = "llama", dtype: torch.dtype = torch.float32, **opti
     return model.to(DEVICE, dtype)
 
 
-def tokens(batch: int = 2, length: int = 11) -> dict[str, Tensor]:
+def tokens(batch: int = 2, length: int = 11, seed: int = 2) -> dict[str, Tensor]:
     """Inputs with labels, some of them ignored."""
-    ids = torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
     labels[0, :4] = -100
     return {"input_ids": ids.to(DEVICE), "labels": labels.to(DEVICE)}

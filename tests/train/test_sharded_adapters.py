@@ -131,4 +131,5 @@ def test_adapters_resume_with_other_numbers_of_ranks(adapted: Setup, folder: Pat
     assert (folder / "saved" / "checkpoint-4" / "adapter_model.safetensors").is_file()
     setup = replace(adapted, model=str(folder / "llama"), adapter="lora", steps=6)
     row = run(setup, folder=folder / "saved", resume=True)
-    assert row.losses == pytest.approx(expected, rel=1e-5), row.reason
+    # Six steps at this learning rate amplify how a processor sums: 2e-5 with AVX-512.
+    assert row.losses == pytest.approx(expected, rel=1e-4), row.reason
