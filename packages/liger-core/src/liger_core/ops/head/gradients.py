@@ -17,9 +17,12 @@ from liger_core.ops._token_passes import blocks
 from liger_core.ops.head.head import CountedRows, Head
 from liger_core.ops.head.loop import Cut, Tile
 from liger_core.ops.head.shards import RowSum, Vocabulary
+from liger_core.private_torch import hold_stream
 
 # Elements of main_grad whose sum is held at a time where it has to be scaled, in float16.
 SCALED = 1 << 22
+# Cycles of the GPU, 10 µs or a little more: the kernel of a collective starts within 4 µs.
+HEAD_START = 20_000
 
 
 class Gradients(NamedTuple):
@@ -158,8 +161,11 @@ class HeadGradients:
         out = self._total(of_hidden, tile.rows)
         multiply(out, tile.slope, self.weight[tile.classes], None if first else out)
         if last and self.ranks is not None:
-            # The all-reduce overlaps with the matmul of the gradient of weight.
+            # The sum overlaps with the matmul of the gradient of weight, which takes every processor: the sum's kernel
+            # must start first.
             self.ranks.start(out)
+            if out.is_cuda:
+                hold_stream(HEAD_START)
 
     def _total(self, of_hidden: Tensor, rows: slice) -> Tensor:
         """Return the tensor in which the gradient of these rows is summed."""
