@@ -55,9 +55,14 @@ def escaped(text: str) -> str:
 
 
 def _machines(rows: Sequence[Record]) -> list[str]:
-    """Return each card with the hosts that had it, and the CPUs."""
-    hosts: dict[str, list[str]] = {}
+    """Return each card with the largest number of them in a row and the hosts that had it, and the CPUs."""
+    hosts: dict[str, dict[str, None]] = {}
     for machine, device in dict.fromkeys((row["machine"], row["device"]) for row in rows):
-        name, _, host = (f"one {machine}" if device == "cuda" else f"a CPU; {machine}").partition("; ")
-        hosts.setdefault(name, []).append(host)
+        name, _, host = machine.partition("; ")
+        if device == "cuda":
+            cards = max(row.get("ranks") or 1 for row in rows if row["machine"] == machine)
+            name = f"one {name}" if cards == 1 else f"up to {cards} {name} GPUs"
+        else:
+            name, host = "a CPU", machine
+        hosts.setdefault(name, {})[host] = None
     return [f"{name} ({' or '.join(each)})" for name, each in hosts.items()]
