@@ -15,7 +15,7 @@ import sys
 import tomllib
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from liger_hf.presets import PRESETS
 from liger_train.plan import fit
 from liger_train.plan.estimate import work
 from liger_train.plan.fit import CARDS, EXAMPLES, curve, script, setups
+from liger_train.row import setup_from
 from liger_train.setup import Setup
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +106,7 @@ def measured() -> Iterator[tuple[Setup, float]]:
     """Yield the setups of the page among the committed runs that had an H200 to themselves, and their tokens per second."""
     for run in ("2026-11-21-h200-training-runs", "2026-11-28-two-h200s"):
         for row in json.loads((RESULTS / run / "train.json").read_text()):
-            setup = Setup(**{each.name: row[each.name] for each in fields(Setup) if each.name in row})
+            setup = setup_from(row)
             known = setup.checkpoint in ("full", "none") and setup.liger in ("all", "none") and setup.offload == "none"
             data_parallel = setup.cp == setup.tp == 1 and (setup.ranks == 1) == (setup.shard == "none")
             if known and data_parallel and setup.model in PRESETS and row["tokens_per_second"]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
 from itertools import product
 from typing import Any
 
@@ -23,6 +22,7 @@ from liger_train.plan.estimate import Rates, estimate, seconds_of
 from liger_train.plan.fit import CARDS
 from liger_train.plan.step import Prediction, predict
 from liger_train.plan.traffic import exchanges
+from liger_train.row import SETUP, setup_from
 from liger_train.setup import Setup
 
 PAGE = ROOT / "docs" / "parallel-70b.md"
@@ -104,11 +104,11 @@ def checks() -> list[dict[str, Any]]:
     done = {row["key"]: row for row in (json.loads(CHECKS.read_text()) if CHECKS.exists() else [])}
     for path in sorted(ROOT.glob("benchmarks/results/*/train.json")):
         for row in json.loads(path.read_text()):
-            key = f"{path.parent.name} {json.dumps([row[f.name] for f in fields(Setup) if f.name in row])}"
+            key = f"{path.parent.name} {json.dumps([row[name] for name in SETUP if name in row])}"
             is_timed = row["step_seconds"] and row["checkpoint"] != "auto" and row["device"] == "cuda"
             if key in done or not is_timed or row["model"] not in PRESETS or row["liger"] == PEER:
                 continue
-            setup = Setup(**{f.name: row[f.name] for f in fields(Setup) if f.name in row})
+            setup = setup_from(row)
             error = estimate(setup, RATES, row["trainable_parameters"]).seconds / row["step_seconds"] - 1
             same = {name: row[name] for name in ("optimizer", "offload", "adapter")}
             plain = same == {"optimizer": "adamw", "offload": "none", "adapter": "none"} and row["liger"] in STRATEGIES

@@ -73,6 +73,11 @@ WITHIN_SPREAD = "≈ "
 FIGURES = 6
 
 
+def setup_from(row: Mapping[str, Any]) -> Setup:
+    """Return the setup of a row; what an older row lacks has its default."""
+    return Setup(**{name: row[name] for name in SETUP if name in row})
+
+
 def chosen_options(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a run that are not the defaults, except UNNAMED."""
     return {name: run[name] for name in SETUP if name not in UNNAMED and run[name] != DEFAULTS[name]}

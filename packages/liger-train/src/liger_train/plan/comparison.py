@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from liger_hf.presets import preset_name
 from liger_train.implementations import PEER
 from liger_train.plan.auto_checkpoint import predict_end
 from liger_train.plan.step import forward_and_backward, predict
+from liger_train.row import setup_from
 from liger_train.setup import Setup
 
 RESULTS = "train.json"
@@ -75,7 +76,7 @@ def compare_rows(rows: Sequence[dict[str, Any]], *, trust_remote_code: bool = Fa
             setup = _setup_of_benchmark(row)
             predicted = forward_and_backward(setup)
         else:
-            setup = Setup(**{field.name: row[field.name] for field in fields(Setup) if field.name in row})
+            setup = setup_from(row)
             setup = replace(setup, trust_remote_code=setup.trust_remote_code and trust_remote_code)
             predicted = predict_end(predict(setup), setup.memory_limit).peak_bytes
         fitted = not row["out_of_memory"]

@@ -25,6 +25,15 @@ multiply = define(library_of("liger_plan"), "float8_matmul", "(Tensor a, Tensor 
 library_of("liger_plan").impl("float8_matmul", _product, "CompositeExplicitAutograd")
 
 
+def _transposed(weight: Tensor) -> Tensor:
+    return weight.new_empty(weight.shape, dtype=EIGHT_BITS)
+
+
+# A weight in the order of memory of the backward pass's matmul, which the compiler does not compute twice.
+transpose = define(library_of("liger_plan"), "float8_transposed", "(Tensor weight) -> Tensor", _transposed)
+library_of("liger_plan").impl("float8_transposed", _transposed, "CompositeExplicitAutograd")
+
+
 @register_flop_formula(multiply.overloadpacket)
 def _operations(a: tuple[int, int], b: tuple[int, int], **_: Any) -> int:
     """Return half of the operations, since a GPU does twice as many in float8."""
@@ -65,6 +74,10 @@ class _Matmul(torch.autograd.Function):
         first = rows.to(EIGHT_BITS)
         saved = rows.to(EIGHT_BITS) if twice else first
         cast = None if is_gathered else weight.to(EIGHT_BITS)
+        # A compiled layer saves the transposed copies of most gathered weights: in Llama 3 8B, those of v, gate, up and
+        # down, 172 of 208 MiB. The matmul reads the copy here, so that the compiler does not move it.
+        ctx.is_transposed = is_gathered and torch.compiler.is_compiling()
+        weight = transpose(weight) if ctx.is_transposed else weight
         ctx.save_for_backward(saved, weight)
         ctx.twice, ctx.shape = twice, x.shape
         y = multiply(rows, weight.t()).view(*x.shape[:-1], len(weight))
@@ -78,7 +91,7 @@ class _Matmul(torch.autograd.Function):
         first = grad.to(EIGHT_BITS)
         second = grad.to(EIGHT_BITS) if ctx.twice else first
         # Or a gathered weight in the other order of memory.
-        cast = weight.to(EIGHT_BITS)
+        cast = None if ctx.is_transposed else weight.to(EIGHT_BITS)
         grad_x = multiply(flat, weight).view(ctx.shape)
         del cast, first
         # In the dtype of activations; autograd casts it to the dtype of the weight.
