@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -28,19 +29,14 @@ SERVER.set_forkserver_preload(
     ["torch.distributed.fsdp", "pytest", "transformers.trainer", "transformers.models.llama.modeling_llama", "peft"]
 )
 LIMIT = 300.0
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 CONTEXTS = multiprocessing.get_context
 
 
 def _ensure_server() -> None:
     """Start the server, if it does not run yet. It sees no GPU: libraries use one when they are imported, and then no fork can."""
-    visible = {name: os.environ[name] for name in [VISIBLE] if name in os.environ}
-    os.environ[VISIBLE] = ""
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("CUDA_VISIBLE_DEVICES", "")
         forkserver.ensure_running()
-    finally:
-        del os.environ[VISIBLE]
-        os.environ.update(visible)
 
 
 def run(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

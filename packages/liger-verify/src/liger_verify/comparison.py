@@ -57,6 +57,10 @@ class StepRun(NamedTuple):
     patience: float
     device: str = "cpu"
 
+    @property
+    def on_gpus(self) -> bool:
+        return self.device == "cuda"
+
 
 def compare(
     step: Step,
@@ -151,7 +155,7 @@ def _rounding(step: Step, folder: str, patience: float, limit: float | None) -> 
 def _start(work: Any, run: StepRun, limit: float | None) -> None:
     # Forks of a server that has imported PyTorch start fast. Platforms without forks start new interpreters, and so do
     # ranks on GPUs: some libraries use CUDA when they are imported, after which a fork cannot.
-    can_fork = "forkserver" in multiprocessing.get_all_start_methods() and run.device == "cpu"
+    can_fork = "forkserver" in multiprocessing.get_all_start_methods() and not run.on_gpus
     method = "forkserver" if can_fork else "spawn"
     if method == "forkserver":
         # No effect if the server already runs.
@@ -214,7 +218,7 @@ def _rounded(rank: int, run: StepRun, port: int) -> None:
 def _rank(rank: int, run: StepRun, port: int) -> None:
     with _process(rank, run.ranks, run, port):
         truth = torch.load(Path(run.folder, TRUTH), weights_only=True)["gradients"]
-        device = torch.device(run.device, rank) if run.device == "cuda" else torch.device(run.device)
+        device = torch.device(run.device, rank if run.on_gpus else None)
         loss, gradients = run.step(World(rank, run.ranks, torch.float32, Path(run.folder), device))
         measured: dict[str, dict[str, float]] = {}
         # The same names in the same order on every rank, because each gradient needs collectives.
@@ -238,10 +242,10 @@ def _process(rank: int, ranks: int, run: StepRun, port: int) -> Iterator[None]:
     os.environ |= {name: str(number) for name, number in numbers.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     try:
-        if run.device == "cuda":
+        if run.on_gpus:
             torch.cuda.set_device(rank)
         # The comparison itself is on the CPU.
-        backend = "gloo" if run.device == "cpu" else "cpu:gloo,cuda:nccl"
+        backend = "cpu:gloo,cuda:nccl" if run.on_gpus else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=run.patience))
         yield
     except Exception as error:
