@@ -10,11 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-# Before pyplot, which would look for a display.
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from liger_bench.op_page import NAMES, OURS, SHARE, largest
@@ -83,7 +79,8 @@ def share_picture(rows: Sequence[Record], path: Path) -> bool:
                 by_name[name] = max(row["share"], by_name.get(name, 0.0))
     if not shares:
         return False
-    figure, axes = plt.subplots(figsize=(8, 1.7 + 0.24 * len(shares)), layout="constrained")
+    figure = Figure(figsize=(8, 1.7 + 0.24 * len(shares)), layout="constrained")
+    axes = figure.subplots()
     for name in sorted({name for each in shares.values() for name in each}, key=lambda name: name in OURS):
         lines = [index for index, each in enumerate(shares.values()) if name in each]
         reached = [each[name] for each in shares.values() if name in each]
@@ -97,7 +94,7 @@ def share_picture(rows: Sequence[Record], path: Path) -> bool:
         f"Fraction of the limit, forward and backward (higher is better)\n{_source(rows)}", fontsize=11, loc="left"
     )
     figure.legend(loc="outside lower left", ncols=5, fontsize=8, frameon=False)
-    _finish(figure, [axes], path)
+    finish(figure, [axes], path)
     return True
 
 
@@ -110,12 +107,10 @@ def scaling_picture(op: str, rows: Sequence[Record], path: Path, look: LineStyle
     )
     if not names:
         return False
-    figure, grid = plt.subplots(
-        1, len(names), figsize=(len(names) * 2.9 + 1.8, 3.6), layout="constrained", squeeze=False
-    )
+    figure = Figure(figsize=(len(names) * 2.9 + 1.8, 3.6), layout="constrained")
     heading = f"{op}: time of forward and backward (lower is better; dashed: roofline)\n{_source(rows)}"
     figure.suptitle(heading, fontsize=11, x=0.01, ha="left")
-    panels = list(grid[0])
+    panels = list(figure.subplots(1, len(names), squeeze=False)[0])
     for name, axes in zip(names, panels, strict=True):
         here = sorted((row for row in rows if row["axis"] == name), key=lambda row: row["axis_value"])
         later = {row["implementation"] for row in rows if row["axis"] in names[names.index(name) + 1 :]}
@@ -136,7 +131,7 @@ def scaling_picture(op: str, rows: Sequence[Record], path: Path, look: LineStyle
         axes.plot(list(least), list(least.values()), color=INK, linewidth=0.9, linestyle="--")
         _draw(axes, here, later, look)
     panels[0].set_ylabel("ms")
-    _finish(figure, panels, path)
+    finish(figure, panels, path)
     return True
 
 
@@ -205,7 +200,8 @@ def styles(implementations: Sequence[str]) -> LineStyles:
     return by_name
 
 
-def _finish(figure: Any, panels: list[Any], path: Path) -> None:
+def finish(figure: Any, panels: Sequence[Any], path: Path) -> None:
+    """Add grid lines, leave out the frame, and write the file."""
     for axes in panels:
         axes.grid(axis="y", alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
@@ -213,4 +209,3 @@ def _finish(figure: Any, panels: list[Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without the version of matplotlib, an unchanged picture is an unchanged file.
     figure.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(figure)

@@ -70,8 +70,7 @@ class Process:
     def _receive(self) -> Answer:
         try:
             if self.connection.poll(self.patience):
-                answer: Answer = self.connection.recv()
-                return answer
+                return self.connection.recv()
             self.process.kill()
             return FAILED, {"reason": f"no answer in {self.patience:.0f} s", "failed": True}
         except (EOFError, OSError):

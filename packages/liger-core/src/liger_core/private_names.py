@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 @contextmanager
 def replacing(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute of a module or class within this context, if it exists."""
+    """Replace an attribute of an object within this context, if it exists."""
     original = vars(owner).get(name)
     if original is not None:
         setattr(owner, name, value)

@@ -228,10 +228,8 @@ grouped_mm = TORCH.look_up(
 
 
 def _operators(names: tuple[str, ...], purpose: str) -> frozenset[Any]:
-    candidates = (
-        TORCH.look_up(f"torch:ops.aten.{name}.default", purpose, "They are recomputed.", None) for name in names
-    )
-    return frozenset(operator for operator in candidates if operator is not None)
+    every = [TORCH.look_up(f"torch:ops.aten.{name}.default", purpose, "They are recomputed.", None) for name in names]
+    return frozenset(every) - {None}
 
 
 MATMULS = _operators(("_scaled_mm", "_grouped_mm"), "Partial checkpointing keeps the outputs of matmuls.")
@@ -262,9 +260,9 @@ collectives = TORCH.look_up(
 )
 hold_stream = TORCH.look_up(
     "torch.cuda:_sleep",
-    "Lets the exchange of a sharded head start before a matmul that takes every processor of the GPU.",
-    "The exchange waits for the end of the matmul: 2 % of a head on two H200s.",
-    lambda cycles: None,
+    "The ranks of a sharded head exchange gradients while a matmul takes every processor of the GPU.",
+    "They exchange them afterwards: 2 % of a head on two H200s.",
+    id,
 )
 process_group = TORCH.require(
     "torch.distributed.distributed_c10d:_resolve_process_group", "Finds the ranks of a sharded vocabulary."
@@ -304,7 +302,6 @@ end_allocate_to_pool = TORCH.look_up(
     "The memory of the graph stays reserved.",
     lambda device, pool: None,
 )
-
 multiplies_bfloat16, multiplies_float16 = (
     TORCH.look_up(
         f"torch:ops.mkldnn._is_mkldnn_{dtype}_supported",

@@ -152,8 +152,7 @@ def four_bit_dtype(linear: Any) -> torch.dtype | None:
     state = getattr(linear.weight, "quant_state", None) if type(linear).__name__ == "Linear4bit" else None
     if state is None or state.dtype != linear.compute_dtype or getattr(state, "packing_format_for_cpu", False):
         return None
-    dtype: torch.dtype = state.dtype
-    return dtype
+    return state.dtype
 
 
 def dequantized_again(linear: Any) -> Tensor:

@@ -149,8 +149,7 @@ def experts_implementation(module: nn.Module | None) -> str | None:
 
 
 def _chosen(module: nn.Module | None, attribute: str) -> str | None:
-    name: str | None = getattr(getattr(module, "config", None), attribute, None)
-    return name
+    return getattr(getattr(module, "config", None), attribute, None)
 
 
 def run_experts_in_a_loop(config: Any) -> None:

@@ -80,8 +80,7 @@ def _tiled(inner: Callable[..., Tensor], rows: int) -> Callable[..., Tensor]:
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *weights)):
             return run.forward(x)
         # Saved before anything is computed: activation checkpointing recomputes a layer up to what is saved last.
-        result: Tensor = _TiledNode.apply(Kept.apply(x, *weights), run, x, *weights)
-        return result
+        return _TiledNode.apply(Kept.apply(x, *weights), run, x, *weights)
 
     return forward
 

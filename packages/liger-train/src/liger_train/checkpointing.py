@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable
 from enum import IntEnum
@@ -121,12 +122,8 @@ def set_checkpoint(layer: Any, function: Callable[..., Any]) -> None:
     if WITHIN in vars(layer):
         is_within = not isinstance(function, Offloading)
         vars(layer)[WITHIN] = function if is_within else None
-        function = _directly if is_within else function
+        function = operator.call if is_within else function
     setattr(layer, CHECKPOINT, function)
-
-
-def _directly(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
 
 
 class SelectiveCheckpointing:

@@ -93,17 +93,13 @@ def session(packing: bool = False) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(config.patch(recompile_limit=max(GRAPHS, config.recompile_limit)))
         stack.enter_context(patch_environment(**{CACHE: cache()}))
-        stack.enter_context(replacing(OperatorIssue(), "operator_str", staticmethod(_name_of)))
+        stack.enter_context(replacing(OperatorIssue(), "operator_str", staticmethod(lambda op, *_: f"  {op}")))
         stack.callback(torch.compiler.reset)
         if not packing:
             # During the capture of a graph, Transformers cannot read the values of positions, and would add masks, with
             # which attention is slower.
             stack.enter_context(as_outside_a_capture())
         yield
-
-
-def _name_of(operator: Any, args: Any, options: Any) -> str:
-    return f"  {operator}"
 
 
 def cache() -> str:

@@ -44,8 +44,7 @@ class MergedLinears:
         if (x.dtype, x.device) != (self.whole.dtype, self.whole.device) or torch.is_autocast_enabled(x.device.type):
             return None
         weights = [linear.weight for linear in self.linears]
-        result: Tensor = _merged(x, self.whole, *weights, *[None] * (MOST - len(weights)))
-        return result
+        return _merged(x, self.whole, *weights, *[None] * (MOST - len(weights)))
 
     def output(self, index: int, x: Tensor) -> Tensor | None:
         """Return the output of one layer; the first call with an input computes the outputs of all."""

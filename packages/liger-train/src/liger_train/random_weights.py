@@ -38,8 +38,7 @@ class _RandomWeight:
         with torch.no_grad(), torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(self.seed + zlib.crc32(self.name.encode()))
             self._initializer(path)._init_weights(module)
-        value: Tensor = module.state_dict()[last]
-        return value
+        return module.state_dict()[last]
 
     def _initializer(self, path: str) -> Any:
         """Return the innermost Transformers model around a module; it knows how to initialize the module."""

@@ -37,8 +37,7 @@ def tie(model: Any) -> str:
 def _forward(self: nn.Embedding, input: Tensor) -> Tensor:
     if not torch.is_grad_enabled() or not self.weight.requires_grad:
         return nn.functional.embedding(input, self.weight, self.padding_idx)
-    result: Tensor = _RowLookup.apply(self.weight.new_empty(0).requires_grad_(), self, input)
-    return result
+    return _RowLookup.apply(self.weight.new_empty(0).requires_grad_(), self, input)
 
 
 class _RowLookup(torch.autograd.Function):

@@ -100,8 +100,7 @@ def _aligned(x: Tensor) -> bool:
 
 
 def _torch_grouped_mm(first: Tensor, second: Tensor, ends: Tensor) -> Tensor:
-    result: Tensor = grouped_mm(first, second, offs=ends)
-    return result
+    return grouped_mm(first, second, offs=ends)
 
 
 def _exact(x: Tensor) -> bool:

@@ -16,8 +16,7 @@ def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
     supported(x, weight, bias)
-    result: tuple[Tensor, Tensor] = _add_layer_norm(x, residual, weight, bias, eps)
-    return result
+    return _add_layer_norm(x, residual, weight, bias, eps)
 
 
 def _allocate(x: Tensor, *rest: object) -> Outputs:

@@ -24,8 +24,7 @@ def add_rms_norm(
     cast: Literal["input", "float32"] = "input",
 ) -> tuple[Tensor, Tensor]:
     supported(x, weight)
-    result: tuple[Tensor, Tensor] = _add_rms_norm(x, residual, weight, eps, weight_offset, cast == "input")
-    return result
+    return _add_rms_norm(x, residual, weight, eps, weight_offset, cast == "input")
 
 
 def _allocate(x: Tensor, *rest: object) -> Outputs:

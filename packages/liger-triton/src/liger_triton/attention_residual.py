@@ -21,7 +21,7 @@ from liger_triton.launch import (
     TritonKernel,
     cdiv,
     contiguous,
-    dense_like,
+    gradients_like,
     l2_cache,
     power_of_two,
     processors,
@@ -46,8 +46,7 @@ def attention_residual(layers: Tensor, query: Tensor, weight: Tensor | None = No
         raise Unsupported(f"rows of {layers.shape[-1]} columns, more than {WIDEST}")
     if layers.shape[0] > DEEPEST:
         raise Unsupported(f"{layers.shape[0]} layers, more than {DEEPEST}")
-    result: Tensor = _attention_residual(layers, query, weight, float(eps))
-    return result
+    return _attention_residual(layers, query, weight, float(eps))
 
 
 def _allocate(layers: Tensor, query: Tensor, weight: Tensor | None, eps: float) -> Outputs:
@@ -72,10 +71,7 @@ def _launch(y: Tensor, statistics: Tensor, /, layers: Tensor, query: Tensor, wei
 def _allocate_backward(
     grad_y: Tensor, layers: Tensor, query: Tensor, weight: Tensor | None, statistics: Tensor, needs: list[bool]
 ) -> Outputs:
-    return tuple(
-        dense_like(t) if need and t is not None else None
-        for need, t in zip(needs, (layers, query, weight), strict=True)
-    )
+    return gradients_like(needs, layers, query, weight)
 
 
 def _launch_backward(

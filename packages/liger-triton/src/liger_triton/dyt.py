@@ -20,6 +20,7 @@ from liger_triton.launch import (
     cdiv,
     contiguous,
     dense_like,
+    gradients_like,
     power_of_two,
     processors,
     strided_rows,
@@ -44,8 +45,7 @@ BACKWARD = Shape(2, 512, 2, 3, 8)
 
 def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
     supported(x, alpha, weight, bias)
-    result: Tensor = _dyt(x, alpha, weight, bias)
-    return result
+    return _dyt(x, alpha, weight, bias)
 
 
 def _allocate(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None) -> Outputs:
@@ -71,10 +71,7 @@ def _launch(y: Tensor, /, x: Tensor, alpha: Tensor, weight: Tensor | None, bias:
 def _allocate_backward(
     grad_y: Tensor, x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None, needs: list[bool]
 ) -> Outputs:
-    return tuple(
-        dense_like(t) if need and t is not None else None
-        for need, t in zip(needs, (x, alpha, weight, bias), strict=True)
-    )
+    return gradients_like(needs, x, alpha, weight, bias)
 
 
 def _launch_backward(

@@ -27,8 +27,7 @@ ZEROS = 8192
 
 def embedding(index: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
     supported(weight)
-    result: Tensor = _embedding(index, weight, -1 if padding_idx is None else padding_idx)
-    return result
+    return _embedding(index, weight, -1 if padding_idx is None else padding_idx)
 
 
 def _allocate(index: Tensor, weight: Tensor, padding: int) -> Outputs:

@@ -77,8 +77,7 @@ def experts(
     adapters = Adapters(gate_up_a, gate_up_b, down_a, down_b)
     supported(x, gate_up, down, weight, gate_up_bias, down_bias, *adapters)
     gate = Gate(activation, None if limit is None else float(limit), float(alpha), float(shift), interleaved)
-    result: Tensor = _experts(x, gate_up, down, Routing(index, weight), Biases(gate_up_bias, down_bias), adapters, gate)
-    return result
+    return _experts(x, gate_up, down, Routing(index, weight), Biases(gate_up_bias, down_bias), adapters, gate)
 
 
 def _allocate(

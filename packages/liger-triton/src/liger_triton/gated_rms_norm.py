@@ -21,6 +21,7 @@ from liger_triton.launch import (
     contiguous,
     dense_like,
     fuses,
+    gradients_like,
     processors,
     row_shape,
     shared_memory,
@@ -49,8 +50,7 @@ def gated_rms_norm(
     if (group_size or x.shape[-1]) > WIDEST:
         raise Unsupported(f"groups of {group_size or x.shape[-1]} columns, more than {WIDEST}")
     form = Form(float(eps), float(weight_offset), activation == "sigmoid", gate_first, group_size or 0)
-    result: Tensor = _gated_rms_norm(x, gate, weight, form)
-    return result
+    return _gated_rms_norm(x, gate, weight, form)
 
 
 def _allocate(x: Tensor, gate: Tensor, weight: Tensor | None, form: Form) -> Outputs:
@@ -76,9 +76,7 @@ def _launch(y: Tensor, inverse: Tensor, /, x: Tensor, gate: Tensor, weight: Tens
 def _allocate_backward(
     grad_y: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, form: Form, inverse: Tensor, needs: list[bool]
 ) -> Outputs:
-    return tuple(
-        dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, gate, weight), strict=True)
-    )
+    return gradients_like(needs, x, gate, weight)
 
 
 def _launch_backward(

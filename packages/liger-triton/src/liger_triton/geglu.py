@@ -15,8 +15,7 @@ def geglu(
     gate: Tensor, up: Tensor | None = None, *, approximate: Literal["tanh", "none"] = "tanh", overwrite: bool = False
 ) -> Tensor:
     supported(gate)
-    result: Tensor = _geglu(gate, up, GELU_TANH if approximate == "tanh" else GELU_ERF, PLAIN, overwrite)
-    return result
+    return _geglu(gate, up, GELU_TANH if approximate == "tanh" else GELU_ERF, PLAIN, overwrite)
 
 
 _geglu = gated("geglu")

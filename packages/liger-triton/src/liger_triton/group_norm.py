@@ -47,8 +47,7 @@ def group_norm(
     supported(x, weight, bias)
     if (size := x.shape[1:].numel() // num_groups) > MOST:
         raise Unsupported(f"groups of {size} numbers, more than {MOST}")
-    result: Tensor = _group_norm(x, num_groups, weight, bias, eps)
-    return result
+    return _group_norm(x, num_groups, weight, bias, eps)
 
 
 def _allocate(x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Outputs:

@@ -15,8 +15,6 @@ from triton.runtime import interpreter
 def round_to_nearest() -> None:
     """Make casts to bfloat16 round to nearest even, not toward zero as in the interpreter (Triton 3.6 to 3.9)."""
     builder: Any = interpreter.InterpreterBuilder
-    if getattr(builder.cast_impl, "rounds_to_nearest", False):
-        return
     truncating = builder.cast_impl
 
     def cast_impl(self: Any, source: Any, dtype: Any) -> Any:
@@ -24,7 +22,6 @@ def round_to_nearest() -> None:
             return truncating(self, source, dtype)
         return interpreter.TensorHandle(_nearest(source.data), dtype.scalar)
 
-    cast_impl.rounds_to_nearest = True  # type: ignore[attr-defined]
     builder.cast_impl = cast_impl
 
 
@@ -38,14 +35,11 @@ def _nearest(values: Any) -> Any:
 def multiply_bfloat16() -> None:
     """Make tl.dot read bfloat16 operands as numbers, not as integers as in the interpreter (Triton 3.6 to 3.9)."""
     builder: Any = interpreter.InterpreterBuilder
-    if getattr(builder.create_dot, "reads_bfloat16", False):
-        return
     inner = builder.create_dot
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return inner(self, _widened(a), _widened(b), *rest)
 
-    create_dot.reads_bfloat16 = True  # type: ignore[attr-defined]
     builder.create_dot = create_dot
 
 
@@ -59,8 +53,6 @@ def _widened(operand: Any) -> Any:
 def round_once() -> None:
     """Make tl.fma round once; the interpreter (Triton 3.6 to 3.9) rounds the product, too."""
     builder: Any = interpreter.InterpreterBuilder
-    if getattr(builder.create_fma, "rounds_once", False):
-        return
     inner = builder.create_fma
 
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
@@ -70,22 +62,18 @@ def round_once() -> None:
         wide = x.data.astype(np.float64) * y.data + z.data
         return interpreter.TensorHandle(wide.astype(np.float32), x.dtype.scalar)
 
-    create_fma.rounds_once = True  # type: ignore[attr-defined]
     builder.create_fma = create_fma
 
 
 def narrow_floats() -> None:
     """Pass floats to kernels in float32, as on a GPU, not in float64 as the interpreter does (Triton 3.6 to 3.9)."""
     inner: Any = interpreter._implicit_cvt
-    if getattr(inner, "narrows", False):
-        return
 
     def convert(argument: Any) -> Any:
         if not isinstance(argument, float):
             return inner(argument)
         return tl.tensor(interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32), tl.float32)
 
-    convert.narrows = True  # type: ignore[attr-defined]
     interpreter._implicit_cvt = convert
 
 
@@ -102,15 +90,12 @@ def compare_to_booleans() -> None:
     Casts and splats read the data by that dtype, and Triton 3.9 refuses such a mask.
     """
     builder: Any = interpreter.InterpreterBuilder
-    if getattr(builder.binary_op, "compares_to_booleans", False):
-        return
     inner = builder.binary_op
 
     def binary_op(self: Any, left: Any, right: Any, op: Any) -> Any:
         result = inner(self, left, right, op)
         return interpreter.TensorHandle(result.data, tl.int1) if result.data.dtype == np.bool_ else result
 
-    binary_op.compares_to_booleans = True  # type: ignore[attr-defined]
     builder.binary_op = binary_op
 
 

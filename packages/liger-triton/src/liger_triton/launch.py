@@ -18,24 +18,16 @@ from triton.runtime import driver
 from liger_core import Unsupported
 from liger_core.kernels import Kernel, Outputs
 from liger_core.private_torch import current_device, raw_stream
-from liger_triton.interpreter import (
-    compare_to_booleans,
-    find_builtins_once,
-    ignore_nan,
-    multiply_bfloat16,
-    narrow_floats,
-    round_once,
-    round_to_nearest,
-)
+from liger_triton import interpreter
 
 if knobs.runtime.interpret:
-    round_to_nearest()
-    multiply_bfloat16()
-    round_once()
-    narrow_floats()
-    ignore_nan()
-    compare_to_booleans()
-    find_builtins_once()
+    interpreter.round_to_nearest()
+    interpreter.multiply_bfloat16()
+    interpreter.round_once()
+    interpreter.narrow_floats()
+    interpreter.ignore_nan()
+    interpreter.compare_to_booleans()
+    interpreter.find_builtins_once()
 
 NAMESPACE = "liger_triton"
 PLAIN = frozenset({Tensor, Parameter})
@@ -243,6 +235,11 @@ def tiles_of(*tensors: Tensor) -> tuple[int, int, int, int]:
 def dense_like(x: Tensor) -> Tensor:
     """Allocate a result of the shape of x in dense rows, whatever the strides of x (1 µs; new_empty takes 1.8)."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def gradients_like(needs: list[bool], *tensors: Tensor | None) -> Outputs:
+    """Return new memory like each tensor whose gradient is needed, and None for the others."""
+    return tuple(dense_like(t) if need and t is not None else None for need, t in zip(needs, tensors, strict=True))
 
 
 def row_shape(width: int, most: int, warps: Callable[[int], int]) -> tuple[int, int, int]:

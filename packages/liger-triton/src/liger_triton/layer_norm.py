@@ -8,14 +8,13 @@ from torch import Tensor
 
 from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
-from liger_triton.launch import TritonKernel, dense_like, supported
+from liger_triton.launch import TritonKernel, dense_like, gradients_like, supported
 from liger_triton.rms_norm import launch_norm, launch_norm_backward
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     supported(x, weight, bias)
-    result: Tensor = _layer_norm(x, weight, bias, eps)
-    return result
+    return _layer_norm(x, weight, bias, eps)
 
 
 def _allocate(x: Tensor, *rest: object) -> Outputs:
@@ -33,9 +32,7 @@ def _allocate_backward(
     grad_y: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor,
     needs: list[bool],
 ) -> Outputs:  # fmt: skip
-    return tuple(
-        dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, weight, bias), strict=True)
-    )
+    return gradients_like(needs, x, weight, bias)
 
 
 def _launch_backward(

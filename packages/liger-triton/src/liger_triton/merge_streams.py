@@ -11,14 +11,13 @@ from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
 from liger_triton._norm import read, zero
 from liger_triton._streams import BLOCK, FOLD, WARPS, check_streams, positions
-from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, supported
+from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, gradients_like, supported
 
 
 def merge_streams(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None = None) -> Tensor:
     supported(x, y, post, res)
     check_streams(x)
-    result: Tensor = _merge_streams(x, y, post, res)
-    return result
+    return _merge_streams(x, y, post, res)
 
 
 def _allocate(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None) -> Outputs:
@@ -43,9 +42,7 @@ def _launch(merged: Tensor, /, x: Tensor, y: Tensor, post: Tensor, res: Tensor |
 def _allocate_backward(
     grad_merged: Tensor, x: Tensor, y: Tensor, post: Tensor, res: Tensor | None, needs: list[bool]
 ) -> Outputs:
-    return tuple(
-        dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, y, post, res), strict=True)
-    )
+    return gradients_like(needs, x, y, post, res)
 
 
 def _launch_backward(

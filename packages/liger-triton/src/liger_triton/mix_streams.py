@@ -17,8 +17,7 @@ from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, suppor
 def mix_streams(x: Tensor, pre: Tensor) -> Tensor:
     supported(x, pre)
     check_streams(x)
-    result: Tensor = _mix_streams(x, pre)
-    return result
+    return _mix_streams(x, pre)
 
 
 def _allocate(x: Tensor, pre: Tensor) -> Outputs:

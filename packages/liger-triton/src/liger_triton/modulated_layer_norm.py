@@ -8,14 +8,13 @@ from torch import Tensor
 from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
 from liger_triton import _norm_modulated
-from liger_triton.launch import TritonKernel, dense_like, supported
+from liger_triton.launch import TritonKernel, dense_like, gradients_like, supported
 
 
 def modulated_layer_norm(x: Tensor, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     supported(x, scale, shift)
     _norm_modulated.check_width(x)
-    result: Tensor = _modulated_layer_norm(x, scale, shift, eps)
-    return result
+    return _modulated_layer_norm(x, scale, shift, eps)
 
 
 def _allocate(x: Tensor, *rest: object) -> Outputs:
@@ -31,9 +30,7 @@ def _launch(
 def _allocate_backward(
     grad_y: Tensor, x: Tensor, scale: Tensor, shift: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool]
 ) -> Outputs:
-    return tuple(
-        dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, scale, shift), strict=True)
-    )
+    return gradients_like(needs, x, scale, shift)
 
 
 def _launch_backward(

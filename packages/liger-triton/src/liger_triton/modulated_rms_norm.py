@@ -8,7 +8,7 @@ from torch import Tensor
 from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
 from liger_triton import _norm_modulated
-from liger_triton.launch import TritonKernel, dense_like, supported
+from liger_triton.launch import TritonKernel, dense_like, gradients_like, supported
 
 
 def modulated_rms_norm(
@@ -16,8 +16,7 @@ def modulated_rms_norm(
 ) -> Tensor:
     supported(x, scale, shift, weight)
     _norm_modulated.check_width(x)
-    result: Tensor = _modulated_rms_norm(x, scale, shift, weight, eps)
-    return result
+    return _modulated_rms_norm(x, scale, shift, weight, eps)
 
 
 def _allocate(x: Tensor, *rest: object) -> Outputs:
@@ -34,10 +33,7 @@ def _allocate_backward(
     grad_y: Tensor, x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tensor | None, inverse: Tensor,
     needs: list[bool],
 ) -> Outputs:  # fmt: skip
-    return tuple(
-        dense_like(t) if need and t is not None else None
-        for need, t in zip(needs, (x, scale, shift, weight), strict=True)
-    )
+    return gradients_like(needs, x, scale, shift, weight)
 
 
 def _launch_backward(

@@ -18,6 +18,7 @@ from liger_triton.launch import (
     TritonKernel,
     contiguous,
     dense_like,
+    gradients_like,
     processors,
     stages_of,
     strided_rows,
@@ -34,8 +35,7 @@ def poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float 
     supported(x, weight, bias)
     if x.shape[-1] > WIDEST:
         raise Unsupported(f"rows of {x.shape[-1]} columns, more than {WIDEST}")
-    result: Tensor = _poly_norm(x, weight, bias, eps)
-    return result
+    return _poly_norm(x, weight, bias, eps)
 
 
 def _allocate(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Outputs:
@@ -57,9 +57,7 @@ def _launch(y: Tensor, inverse: Tensor, /, x: Tensor, weight: Tensor, bias: Tens
 def _allocate_backward(
     grad_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, inverse: Tensor, needs: list[bool]
 ) -> Outputs:
-    return tuple(
-        dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, weight, bias), strict=True)
-    )
+    return gradients_like(needs, x, weight, bias)
 
 
 def _launch_backward(

@@ -23,8 +23,7 @@ def project_streams(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     supported(x, weight)
     if weight.shape[0] > MOST:
         raise Unsupported(f"{weight.shape[0]} logits, more than {MOST}")
-    result: Tensor = _project_streams(x, weight, float(eps))
-    return result
+    return _project_streams(x, weight, float(eps))
 
 
 def _allocate(x: Tensor, weight: Tensor, eps: float) -> Outputs:

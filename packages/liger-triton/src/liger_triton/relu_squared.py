@@ -15,8 +15,7 @@ from liger_triton.launch import TILE_WARPS, Launcher, TritonKernel, dense_like, 
 
 def relu_squared(x: Tensor, up: Tensor | None = None) -> Tensor:
     supported(x)
-    result: Tensor = _relu_squared(x) if up is None else _gated_relu_squared(x, up, RELU_SQUARED, PLAIN, False)
-    return result
+    return _relu_squared(x) if up is None else _gated_relu_squared(x, up, RELU_SQUARED, PLAIN, False)
 
 
 def _allocate(x: Tensor) -> Outputs:

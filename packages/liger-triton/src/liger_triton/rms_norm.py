@@ -39,8 +39,7 @@ def rms_norm(
     cast: Literal["input", "float32"] = "input",
 ) -> Tensor:
     supported(x, weight)
-    result: Tensor = _rms_norm(x, weight, eps, weight_offset, cast == "input")
-    return result
+    return _rms_norm(x, weight, eps, weight_offset, cast == "input")
 
 
 def _allocate(x: Tensor, *rest: object) -> Outputs:

@@ -22,8 +22,7 @@ def sinkhorn(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:
     supported(x)
     if x.shape[-1] > MOST:
         raise Unsupported(f"matrices of {x.shape[-1]} rows, more than {MOST}")
-    result: Tensor = _sinkhorn(x, iterations, float(eps))
-    return result
+    return _sinkhorn(x, iterations, float(eps))
 
 
 def _allocate(x: Tensor, iterations: int, eps: float) -> Outputs:

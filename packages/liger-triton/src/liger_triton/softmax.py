@@ -82,8 +82,7 @@ def _warps(width: int, block: int) -> int:
 
 def softmax(x: Tensor) -> Tensor:
     supported(x)
-    result: Tensor = _softmax(x)
-    return result
+    return _softmax(x)
 
 
 def _allocate(x: Tensor) -> Outputs:

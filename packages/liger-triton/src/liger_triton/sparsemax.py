@@ -38,8 +38,7 @@ def sparsemax(x: Tensor) -> Tensor:
     supported(x)
     if x.shape[-1] > WIDEST:
         raise Unsupported(f"rows of {x.shape[-1]} columns, more than {WIDEST}")
-    result: Tensor = _sparsemax(x)
-    return result
+    return _sparsemax(x)
 
 
 def _allocate(x: Tensor) -> Outputs:

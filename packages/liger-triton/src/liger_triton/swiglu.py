@@ -25,8 +25,7 @@ def swiglu(
             float(gate_scale),
             float(scale),
         ]
-    result: Tensor = _swiglu(gate, up, SILU, numbers, overwrite)
-    return result
+    return _swiglu(gate, up, SILU, numbers, overwrite)
 
 
 _swiglu = gated("swiglu")

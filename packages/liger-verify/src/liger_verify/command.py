@@ -9,7 +9,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -70,24 +69,18 @@ PACKING = (
 SHOWN = 10
 
 
-@dataclass(frozen=True)
-class ScriptStep:
-    """A step that a user's file defines."""
-
-    path: str
-    name: str
-
-    def __call__(self, world: World) -> Any:
-        return loaded(self.path, self.name)(world)
+def run_script(path: str, name: str, world: World) -> Any:
+    """Run the step `name` of a user's file."""
+    return loaded(path, name)(world)
 
 
-def loaded_from(step: str) -> tuple[str, str]:
-    """Split FILE.py:FUNCTION into the file and the name, and check that the function exists."""
+def loaded_from(step: str) -> Step:
+    """Return the step FILE.py:FUNCTION, after checking that the function exists."""
     path, colon, name = step.rpartition(":")
     if not colon or not name:
         raise OptionError(f"verify: --step must be FILE.py:FUNCTION, got {step!r}, which names no function")
     loaded(path, name)
-    return path, name
+    return partial(run_script, path, name)
 
 
 def loaded(path: str, name: str) -> Step:
@@ -209,9 +202,8 @@ def verify(
         of_a_model = {"model": model is not None, "shard": single["shard"], "liger": liger is True}
         of_a_model["plain"] = liger is False
         _leave_out("--step is a step of your own", of_a_model, ", which is for models")
-        path, name = loaded_from(step)
         sizes = {"tp": tp, "cp": cp, "accumulation": accumulation}
-        run = partial(compare, ScriptStep(path, name), ranks=count, sizes=sizes, **options)
+        run = partial(compare, loaded_from(step), ranks=count, sizes=sizes, **options)
         right = _single(run, f"{step} on {count} ranks", as_json, all_rows, start)
     else:
         training = Training((model or MODELS)[0], **setup, liger=liger is not False, sequence=sequence, seed=seed)
@@ -331,8 +323,4 @@ def _print(console: Any, report: Report, all_rows: bool) -> None:
 
 def _finite(value: Any) -> Any:
     """Replace infinity and NaN by None, since JSON has neither."""
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)

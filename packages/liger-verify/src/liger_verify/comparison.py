@@ -218,7 +218,7 @@ def _rounded(rank: int, run: StepRun, port: int) -> None:
 def _rank(rank: int, run: StepRun, port: int) -> None:
     with _process(rank, run.ranks, run, port):
         truth = torch.load(Path(run.folder, TRUTH), weights_only=True)["gradients"]
-        device = torch.device(run.device, rank if run.on_gpus else None)
+        device = torch.device("cuda", rank) if run.on_gpus else torch.device("cpu")
         loss, gradients = run.step(World(rank, run.ranks, torch.float32, Path(run.folder), device))
         measured: dict[str, dict[str, float]] = {}
         # The same names in the same order on every rank, because each gradient needs collectives.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -237,13 +238,10 @@ class _Comparison:
             calls[name, counts[name]] = _first((args, options)), _first(output)
             counts[name] += 1
 
-        modules = self.model.named_modules()
-        hooks = [module.register_forward_hook(partial(record, name), with_kwargs=True) for name, module in modules]
-        try:
+        with contextlib.ExitStack() as stack:
+            for name, module in self.model.named_modules():
+                stack.enter_context(module.register_forward_hook(partial(record, name), with_kwargs=True))
             loss = self.model(**batch).loss
-        finally:
-            for hook in hooks:
-                hook.remove()
         loss.backward()
         shape = tuple(batch["input_ids"].shape)
         return loss.item(), [

@@ -128,7 +128,10 @@ class Report:
         lines = [self._of_loss()] if self.wrong_losses else []
         wrong = self.wrong
         if wrong:
-            lines.append(self._of_first(wrong[0], len(wrong)))
+            lines.append(
+                f"going back from the loss, gradients first diverge at {wrong[0].name} in {wrong[0].layer}: "
+                f"{self._explained(wrong[0])} ({len(wrong)} of {len(self.differences)} gradients differ)"
+            )
             others = {self._explained(d) for d in wrong} - {self._explained(wrong[0])}
             for explanation in sorted(others):
                 alike = [d for d in wrong if self._explained(d) == explanation]
@@ -180,23 +183,12 @@ class Report:
             text += f" on {_ranks(ranks)}"
         if math.isnan(got):
             return f"{text}: a mean over the tokens of a rank that has none is 0 / 0"
-        by_size = [
-            f"log {size} ({name})"
-            for name, size in self._distinct()
-            if abs(got - self.loss - math.log(size)) < NEAR * math.log(size)
-        ]
-        if by_size:
-            return f"{text}: larger by {by_size[0]}, as if the classes of every rank were counted {_times(by_size[0])}"
+        for name, size in self._distinct():
+            if abs(got - self.loss - math.log(size)) < NEAR * math.log(size):
+                times = "twice" if size == 2 else f"{size} times"
+                return f"{text}: larger by log {size} ({name}), as if the classes of every rank were counted {times}"
         named = self._size(got / self.loss) if self.loss else ""
         return f"{text}: {got / self.loss:.4g} times as large{named}" if self.loss else text
-
-    def _of_first(self, first: Difference, count: int) -> str:
-        right = len(self.differences) - count
-        text = (
-            f"going back from the loss, gradients first diverge at {first.name} in {first.layer}: "
-            f"{self._explained(first)}"
-        )
-        return f"{text} ({count} of {count + right} gradients differ)"
 
     def _explained(self, d: Difference) -> str:
         if d.problem:
@@ -233,10 +225,6 @@ class Report:
             names.setdefault(size, []).append(name)
         aliases = {size: [n for n in all_names if n != "ranks"] or all_names for size, all_names in names.items()}
         return [(" or ".join(aliases[size]), size) for size in names if size > 1]
-
-
-def _times(text: str) -> str:
-    return "twice" if text.startswith("log 2 ") else f"{text.split()[1]} times"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_core.errors import OptionError
 from liger_verify.tiny import check_size, tiny_config, without_chance
@@ -97,7 +97,8 @@ def compare_sampler(
     sampler_head_dtype  the same in the sampler
     """
     known = [sample.log_probs for sample in samples]
-    with torch.no_grad(), _mode(model):
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        stack.callback(model.train, model.training)
         with _head(model.train(), head_dtype):
             training, training_alone = _both(_trained, model, samples)
         same = torch.equal(training.log_probs, training_alone.log_probs)
@@ -109,7 +110,7 @@ def compare_sampler(
     names = ("embeddings", *(f"layers.{i}" for i in range(len(training.layers) - 1)))
     pairs = zip(names, sampler.layers, training.layers, strict=True)
     layers = {name: float((a - b).norm() / b.norm()) for name, a, b in pairs}
-    causes = _causes(samples, training.log_probs, sampler.log_probs, alone.log_probs, layers, tolerance)
+    causes = _causes(samples, training.log_probs, alone.log_probs, layers, tolerance)
     invariant = torch.equal(sampler.log_probs, alone.log_probs)
     return SamplerReport(training.log_probs, sampler.log_probs, tolerance, same, invariant, layers, causes)
 
@@ -176,29 +177,16 @@ def drawn(model: Any, seed: int = 0) -> list[Sample]:
     return samples
 
 
-@contextlib.contextmanager
-def _mode(model: nn.Module) -> Iterator[None]:
-    before = model.training
-    try:
-        yield
-    finally:
-        model.train(before)
-
-
-@contextlib.contextmanager
-def _head(model: Any, dtype: torch.dtype | None) -> Iterator[None]:
-    """Multiply by the head in another dtype within this context."""
+def _head(model: Any, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which the head multiplies in another dtype."""
 
     def multiplied(head: Any, args: tuple[Tensor], output: Tensor) -> Tensor:
         bias = getattr(head, "bias", None)
         return F.linear(args[0].to(dtype), head.weight.to(dtype), None if bias is None else bias.to(dtype))
 
-    handle = None if dtype is None else model.get_output_embeddings().register_forward_hook(multiplied)
-    try:
-        yield
-    finally:
-        if handle is not None:
-            handle.remove()
+    return (
+        contextlib.nullcontext() if dtype is None else model.get_output_embeddings().register_forward_hook(multiplied)
+    )
 
 
 def _both(
@@ -257,9 +245,8 @@ def _count(sample: Sample) -> int:
 
 
 def _causes(
-    samples: Sequence[Sample], training: Tensor, batch: Tensor, alone: Tensor, layers: dict[str, float],
-    tolerance: float,
-) -> list[str]:  # fmt: skip
+    samples: Sequence[Sample], training: Tensor, alone: Tensor, layers: dict[str, float], tolerance: float
+) -> list[str]:
     """Return sentences on what differs: the prefill, decode, padding or the head."""
     first = torch.tensor([t == 0 for s in samples for t in range(_count(s))], device=training.device)
     by_itself = ((training - alone).abs() > tolerance).logical_or(alone.isnan())

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -296,7 +296,7 @@ class Training:
             return DistributedDataParallel(model, find_unused_parameters=any(unused.values()))
         if self.shard == "fsdp2" and "distributed_config" not in options:
             inner = flatten_mesh(mesh["dp", "cp"], "dp_cp")
-            for layer in _layers(model):
+            for layer in next((module for module in model.modules() if isinstance(module, nn.ModuleList)), ()):
                 fully_shard(layer, mesh=inner)
             fully_shard(model, mesh=inner)
         return model
@@ -356,10 +356,3 @@ def _quiet() -> None:
 
 def _is_folder(model: str) -> bool:
     return Path(model, "config.json").is_file()
-
-
-def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList):
-            yield from module
-            return

@@ -56,8 +56,7 @@ def unavailable(name: str, device: torch.device) -> str | None:
 
 def peers(name: str) -> list[Peer]:
     """Return the variants of a peer."""
-    variants: list[Peer] = _file(name).peers()
-    return variants
+    return _file(name).peers()
 
 
 def teacher_share(kind: str, beta: float) -> float:

@@ -115,8 +115,7 @@ def experts(x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Ten
         gate_up_proj=gate_up, down_proj=down, num_experts=gate_up.shape[0], _apply_gate=swiglu,
         has_gate=True, has_bias=False, is_transposed=False, has_post_expert_norm=False, _is_expert_parallel=False,
     )  # fmt: skip
-    result: Tensor = grouped_mm_experts_forward(module, x, index, weight)
-    return result
+    return grouped_mm_experts_forward(module, x, index, weight)
 
 
 def cross_entropy(

@@ -14,7 +14,7 @@ from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Dtypes, Misuse, Sample, Work, Workload
-from liger_core.ops._inputs import misuses_of, normal, row_workloads
+from liger_core.ops._inputs import misuses_of, normal, normals, row_workloads
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu_squared"]
 
@@ -72,9 +72,7 @@ def joined_gate(
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
-
+    n = normals(device, dtype)
     yield Sample("one_block", (n(2, 3, 64), n(2, 3, 64)), why="elements are a power of two: no mask")
     yield Sample("odd_width", (n(5, 101), n(5, 101)), why="mask on the last block")
     yield Sample("several_tiles", (n(3, 2500), n(3, 2500)), why="a row takes several column tiles")
@@ -116,6 +114,6 @@ def workloads() -> Iterator[Workload]:
     return row_workloads(draw, "NI", ((2048, 4096), (16384, 4096), (16384, 14336)), columns=14336)
 
 
-def work(gate: Tensor, up: Tensor | None) -> Work:
+def work(gate: Tensor, up: Tensor | None = None, **options: Any) -> Work:
     size = halves(gate, up)[0].numel() * gate.element_size()
     return Work(3 * size, 8 * size)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_core.errors import DtypeError, LigerError, OptionError, ShapeError
-from liger_core.op import Misuse, Sample, Workload
+from liger_core.op import Misuse, Sample, Work, Workload
 
 LONG = torch.int64
 # The sizes of the benchmark's series: rows, widths, classes.
@@ -24,6 +25,11 @@ def normal(device: torch.device, dtype: torch.dtype, *shape: int, scale: float =
     return (torch.randn(shape, device=device) * scale).to(dtype)
 
 
+def normals(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
+    """Return `normal` for a device and a dtype."""
+    return functools.partial(normal, device, dtype)
+
+
 def sample_table(constants: tuple[str, ...], *rows: tuple[Any, ...]) -> Iterator[Sample]:
     """Yield the samples of rows (name, args, options, why, *frozen); constants are frozen in all of them."""
     for name, args, options, why, *frozen in rows:
@@ -33,9 +39,7 @@ def sample_table(constants: tuple[str, ...], *rows: tuple[Any, ...]) -> Iterator
 def row_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     """Yield samples for an op that maps every row by itself: shapes, strides and values that matter to kernels."""
 
-    def n(*shape: int) -> Tensor:
-        return normal(device, dtype, *shape)
-
+    n = normals(device, dtype)
     impossible = n(5, 64)
     impossible[:, ::3] = -torch.inf
     yield Sample("one_block", (n(2, 3, 64),), why="the width is a power of two: no mask")
@@ -48,6 +52,11 @@ def row_samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("one_column", (n(9, 1),), why="a probability that is 1 whatever x is")
     yield Sample("vector", (n(33),), why="no leading dimension")
     yield Sample("empty", (n(0, 16),), why="nothing is launched")
+
+
+def row_work(forward: int, both: int) -> Callable[..., Work]:
+    """Return the `work` of an op that moves its first tensor so many times, in the forward pass and in both."""
+    return lambda x, *rest, **options: Work(forward * x.nbytes, both * x.nbytes)
 
 
 def integers(device: torch.device, high: int, *shape: int) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
-from liger_core.op import Misuse, Sample, Work, Workload
-from liger_core.ops._inputs import misuses_of, normal, workload
+from liger_core.op import Misuse, Sample, Workload
+from liger_core.ops._inputs import misuses_of, normal, normals, workload
 
 
 def check(op: str, x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tensor | None, eps: float) -> None:
@@ -34,9 +34,7 @@ def check(op: str, x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tenso
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
-
+    n = normals(device, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     yield Sample("one_block", (n(2, 3, 64), n(2, 64), n(2, 64)), why="the width is a power of two")
     yield Sample("odd_width", (n(3, 5, 100), n(3, 100), n(3, 100)), why="masked lanes must not enter the statistics")
@@ -97,8 +95,3 @@ def workloads() -> Iterator[Workload]:
     yield of_size(256, 256, 1152)
     yield of_size(8, 4096, 3072)
     yield of_size(16, 4096, 3072)
-
-
-def work(x: Tensor) -> Work:
-    size = x.numel() * x.element_size()
-    return Work(2 * size, 5 * size)

@@ -11,8 +11,8 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
-from liger_core.op import Dtypes, Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import misuses_of, normal, row_workloads
+from liger_core.op import Dtypes, Misuse, Sample, Workload, op
+from liger_core.ops._inputs import misuses_of, normal, normals, row_work, row_workloads
 from liger_core.ops.layer_norm import layer_norm
 
 
@@ -34,9 +34,7 @@ def check(
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
-
+    n = normals(device, dtype)
     yield Sample("one_block", (n(2, 3, 64), n(2, 3, 64), n(64), n(64)), why="the width is a power of two: no mask")
     yield Sample("odd_width", (n(5, 100), n(5, 100), n(100), n(100)), why="masked lanes must not enter the variance")
     yield Sample(
@@ -98,15 +96,8 @@ def workloads() -> Iterator[Workload]:
     return row_workloads(draw, "NH", ((2048, 4096), (32768, 4096), (16384, 8192)))
 
 
-def work(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Work:
-    size = x.numel() * x.element_size()
-    return Work(4 * size, 8 * size)
-
-
 @op(
-    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=row_work(4, 8),
     layout=Layout({"x": "… (width)", "residual": "… (width)", "weight": "(width)", "bias": "(width)"}, ("x", "x")),
     dtypes=Dtypes((("x", "residual"),)),
 )  # fmt: skip

@@ -12,8 +12,8 @@ from liger_core import checks
 from liger_core.checks import Cast
 from liger_core.errors import DeviceError, DtypeError, ShapeError
 from liger_core.layout import Layout
-from liger_core.op import Dtypes, Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import misuses_of, normal, row_workloads, scaling_misuses
+from liger_core.op import Dtypes, Misuse, Sample, Workload, op
+from liger_core.ops._inputs import misuses_of, normal, normals, row_work, row_workloads, scaling_misuses
 from liger_core.ops.rms_norm import rms_norm
 
 
@@ -37,8 +37,7 @@ def check(
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
+    n = normals(device, dtype)
 
     def pair(*shape: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         return n(*shape, scale=scale), n(*shape, scale=scale)
@@ -113,21 +112,8 @@ def workloads() -> Iterator[Workload]:
     return row_workloads(draw, "NH", ((2048, 4096), (32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384)))
 
 
-def work(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    weight_offset: float = 0.0,
-    cast: Cast = "input",
-) -> Work:
-    size = x.numel() * x.element_size()
-    return Work(4 * size, 8 * size)
-
-
 @op(
-    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=row_work(4, 8),
     layout=Layout({"x": "… (width)", "residual": "… (width)", "weight": "(width)"}, ("x", "x")),
     dtypes=Dtypes((("x", "residual"),)),
 )  # fmt: skip

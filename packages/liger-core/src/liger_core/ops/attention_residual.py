@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import ROWS, WIDTHS, misuses_of, normal, workload
+from liger_core.ops._inputs import ROWS, WIDTHS, misuses_of, normal, normals, workload
 
 
 def check(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> None:
@@ -27,8 +27,7 @@ def check(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: floa
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
+    n = normals(device, dtype)
 
     def call(depth: int, rows: int, width: int) -> tuple[Tensor, ...]:
         # Scores stay small at every width: among scores of hundreds, the round-off of one decides the gradients.

@@ -11,8 +11,8 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DtypeError, ShapeError
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import misuses_of, normal, row_workloads
+from liger_core.op import Misuse, Sample, Workload, accumulator, op
+from liger_core.ops._inputs import misuses_of, normal, normals, row_work, row_workloads
 
 
 def check(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
@@ -25,9 +25,7 @@ def check(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor |
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
-
+    n = normals(device, dtype)
     half = torch.full((1,), 0.5, device=device, dtype=dtype)
     yield Sample("one_block", (n(2, 4, 64), half, n(64), n(64)), why="the width is a power of two: no mask")
     yield Sample("odd_width", (n(5, 101), half, n(101), n(101)), why="masks on rows and columns")
@@ -80,13 +78,8 @@ def workloads() -> Iterator[Workload]:
     return row_workloads(draw, "NH", ((2048, 4096), (32768, 4096), (16384, 8192)))
 
 
-def work(x: Tensor, *weights: Tensor | None, **named: Tensor | None) -> Work:
-    size = x.numel() * x.element_size()
-    return Work(2 * size, 5 * size)
-
-
 @op(
-    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=row_work(2, 5),
     layout=Layout({"x": "… width", "alpha": "(one)", "weight": "width", "bias": "width"}, ("x",)),
 )  # fmt: skip
 def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, 
 from liger_core.kernels import Outputs, reference_kernel
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import integers, misuses_of, normal, workload
+from liger_core.ops._inputs import integers, misuses_of, normal, normals, workload
 
 # The reference sums the gradient of so many columns in float32 at a time, a fraction of the table.
 COLUMNS = 512
@@ -44,8 +44,7 @@ def check(index: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> N
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int) -> Tensor:
-        return normal(device, dtype, *shape)
+    n = normals(device, dtype)
 
     def i(high: int, *shape: int) -> Tensor:
         return integers(device, high, *shape)

@@ -292,9 +292,9 @@ def work(
     return Work(bytes_read, 3 * bytes_read, flops, 3 * flops, forward, (*forward, *gradients))
 
 
-def layout(*args: Any, **kwargs: Any) -> Layout:
-    """Return the layout: tokens may be sharded; every rank has all experts."""
-    return Layout(
+@op(
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    layout=Layout(
         {
             "x": "tokens (hidden)", "index": "tokens (k)", "weight": "tokens (k)",
             "gate_up": "(experts) (outer) (hidden)", "down": "(experts) (hidden) (inner)",
@@ -303,18 +303,9 @@ def layout(*args: Any, **kwargs: Any) -> Layout:
             "down_a": "(experts) (down_rank) (inner)", "down_b": "(experts) (hidden) (down_rank)",
         },
         ("x",),
-    )  # fmt: skip
-
-
-@op(
-    check=check,
-    samples=samples,
-    misuses=misuses,
-    workloads=workloads,
-    work=work,
-    layout=layout(),
+    ),
     dtypes=Dtypes((MATRICES,), matmul=True),
-)
+)  # fmt: skip
 def experts(
     x: Tensor, gate_up: Tensor, down: Tensor, index: Tensor, weight: Tensor, gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None, *, activation: Activation = "silu", limit: float | None = None, alpha: float = 1.0,

@@ -14,7 +14,7 @@ from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import misuses_of, normal, row_workloads
+from liger_core.ops._inputs import misuses_of, normal, normals, row_workloads
 
 Activation = Literal["silu", "sigmoid"]
 
@@ -42,8 +42,7 @@ def check(
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
+    n = normals(device, dtype)
 
     def pair(*shape: int) -> tuple[Tensor, Tensor]:
         return n(*shape), n(*shape)

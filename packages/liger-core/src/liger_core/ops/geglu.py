@@ -13,7 +13,7 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import OptionError
-from liger_core.op import Misuse, Sample, Work, op
+from liger_core.op import Misuse, Sample, op
 from liger_core.ops import _gated
 
 Approximate = Literal["tanh", "none"]
@@ -45,16 +45,12 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     )
 
 
-def work(gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh", overwrite: bool = False) -> Work:
-    return _gated.work(gate, up)
-
-
 @op(
     check=check,
     samples=samples,
     misuses=misuses,
     workloads=_gated.workloads,
-    work=work,
+    work=_gated.work,
     layout=_gated.layout,
     dtypes=_gated.DTYPES,
 )

@@ -11,8 +11,8 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import misuses_of, normal, workload
+from liger_core.op import Misuse, Sample, Workload, accumulator, op
+from liger_core.ops._inputs import misuses_of, normal, normals, row_work, workload
 
 
 def check(
@@ -41,9 +41,7 @@ def check(
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
-
+    n = normals(device, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     yield Sample("one_block", (n(2, 8, 4, 16), 2, n(8), n(8)), why="channels are a power of two")
     yield Sample("odd_sizes", (n(3, 6, 5, 7), 3, n(6), n(6)), why="masked lanes must not enter the variance")
@@ -120,13 +118,8 @@ def workloads() -> Iterator[Workload]:
     yield of_size(1, 128, 512, 512)
 
 
-def work(x: Tensor, *rest: object, **options: object) -> Work:
-    size = x.numel() * x.element_size()
-    return Work(2 * size, 5 * size)
-
-
 @op(
-    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=row_work(2, 5),
     layout=lambda x, *rest, **options: Layout(
         {"x": f"samples{' (inner)' * (x.dim() - 1)}", "weight": "(inner)", "bias": "(inner)"}, ("x",)
     ),

@@ -11,8 +11,8 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import misuses_of, normal, row_workloads
+from liger_core.op import Misuse, Sample, Workload, accumulator, op
+from liger_core.ops._inputs import misuses_of, normal, normals, row_work, row_workloads
 
 
 def check(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> None:
@@ -24,9 +24,7 @@ def check(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, e
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
-
+    n = normals(device, dtype)
     yield Sample("one_block", (n(2, 3, 64), n(64), n(64)), why="the width is a power of two: no mask")
     yield Sample(
         "odd_width", (n(5, 100), n(100), n(100)), why="mask on the last block, which must not enter the variance"
@@ -98,13 +96,8 @@ def workloads() -> Iterator[Workload]:
     return row_workloads(draw, "NH", ((2048, 4096), (32768, 4096), (16384, 8192), (8192, 16384)))
 
 
-def work(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Work:
-    size = x.numel() * x.element_size()
-    return Work(2 * size, 5 * size)
-
-
 @op(
-    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=row_work(2, 5),
     layout=Layout({"x": "… (width)", "weight": "(width)", "bias": "(width)"}, ("x",)),
 )  # fmt: skip
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

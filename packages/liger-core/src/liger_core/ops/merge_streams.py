@@ -13,7 +13,7 @@ from liger_core.errors import DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
 from liger_core.ops import _streams
-from liger_core.ops._inputs import misuses_of, normal
+from liger_core.ops._inputs import misuses_of, normal, normals
 
 
 def check(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None = None) -> None:
@@ -26,8 +26,7 @@ def check(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None = None) -> None
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int) -> Tensor:
-        return normal(device, dtype, *shape)
+    n = normals(device, dtype)
 
     def call(positions: int, streams: int, width: int) -> tuple[Tensor, ...]:
         return n(positions, streams, width), n(positions, width), n(positions, streams), n(positions, streams, streams)

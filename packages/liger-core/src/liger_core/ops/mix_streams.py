@@ -12,7 +12,7 @@ from liger_core import checks
 from liger_core.errors import DtypeError, ShapeError
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
 from liger_core.ops import _streams
-from liger_core.ops._inputs import misuses_of, normal
+from liger_core.ops._inputs import misuses_of, normal, normals
 
 
 def check(x: Tensor, pre: Tensor) -> None:
@@ -22,9 +22,7 @@ def check(x: Tensor, pre: Tensor) -> None:
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int) -> Tensor:
-        return normal(device, dtype, *shape)
-
+    n = normals(device, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     yield Sample("one_block", (n(2, 3, 4, 64), n(2, 3, 4)), why="streams and width are powers of two")
     yield Sample("odd_width", (n(5, 3, 100), n(5, 3)), why="masks on streams and columns")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Sample, Work, accumulator, op
+from liger_core.op import Misuse, Sample, accumulator, op
 from liger_core.ops import _modulated
-from liger_core.ops._inputs import normal
+from liger_core.ops._inputs import normals, row_work
 
 
 def check(x: Tensor, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-5) -> None:
@@ -19,9 +19,7 @@ def check(x: Tensor, scale: Tensor, shift: Tensor | None = None, eps: float = 1e
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
-
+    n = normals(device, dtype)
     yield from _modulated.samples(device, dtype)
     yield Sample("large_mean", (n(2, 4, 96) + 50, n(2, 96), n(2, 96)), why="the variance is taken about the mean")
     yield Sample("large_eps", (n(2, 4, 48, scale=0.01), n(2, 48), n(2, 48), 0.1), why="eps dominates the variance")
@@ -31,12 +29,8 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     return _modulated.misuses("modulated_layer_norm", device)
 
 
-def work(x: Tensor, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-5) -> Work:
-    return _modulated.work(x)
-
-
 @op(
-    check=check, samples=samples, misuses=misuses, workloads=_modulated.workloads, work=work,
+    check=check, samples=samples, misuses=misuses, workloads=_modulated.workloads, work=row_work(2, 5),
     layout=Layout({"x": "… tokens (width)", "scale": "… (width)", "shift": "… (width)"}, ("x",)),
 )  # fmt: skip
 def modulated_layer_norm(x: Tensor, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-5) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Sample, Work, accumulator, op
+from liger_core.op import Misuse, Sample, accumulator, op
 from liger_core.ops import _modulated
-from liger_core.ops._inputs import normal
+from liger_core.ops._inputs import normals, row_work
 
 
 def check(
@@ -21,9 +21,7 @@ def check(
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
-
+    n = normals(device, dtype)
     yield from _modulated.samples(device, dtype)
     yield Sample("weight", (n(2, 6, 96), n(2, 96), n(2, 96), n(96)), why="the norm has a weight of its own")
     yield Sample("weight_no_shift", (n(3, 6, 40), n(3, 40), None, n(40)), {"eps": 0.1}, why="a weight without a shift")
@@ -39,14 +37,8 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     return _modulated.misuses("modulated_rms_norm", device)
 
 
-def work(
-    x: Tensor, scale: Tensor, shift: Tensor | None = None, weight: Tensor | None = None, eps: float = 1e-6
-) -> Work:
-    return _modulated.work(x)
-
-
 @op(
-    check=check, samples=samples, misuses=misuses, workloads=_modulated.workloads, work=work,
+    check=check, samples=samples, misuses=misuses, workloads=_modulated.workloads, work=row_work(2, 5),
     layout=Layout({"x": "… tokens (width)", "scale": "… (width)", "shift": "… (width)", "weight": "(width)"}, ("x",)),
 )  # fmt: skip
 def modulated_rms_norm(

@@ -11,8 +11,8 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import misuses_of, normal, row_workloads
+from liger_core.op import Misuse, Sample, Workload, accumulator, op
+from liger_core.ops._inputs import misuses_of, normal, normals, row_work, row_workloads
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> None:
@@ -28,9 +28,7 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
-
+    n = normals(device, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     yield Sample("one_block", (n(2, 4, 64), n(3), n(1)), why="the width is a power of two")
     yield Sample("odd_width", (n(5, 100), n(3), n(1)), why="masks on rows and columns")
@@ -71,13 +69,8 @@ def workloads() -> Iterator[Workload]:
     return row_workloads(draw, "NI", ((2048, 4096), (32768, 4096), (16384, 8192), (16384, 11008)))
 
 
-def work(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> Work:
-    size = x.numel() * x.element_size()
-    return Work(2 * size, 5 * size)
-
-
 @op(
-    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=row_work(2, 5),
     layout=Layout({"x": "… (width)", "weight": "(three)", "bias": "(one)"}, ("x",)),
 )  # fmt: skip
 def poly_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:

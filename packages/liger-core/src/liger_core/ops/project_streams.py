@@ -13,7 +13,7 @@ from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
 from liger_core.ops import _streams
-from liger_core.ops._inputs import misuses_of, normal
+from liger_core.ops._inputs import misuses_of, normal, normals
 
 
 def check(x: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
@@ -26,9 +26,7 @@ def check(x: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
-
+    n = normals(device, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     yield Sample("one_block", (n(2, 3, 4, 64), n(24, 256, scale=0.1)), why="columns are a power of two")
     yield Sample("odd_width", (n(5, 3, 33), n(15, 99, scale=0.1)), why="masks on rows, columns and coefficients")

@@ -13,7 +13,7 @@ from liger_core.errors import DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Dtypes, Misuse, Sample, Work, Workload, accumulator, op
 from liger_core.ops._gated import joined_gate
-from liger_core.ops._inputs import misuses_of, normal, row_workloads
+from liger_core.ops._inputs import misuses_of, normal, normals, row_workloads
 
 
 def check(x: Tensor, up: Tensor | None = None) -> None:
@@ -27,9 +27,7 @@ def check(x: Tensor, up: Tensor | None = None) -> None:
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
-
+    n = normals(device, dtype)
     yield Sample("one_block", (n(2, 3, 64),), why="elements are a power of two: no mask")
     yield Sample("odd_width", (n(5, 101),), why="mask on the last block")
     yield Sample("several_tiles", (n(3, 2500)[:, 1:],), why="a row takes several column tiles")

@@ -12,8 +12,8 @@ from liger_core import checks
 from liger_core.checks import Cast
 from liger_core.errors import DeviceError
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import misuses_of, normal, row_workloads, scaling_misuses
+from liger_core.op import Misuse, Sample, Workload, accumulator, op
+from liger_core.ops._inputs import misuses_of, normal, normals, row_work, row_workloads, scaling_misuses
 
 
 def check(
@@ -23,9 +23,7 @@ def check(
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
-
+    n = normals(device, dtype)
     yield Sample("one_block", (n(2, 3, 64), n(64)), why="the width is a power of two: no mask")
     yield Sample("odd_width", (n(5, 100), n(100)), why="mask on the last block")
     yield Sample(
@@ -91,15 +89,8 @@ def workloads() -> Iterator[Workload]:
     )
 
 
-def work(
-    x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, cast: Cast = "input"
-) -> Work:
-    size = x.numel() * x.element_size()
-    return Work(2 * size, 5 * size)
-
-
 @op(
-    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=row_work(2, 5),
     layout=Layout({"x": "… (width)", "weight": "(width)"}, ("x",)),
 )  # fmt: skip
 def rms_norm(

@@ -11,8 +11,8 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import ROWS, misuses_of, normal, workload
+from liger_core.op import Misuse, Sample, Workload, accumulator, op
+from liger_core.ops._inputs import ROWS, misuses_of, normal, normals, row_work, workload
 
 
 def check(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> None:
@@ -27,9 +27,7 @@ def check(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> None:
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
-
+    n = normals(device, dtype)
     # With a smaller eps, columns sum to 1, and a constant upstream gradient leaves nothing but round-off.
     usual = (20, 0.01)
     yield Sample("one_block", (n(2, 3, 4, 4), *usual), why="n is a power of two")
@@ -71,13 +69,8 @@ def workloads() -> Iterator[Workload]:
         yield of_size("N", tokens <= 1024, N=tokens, S=4)
 
 
-def work(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> Work:
-    size = x.numel() * x.element_size()
-    return Work(2 * size, 5 * size)
-
-
 @op(
-    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=row_work(2, 5),
     layout=Layout({"x": "… (rows) (columns)"}, ("x",)),
 )  # fmt: skip
 def sinkhorn(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:

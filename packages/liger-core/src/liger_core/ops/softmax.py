@@ -11,8 +11,8 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DtypeError, ShapeError
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import misuses_of, normal, row_samples, row_workloads
+from liger_core.op import Misuse, Sample, Workload, op
+from liger_core.ops._inputs import misuses_of, normal, normals, row_samples, row_work, row_workloads
 
 
 def check(x: Tensor) -> None:
@@ -21,9 +21,7 @@ def check(x: Tensor) -> None:
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
-
+    n = normals(device, dtype)
     yield from row_samples(device, dtype)
     yield Sample("wide", (n(2, 40000),), why="the row is longer than one block: two passes over its tiles")
     yield Sample("wide_tiles", (n(2, 40960),), why="tiles that fill a row")
@@ -47,13 +45,8 @@ def workloads() -> Iterator[Workload]:
     return row_workloads(draw, "NV", ((32768, 1024), (32768, 4096), (16384, 8192), (4096, 32768), (2048, 128256)))
 
 
-def work(x: Tensor) -> Work:
-    size = x.numel() * x.element_size()
-    return Work(2 * size, 5 * size)
-
-
 @op(
-    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=row_work(2, 5),
     layout=Layout({"x": "… (width)"}, ("x",)),
 )  # fmt: skip
 def softmax(x: Tensor) -> Tensor:

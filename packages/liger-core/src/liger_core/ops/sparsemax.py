@@ -12,8 +12,8 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DtypeError, ShapeError
 from liger_core.layout import Layout
-from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import misuses_of, normal, row_samples, row_workloads
+from liger_core.op import Misuse, Sample, Workload, accumulator, op
+from liger_core.ops._inputs import misuses_of, normal, normals, row_samples, row_work, row_workloads
 
 
 def check(x: Tensor) -> None:
@@ -23,9 +23,7 @@ def check(x: Tensor) -> None:
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
-
+    n = normals(device, dtype)
     yield from row_samples(device, dtype)
     yield Sample("dense", (n(4, 48, scale=1e-3),), why="every element is in the support")
     yield Sample("sparse", (n(4, 96, scale=30),), why="one element is the support")
@@ -50,13 +48,8 @@ def workloads() -> Iterator[Workload]:
     return row_workloads(draw, "NV", ((32768, 1024), (32768, 4096), (16384, 8192), (4096, 32768)))
 
 
-def work(x: Tensor) -> Work:
-    size = x.numel() * x.element_size()
-    return Work(2 * size, 5 * size)
-
-
 @op(
-    check=check, samples=samples, misuses=misuses, workloads=workloads, work=work,
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=row_work(2, 5),
     layout=Layout({"x": "… (width)"}, ("x",)),
 )  # fmt: skip
 def sparsemax(x: Tensor) -> Tensor:

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import OptionError
-from liger_core.op import Misuse, Sample, Work, accumulator, op
+from liger_core.op import Misuse, Sample, accumulator, op
 from liger_core.ops import _gated
-from liger_core.ops._inputs import misuses_of, normal
+from liger_core.ops._inputs import misuses_of, normals
 
 
 def check(
@@ -30,9 +29,7 @@ def check(
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    def n(*shape: int, scale: float = 1.0) -> Tensor:
-        return normal(device, dtype, *shape, scale=scale)
-
+    n = normals(device, dtype)
     yield from _gated.samples(device, dtype)
     gpt_oss = {"limit": 1.0, "alpha": 1.702, "shift": 1.0}
     yield Sample(
@@ -66,16 +63,12 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
     yield misuse("gate_scale", (x, x), OptionError, "gate_scale must be a finite number, got '2'", gate_scale="2")
 
 
-def work(gate: Tensor, up: Tensor | None = None, **options: Any) -> Work:
-    return _gated.work(gate, up)
-
-
 @op(
     check=check,
     samples=samples,
     misuses=misuses,
     workloads=_gated.workloads,
-    work=work,
+    work=_gated.work,
     layout=_gated.layout,
     dtypes=_gated.DTYPES,
 )

@@ -6,11 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-# Before importing pyplot, which would look for a display.
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from liger_bench.printing import change
 from liger_hf.presets import preset_name
@@ -27,7 +23,8 @@ def draw(result: dict[str, Any], folder: Path) -> None:
 def _loss(result: dict[str, Any], path: Path) -> None:
     plain, liger = result["losses_hf"], result["losses_liger"]
     steps = range(1, len(plain) + 1)
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, height_ratios=(3, 2), layout="constrained")
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     figure.suptitle(f"Loss with and without Liger, same data and seed\n{_setting(result)}", fontsize=10)
     top.plot(steps, plain, color=PLAIN, linewidth=5, alpha=0.5, label="Transformers")
     top.plot(steps, liger, color=LIGER, linewidth=1.6, marker="o", markersize=3, label="with Liger")
@@ -51,7 +48,8 @@ def _loss(result: dict[str, Any], path: Path) -> None:
 
 
 def _memory(result: dict[str, Any], path: Path) -> None:
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
     figure.suptitle(f"Peak memory with and without Liger\n{_setting(result)}", fontsize=10)
     groups = {"LM head and loss only": "peak_loss_memory", "whole training step": "peak_memory"}
     hf, liger = ([result[f"{name}_{key}_bytes"] / 2**30 for name in groups.values()] for key in ("hf", "liger"))
@@ -86,4 +84,3 @@ def _finish(figure: Any, axes: tuple[Any, ...], path: Path) -> None:
         each.grid(axis="y", alpha=0.3)
         each.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
-    plt.close(figure)

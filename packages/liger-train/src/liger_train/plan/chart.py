@@ -6,11 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-# Before pyplot, which would look for a display.
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -38,7 +34,8 @@ def print_bars(console: Console, bars: Sequence[Bar], limit: int | None) -> None
 
 def picture(bars: Sequence[Bar], limit: int | None, path: Path, title: str) -> None:
     """The same bars as a PNG."""
-    figure, axes = plt.subplots(figsize=(9, 1.4 + 0.45 * len(bars)), layout="constrained")
+    figure = Figure(figsize=(9, 1.4 + 0.45 * len(bars)), layout="constrained")
+    axes = figure.subplots()
     names = [name for name, _ in bars]
     scale, unit = unit_of(max(limit or 0, *(prediction.peak_bytes for _, prediction in bars)))
     left = [0.0] * len(bars)
@@ -60,7 +57,6 @@ def picture(bars: Sequence[Bar], limit: int | None, path: Path, title: str) -> N
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def _line(prediction: Prediction, most: int, limit: int | None) -> Text:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
+from liger_core.private_names import replacing
 from liger_core.private_torch import (
     CompilerError,
     active_modes,
@@ -108,12 +109,8 @@ class _Graph(Interpreter):
 
     def boxed_run(self, arguments: list[Any]) -> Any:
         # Inductor allocates each output of a kernel.
-        before: Any = self.ledger.replace
-        self.ledger.replace = partial(before, overwrites=False)
-        try:
+        with replacing(self.ledger, "replace", partial(vars(self.ledger)["replace"], overwrites=False)):
             return super().boxed_run(arguments)
-        finally:
-            self.ledger.replace = before
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The state of the generator, with which a checkpoint draws the same numbers again, takes no memory.
@@ -126,11 +123,8 @@ class _Graph(Interpreter):
     def run_node(self, n: Node) -> Any:
         if n not in self.fused:
             return super().run_node(n)
-        self.ledger.paused = True
-        try:
+        with replacing(self.ledger, "paused", True):
             result = super().run_node(n)
-        finally:
-            self.ledger.paused = False
         if isinstance(result, Tensor) and n.target is not getitem:
             # The users of the result read these instead.
             vars(result)["inputs"] = self.fetch_args_kwargs_from_env(n)

@@ -178,8 +178,7 @@ def _micro_batch_time(setup: Setup, layers: int, rates: Rates) -> float:
         clock: Any = ledger_of_a_step(
             replace(shallow, accumulation=1), model, sharding_of(shallow, model), mode, _Clock, rates=rates
         )
-    seconds: float = clock.seconds
-    return seconds
+    return clock.seconds
 
 
 @contextmanager

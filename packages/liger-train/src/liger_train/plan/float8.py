@@ -29,7 +29,7 @@ def _transposed(weight: Tensor) -> Tensor:
     return weight.new_empty(weight.shape, dtype=EIGHT_BITS)
 
 
-# A weight in the order of memory of the backward pass's matmul, which the compiler does not compute twice.
+# A weight in the order of memory of the backward pass's matmul, which the compiler saves.
 transpose = define(library_of("liger_plan"), "float8_transposed", "(Tensor weight) -> Tensor", _transposed)
 library_of("liger_plan").impl("float8_transposed", _transposed, "CompositeExplicitAutograd")
 

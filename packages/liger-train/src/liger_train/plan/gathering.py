@@ -198,18 +198,13 @@ def _hook(function: Callable[[], None]) -> Callable[..., None]:
 def _call_around(module: nn.Module, before: Callable[[], None], after: Callable[[], None], hooks: ExitStack) -> None:
     """Call `before` and `after` around the forward and the backward pass of a module, until `hooks` is closed."""
 
-    def forward_starts(_: nn.Module, args: Any) -> None:
-        before()
-
     def forward_ends(_: nn.Module, args: Any, output: Any) -> None:
-        result = next((value for value in tree_iter(output) if isinstance(value, Tensor) and value.requires_grad), None)
-        argument = next((value for value in tree_iter(args) if isinstance(value, Tensor) and value.requires_grad), None)
-        if result is not None:
-            result.register_hook(lambda grad: before())
-        if argument is not None:
-            argument.register_hook(lambda grad: after())
+        for values, function in ((output, before), (args, after)):
+            tensors = (value for value in tree_iter(values) if isinstance(value, Tensor) and value.requires_grad)
+            if (first := next(tensors, None)) is not None:
+                first.register_hook(_hook(function))
         after()
 
-    forward_starts.__module__ = forward_ends.__module__ = DEEPSPEED
-    hooks.callback(module.register_forward_pre_hook(forward_starts).remove)
+    forward_ends.__module__ = DEEPSPEED
+    hooks.callback(module.register_forward_pre_hook(_hook(before)).remove)
     hooks.callback(module.register_forward_hook(forward_ends).remove)

@@ -200,8 +200,7 @@ def _solved(matrix: Tensor, runs: list[list[Moments]], layers: int) -> Tensor:
         stacked = torch.stack([held[:length] for _, held in aligned])
         parts.append(torch.linalg.solve(matrix, stacked.flatten(1)).unflatten(0, (2, -1)).unflatten(-1, (length, -1)))
     fixed, per_layer = torch.cat(parts, 2)
-    result: Tensor = (fixed + layers * per_layer).permute(1, 2, 0)
-    return result
+    return (fixed + layers * per_layer).permute(1, 2, 0)
 
 
 def _largest(moments: Tensor, terms: tuple[str, ...], span: Span) -> Tensor:

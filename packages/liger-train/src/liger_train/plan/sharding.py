@@ -29,8 +29,8 @@ class Sharding:
     micro-batch, and gradients are then views of them.
     """
 
-    # Whether weights are gathered, and whether a second step must be predicted, which differs from the first.
-    gathers = learns = False
+    # Whether a second step must be predicted, which differs from the first.
+    learns = False
 
     def __init__(self, setup: Setup, model: Any) -> None:
         self.setup = setup
@@ -114,7 +114,7 @@ class Zero(Sharding):
 class Zero3(Zero):
     """ZeRO stage 3: weights are sharded as well, and gathered when a module runs."""
 
-    gathers = learns = True
+    learns = True
     gathering: ZeroGathering | None = None
     order: list[list[Tensor]] | None = None
 
@@ -143,10 +143,9 @@ class Zero3(Zero):
             self.gathering.register(model)
 
     def after_a_step(self) -> Sharding:
-        if self.gathering is None:
-            return self
-        self.gathering.hooks.close()
-        self.order = self.gathering.order
+        if self.gathering is not None:
+            self.gathering.hooks.close()
+            self.order = self.gathering.order
         return self
 
     def completed(self) -> None:
@@ -158,8 +157,6 @@ class Zero3(Zero):
 
 class Fsdp2(Sharding):
     """FSDP2: weights, gradients and optimizer state are sharded, and layers gathered in the dtype of matmuls."""
-
-    gathers = True
 
     def enter(self, model: Any, ledger: Ledger) -> None:
         self.ledger = ledger

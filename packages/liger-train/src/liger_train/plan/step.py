@@ -306,8 +306,7 @@ def _loss(setup: Setup, model: Any, tokens: Tensor) -> Tensor:
     labels = inputs.pop("labels") if smoother else tokens
 
     def loss_of(outputs: Any) -> Tensor:
-        loss: Tensor = smoother(outputs, labels, shift_labels=True, num_items_in_batch=1) if smoother else outputs.loss
-        return loss
+        return smoother(outputs, labels, shift_labels=True, num_items_in_batch=1) if smoother else outputs.loss
 
     if not setup.mixed or setup.shard != "none":
         return loss_of(model(**inputs))

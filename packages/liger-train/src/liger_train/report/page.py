@@ -18,7 +18,7 @@ from liger_bench.records import Record, distinct
 from liger_train.report.statements import statements
 from liger_train.report.sweeps import PLAIN, Sweep, where
 from liger_train.report.timelines import title
-from liger_train.row import AUTO_NOTE, FIGURES, SETUP, chosen_options, figures_of
+from liger_train.row import AUTO_NOTE, FIGURES, SETUP, chosen_options, figures_of, setup_from
 from liger_train.setup import Setup
 
 GIB = 1 << 30
@@ -211,7 +211,7 @@ def _run_name(row: Record) -> str:
 
 def _repeat(all_sweeps: Sequence[Sweep], rest: Sequence[Record], command: str) -> str:
     lines = [sweep_command(sweep) for sweep in all_sweeps]
-    lines += [f"{_setup(row).command()} --out RESULTS" for row in rest]
+    lines += [f"{setup_from(row).command()} --out RESULTS" for row in rest]
     return "## How to repeat\n\n" + "\n".join(f"    {line}" for line in [*lines, command])
 
 
@@ -222,7 +222,7 @@ def sweep_command(sweep: Sweep) -> str:
     for options in dict.fromkeys((strategy.compile, strategy.checkpoint) for strategy in sweep.strategies):
         alike = [each for each in sweep.strategies if (each.compile, each.checkpoint) == options]
         rows = [row for row in sweep.rows if any(strategy.has(row) for strategy in alike)]
-        setup = _setup(rows[0] | {"liger": "all", sweep.axis: getattr(Setup, sweep.axis, 1)})
+        setup = setup_from(rows[0] | {"liger": "all", sweep.axis: getattr(Setup, sweep.axis, 1)})
         if setup.ranks > 1:
             # A sweep starts its own ranks.
             setup, ranks = replace(setup, ranks=1), f" --sweep ranks={setup.ranks}"
@@ -230,7 +230,3 @@ def sweep_command(sweep: Sweep) -> str:
         strategies = ",".join(strategy.liger.replace(",", "+") for strategy in alike)
         lines.append(f"{setup.command()} --sweep {sweep.axis}={values}{ranks} --strategies {strategies} --out RESULTS")
     return "\n    ".join(lines)
-
-
-def _setup(row: Record) -> Setup:
-    return Setup(**{name: row[name] for name in SETUP})

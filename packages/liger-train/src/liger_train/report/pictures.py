@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 
-# Before importing pyplot, which would look for a display.
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
+from liger_bench.op_pictures import finish
 from liger_bench.printing import unit_of
 from liger_bench.records import Record
 from liger_train.report.sweeps import FUSED, PARTLY, PLAIN, Strategy, Sweep
@@ -38,10 +37,9 @@ def sweep_picture(sweep: Sweep, strategies: Sequence[Strategy], path: Path) -> N
     scale, unit = unit_of(max([limit or 0, *peaks]) or GIB)
     # Older rows of the CPU have no peak memory, so no second panel.
     has_memory = bool(limit or peaks or any(row["out_of_memory"] for row in shown))
-    figure, panels = plt.subplots(
-        1, 1 + has_memory, figsize=(5.25 * (1 + has_memory), 4.2), layout="constrained", squeeze=False
-    )
-    left, right = panels[0][0], panels[0][-1]
+    figure = Figure(figsize=(5.25 * (1 + has_memory), 4.2), layout="constrained")
+    panels = figure.subplots(1, 1 + has_memory, squeeze=False)[0]
+    left, right = panels[0], panels[-1]
     figure.suptitle(f"{sweep.title}\n{sweep.setting}", fontsize=10, x=0.01, ha="left")
     # Crosses in the panel of memory are at the limit, or above the highest peak; in that of throughput, they are in a
     # band above the data.
@@ -64,14 +62,14 @@ def sweep_picture(sweep: Sweep, strategies: Sequence[Strategy], path: Path) -> N
     left.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     if failing:
         left.add_patch(
-            plt.Rectangle((0, BAND - 0.05), 1, 0.1, transform=left.transAxes, color=INK, alpha=0.08, linewidth=0)
+            Rectangle((0, BAND - 0.05), 1, 0.1, transform=left.transAxes, color=INK, alpha=0.08, linewidth=0)
         )
         left.annotate("out of memory", (0.01, BAND), xycoords="axes fraction", va="center", fontsize=8)
         left.set_ylim(0, left.get_ylim()[1] * 1.12)
     if has_memory:
         right.set_ylim(0, max(ceiling, *(peak / scale for peak in peaks), 0) * 1.07)
     _add_legend(figure, right, sweep, strategies, bool(failing))
-    _finish(figure, panels[0], path)
+    finish(figure, panels, path)
 
 
 def _draw(
@@ -117,10 +115,10 @@ def _add_legend(figure: Any, axes: Any, sweep: Sweep, strategies: Sequence[Strat
     # A strategy that always ran out of memory has only crosses, which have no label.
     for strategy in strategies:
         if strategy.label not in known:
-            handles.append(plt.Line2D([], [], linewidth=1.8, markersize=5, **_style(strategy, sweep.strategies)))
+            handles.append(Line2D([], [], linewidth=1.8, markersize=5, **_style(strategy, sweep.strategies)))
             labels.append(strategy.label)
     if failing:
-        handles.append(plt.Line2D([], [], color=INK, marker="x", linestyle="", **CROSS))
+        handles.append(Line2D([], [], color=INK, marker="x", linestyle="", **CROSS))
         labels.append("out of memory")
     figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
 
@@ -131,14 +129,3 @@ def _style(strategy: Strategy, strategies: Sequence[Strategy]) -> dict[str, Any]
     color = COLORS.get(strategy.liger) or MORE[others.index(strategy.liger) % len(MORE)]
     number = [each for each in strategies if each.liger == strategy.liger].index(strategy)
     return {"color": color, "linestyle": DASHES[number % len(DASHES)], "marker": MARKERS[number % len(MARKERS)]}
-
-
-def _finish(figure: Any, panels: Sequence[Any], path: Path) -> None:
-    for axes in panels:
-        axes.grid(axis="y", alpha=0.25, linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Without matplotlib's date and version, an unchanged picture gives an unchanged file.
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(figure)

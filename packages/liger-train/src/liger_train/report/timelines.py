@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-# Before importing pyplot, which would look for a display.
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 from liger_bench.printing import unit_of
 from liger_bench.records import Record
@@ -69,10 +65,9 @@ def timeline_picture(records: Sequence[Record], path: Path) -> None:
     heights = (sum(layers) for each in steps for layers in zip(*each.layers, strict=True))
     highest = max(1 << 20, *heights, *(each.requested for each in steps))
     unit, name = unit_of(highest)
-    figure, panels = plt.subplots(
-        1, len(records), figsize=(5.4 * len(records) + 0.6, 4.2), sharey=True, layout="constrained", squeeze=False
-    )
-    for record, step, axes in zip(records, steps, panels[0], strict=True):
+    figure = Figure(figsize=(5.4 * len(records) + 0.6, 4.2), layout="constrained")
+    panels = figure.subplots(1, len(records), sharey=True, squeeze=False)[0]
+    for record, step, axes in zip(records, steps, panels, strict=True):
         layers = [[value / unit for value in layer] for layer in step.layers]
         totals = [sum(values) for values in zip(*layers, strict=True)]
         axes.stackplot(
@@ -97,17 +92,16 @@ def timeline_picture(records: Sequence[Record], path: Path) -> None:
             words = f"out of memory:\n{record['asked'] / unit:,.2f} {name} more"
             axes.annotate(words, (step.times[-1], requested), (-10, 0), ha="right", va="center", **style)
         _draw_limit(axes, record["setup"].get("memory_limit"), highest, unit, name)
-    panels[0][0].set_ylim(0, 1.12 * highest / unit)
-    panels[0][0].set_ylabel(f"memory, {name}")
+    panels[0].set_ylim(0, 1.12 * highest / unit)
+    panels[0].set_ylabel(f"memory, {name}")
     columns = len(CATEGORIES) if len(records) > 1 else 3
-    entries = panels[0][0].get_legend_handles_labels()
+    entries = panels[0].get_legend_handles_labels()
     figure.legend(*entries, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
-    for axes in panels[0]:
+    for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110, metadata={"Software": None})
-    plt.close(figure)
 
 
 @dataclass(frozen=True)

@@ -63,11 +63,8 @@ class RunTrainer(Trainer):
         if self.label_smoother is not None or not isinstance(model, DistributedDataParallel):
             return super().compute_loss(model, *args, **named)
         # It would copy the logits, since it looks for unused parameters.
-        hook = model.module.register_forward_hook(_loss_alone)
-        try:
+        with model.module.register_forward_hook(_loss_alone):
             return super().compute_loss(model, *args, **named)
-        finally:
-            hook.remove()
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Tensor | Any], num_items_in_batch: Tensor | int | None = None

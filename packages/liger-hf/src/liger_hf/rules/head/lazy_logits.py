@@ -292,16 +292,9 @@ class LazyLogits:
     __hash__ = object.__hash__
 
 
-def _cast(dtype: torch.dtype) -> Any:
-    def cast(self: LazyLogits) -> Any:
-        return self.to(dtype)
-
-    return cast
-
-
 DTYPES = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 for _name, _dtype in DTYPES.items():
-    setattr(LazyLogits, _name, _cast(_dtype))
+    setattr(LazyLogits, _name, lambda self, dtype=_dtype: self.to(dtype))
 
 
 def _operator(name: str) -> Any:

@@ -59,8 +59,7 @@ def head_log_prob(
     def compute(rows: Tensor) -> LogProb:
         if plain_linear(head):
             weight, bias = cast(tuple[Tensor, Tensor | None], (head.weight, head.bias))
-            log_prob: LogProb = linear_log_prob(rows, weight, target, bias=bias, temperature=temperature, **options)
-            return log_prob
+            return linear_log_prob(rows, weight, target, bias=bias, temperature=temperature, **options)
         classes: int = head.out_features  # type: ignore[assignment]
         weight = rows.detach().new_zeros(()).expand(classes, rows.shape[-1])
         linear_log_prob.check(rows, weight, target, temperature=temperature, **options)

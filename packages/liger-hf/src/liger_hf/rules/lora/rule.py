@@ -228,8 +228,7 @@ def brings_weight(base: Any, x: Tensor) -> bool:
 
 def weight_of(base: Any) -> Tensor:
     """Return the weight of a layer that brings it."""
-    weight: Tensor = base.weight if type(base) is nn.Linear else dequantized_again(base)
-    return weight
+    return base.weight if type(base) is nn.Linear else dequantized_again(base)
 
 
 def fits(output: Any, x: Tensor) -> bool:
@@ -239,8 +238,7 @@ def fits(output: Any, x: Tensor) -> bool:
 
 def _dequantized(base: Any) -> Tensor:
     if _is_plain(base.weight):
-        plain: Tensor = base.weight
-        return plain
+        return base.weight
     from peft.utils.integrations import dequantize_module_weight
 
     weight: Tensor = dequantize_module_weight(base)
@@ -287,8 +285,7 @@ def _cases(
 
 
 def _active(module: Any) -> str:
-    name: str = next(name for name in module.active_adapters if name in module.lora_A)
-    return name
+    return next(name for name in module.active_adapters if name in module.lora_A)
 
 
 def _run(

@@ -140,8 +140,7 @@ def _candidates(
 
 def _number(module: Any, eps: str | float) -> float:
     """Return the current value of the attribute `eps`, or `eps` itself if it is a number."""
-    number: float = getattr(module, eps) if isinstance(eps, str) else eps
-    return number
+    return getattr(module, eps) if isinstance(eps, str) else eps
 
 
 def _rms(module: Any, x: Tensor, *, eps: str | float, **options: Any) -> Tensor:
