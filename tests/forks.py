@@ -39,6 +39,14 @@ def _ensure_server() -> None:
         forkserver.ensure_running()
 
 
+def cases(request: pytest.FixtureRequest, *names: str) -> list[Any]:
+    """The values of these parameters in the tests of a module that run: what its fixture has to compute."""
+    of_module = [item for item in request.session.items if item.path == request.path]
+    parameters = [item.callspec.params for item in of_module if hasattr(item, "callspec")]
+    values = [tuple(map(each.get, names)) for each in parameters if each.keys() >= {*names}]
+    return list(dict.fromkeys(value if len(names) > 1 else value[0] for value in values))
+
+
 def run(code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run `python -c code arguments` with these environment variables; returns the completed process."""
     with TemporaryDirectory() as folder:

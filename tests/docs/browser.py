@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -58,10 +57,6 @@ class Page:
         text = {"text": key} if len(key) == 1 else {}
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=KEYS[key], **text)
-
-    def screenshot(self, path: Path) -> None:
-        data = self.send("Page.captureScreenshot", captureBeyondViewport=True)["data"]
-        path.write_bytes(base64.b64decode(data))
 
     def _next(self) -> dict[str, Any]:
         text = bytearray()

@@ -40,8 +40,8 @@ def test_gradients_of_two_ranks_are_the_mean_of_single_ones(patch_last: bool, ra
 def test_sharded_models_train_to_the_losses_of_the_unpatched_model(ranks_on: str, tmp_path: Path) -> None:
     runs = [("everything", "fsdp2", False), ("everything", "fsdp2", True)]
     if HAS_DEEPSPEED:
-        # Stages 0 to 2 leave the weights whole.
-        runs += [*(("everything", f"zero{stage}", False) for stage in range(4)), ("everything", "zero3", True)]
+        # Stages 0 and 1 leave the weights whole, like 2.
+        runs += [("everything", "zero2", False), *(("everything", "zero3", last) for last in (False, True))]
     on_two_ranks(train, str(tmp_path / "store"), runs, ranks_on)
 
 

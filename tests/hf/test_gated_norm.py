@@ -11,11 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, silu
 
 import liger_hf
+from hf.test_verification import normed as unit
 from hf.tiny_models import module_disagreements
-
-
-def unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
 def in_groups(x: Tensor) -> Tensor:

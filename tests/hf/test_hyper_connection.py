@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +15,7 @@ import liger_hf
 from hf.tiny_configs import tiny_config
 from hf.tiny_models import assert_same_step, module_disagreements, twin
 from liger_hf.isolation import DoublePrecision
-
-CONFIG = SimpleNamespace(hc_mult=4, hc_sinkhorn_iters=20, hc_eps=1e-6, rms_norm_eps=1e-5, hidden_size=24)
-MODELS = {
-    "deepseek_v4.modeling_deepseek_v4": "DeepseekV4HyperConnection",
-    "glm5_next.modeling_glm5_next": "Glm5NextTextHyperConnection",
-}
+from ops.test_streams import CONFIG, MODELS
 
 
 def of(file: str) -> nn.Module:

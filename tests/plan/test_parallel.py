@@ -46,20 +46,20 @@ SETUPS: dict[str, dict[str, Any]] = {
 MODELS = ("llama", "qwen3", "gemma2", "phi")
 
 
-def work(rank: int, folder: str) -> None:
-    """One of two processes: the shapes of the shards of each model, and the peak of each setup."""
+def work(rank: int, folder: str, models: list[str], setups: list[str]) -> None:
+    """One of two processes: the shapes of the shards of models, and the peaks of setups."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     shapes = {}
-    for name in MODELS:
+    for name in models:
         model = distributed(make(name, tie_word_embeddings=False), mesh)
         shapes[name] = {n: list(getattr(p, "_local_tensor", p).shape) for n, p in model.named_parameters()}
     functional.wait_tensor = _patient(functional.wait_tensor)
     # The least of three runs is that of a thread in time.
     peaks = {
         name: min(measured_bytes(of_two_ranks(name, folder)) for _ in range(3 if "plain" in name else 1))
-        for name in SETUPS
+        for name in setups
     }
     (Path(folder) / f"{rank}.json").write_text(json.dumps({"shapes": shapes, "peaks": peaks}))
     dist.barrier()
@@ -90,9 +90,9 @@ def _patient(wait: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    forks.on_ranks(2, work, str(folder))
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder, names = tmp_path_factory.mktemp("ranks"), forks.cases(request, "name")
+    forks.on_ranks(2, work, str(folder), *([name for name in kind if name in names] for kind in (MODELS, SETUPS)))
     first: dict[str, dict[str, Any]] = json.loads((folder / "0.json").read_text())
     return first
 

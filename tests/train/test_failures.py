@@ -186,20 +186,6 @@ def test_two_runs_do_not_write_to_one_folder(
     assert names(tmp_path) == ["checkpoint-4", "checkpoint-6"]
 
 
-def test_the_folder_of_a_run_that_was_killed_is_free(tmp_path: Path) -> None:
-    script = f"""
-import os, signal
-from pathlib import Path
-from liger_train.runs import saved_checkpoints
-with saved_checkpoints.locked(Path({str(tmp_path)!r})):
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert forks.run(script).returncode == -signal.SIGKILL
-    assert "process " in (tmp_path / saved_checkpoints.LOCK).read_text()
-    saved_checkpoints.check_output(tmp_path, resume=False)
-    assert (tmp_path / saved_checkpoints.LOCK).read_text() == ""
-
-
 def test_checkpoints_that_would_be_overwritten_are_an_error_before_anything_is_loaded(
     liger: InProcess, stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,8 +50,8 @@ def problem(options: dict[str, Any]) -> str:
     return f"{missing[0]} is not installed" if missing else ""
 
 
-def work(rank: int, setup: Setup, folder: Path) -> None:
-    """One rank: trains each model in every way, and continues a run with FSDP2; writes losses and notes."""
+def work(rank: int, setup: Setup, folder: Path, chosen: list[tuple[int, str, str]]) -> None:
+    """One rank: trains models in the chosen ways, and continues a run with FSDP2; writes losses and notes."""
     torch.set_num_threads(1)
     gc.freeze()
     # It would compile for most of a minute.
@@ -60,7 +60,7 @@ def work(rank: int, setup: Setup, folder: Path) -> None:
     resumed = replace(whole, model=str(folder / "llama"), steps=setup.ranks, **FSDP2)
     rows = {"resumed": run(resumed, folder=folder / "saved", resume=setup.ranks > 2)}
     for (name, way), options in WAYS[setup.ranks].items():
-        if not problem(options):
+        if (setup.ranks, name, way) in chosen and not problem(options):
             rows[f"{name} {way}"] = row = run(replace(whole, model=str(folder / name), **options))
             assert not row.failed, (name, way, row.reason)
     if setup.ranks > 3:
@@ -79,15 +79,16 @@ def adapted(small: Setup) -> Setup:
 
 
 @pytest.fixture(scope="module")
-def folder(adapted: Setup, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the models, of a run that two ranks began and four continued, and of the results of all ways."""
+def folder(request: pytest.FixtureRequest, adapted: Setup, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the models, of a run that two ranks began and four continued, and of the results of the ways."""
     folder = tmp_path_factory.mktemp("adapters")
     experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
     for name, kind, fields in (("llama", "llama", {}), ("experts", "qwen3_moe", experts)):
         saved_model(folder / name, kind, vocab_size=400, **fields)
         AutoTokenizer.from_pretrained(adapted.model).save_pretrained(folder / name)
     for ranks in WAYS:
-        forks.on_ranks(ranks, work, replace(adapted, ranks=ranks), folder)
+        chosen = forks.cases(request, "ranks", "name", "way")
+        forks.on_ranks(ranks, work, replace(adapted, ranks=ranks), folder, chosen)
     return folder
 
 

@@ -59,14 +59,14 @@ def enable(model: Any, how: str) -> None:
         checkpointing.keep(checkpointing.layers(model)[-1], checkpointing.Keeps.MATMULS)
 
 
-def ways(device: str) -> dict[str, dict[str, Any]]:
+def ways(device: str, chosen: list[str]) -> dict[str, dict[str, Any]]:
     """FSDP2 pins host memory for a GPU, and ring attention on GPUs does not support float32."""
     other = "cp" if device == "cuda" else "fsdp2-offload-parameters"
-    return {way: options for way, options in WAYS.items() if way != other}
+    return {way: options for way, options in WAYS.items() if way in chosen and way != other}
 
 
-def work(rank: int, folder: str, device: str) -> None:
-    """One process: every way, one after the other; writes the losses."""
+def work(rank: int, folder: str, device: str, chosen: list[str]) -> None:
+    """One process: these ways, one after the other; writes the losses."""
     torch.set_num_threads(1)
     if device == "cuda":
         # For all ways: FSDP2 sums norms of gradients that are offloaded on the host.
@@ -82,7 +82,7 @@ def work(rank: int, folder: str, device: str) -> None:
     # A batch has 32 tokens.
     model.MLP_ROWS = 12
     losses: dict[str, list[float]] = {}
-    for way, options in ways(device).items():
+    for way, options in ways(device, chosen).items():
         if HAS_DEEPSPEED or "zero" not in way:
             setup = setup_of(Path(folder) / "model", ranks=2, device=device, **({"liger": "all"} | options))
             done = trained(setup)
@@ -139,7 +139,7 @@ def losses(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """By rank: way → losses."""
     folder = tmp_path_factory.mktemp("shards")
     saved_model(folder / "model")
-    on_two_ranks(work, str(folder), request.param)
+    on_two_ranks(work, str(folder), request.param, ["none", *forks.cases(request, "way")])
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -58,12 +58,6 @@ def without_a_sum(world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
     return torch.ones(()), {"norm.weight": own.float(), "a.b.weight": torch.ones(3)}
 
 
-def raises(world: World) -> Any:
-    if not world.alone:
-        raise ValueError(f"rank {world.rank} has no data")
-    return torch.zeros(()), {}
-
-
 def without_a_gradient(world: World) -> tuple[Tensor, dict[str, Tensor | None]]:
     return torch.ones(()), {"a.b.weight": torch.ones(3), "a.c.weight": torch.ones(3) if world.alone else None}
 

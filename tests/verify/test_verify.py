@@ -62,11 +62,6 @@ def test_a_planted_bug_is_named(bug: tuple[Any, dict[str, Any], list[str]]) -> N
         assert sentence in str(report)
 
 
-def test_an_exception_of_a_rank_is_raised() -> None:
-    with pytest.raises(Exception, match=r"rank \d has no data"):
-        compare(steps.raises, ranks=2)
-
-
 def test_a_mean_over_no_tokens_is_named() -> None:
     report = compare(steps.without_tokens, ranks=2)
     sentence = "the loss is nan, not 1.000000 on rank 1: a mean over the tokens of a rank that has none is 0 / 0"
