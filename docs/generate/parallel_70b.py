@@ -201,7 +201,6 @@ estimates from rates; [their error](#how-far-to-trust-the-times) is below.
 * A batch belongs to a group of `tp` GPUs.
 * Of 80 GB, {limit} GiB can be allocated.
 * Each cell: Transformers / Liger.
-* The peaks were planned before `liger plan` counted what FSDP2 holds while it reduces and gathers. Of 18 planned again, the largest is 4 % too low here.
 
 ## Peak memory with one sequence, GiB
 
