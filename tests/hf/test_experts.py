@@ -22,7 +22,7 @@ GATES = ("swiglu", "geglu")
 
 
 def loss(model: Any) -> torch.Tensor:
-    return model(**tokens()).loss
+    return model(**{name: values.to(model.device) for name, values in tokens().items()}).loss
 
 
 def row_of(report: Any, module: str, op: str = "experts") -> Row:

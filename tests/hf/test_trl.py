@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -192,6 +193,7 @@ def test_undo_at_the_end_leaves_a_trainer_of_trl_as_it_was(tmp_path: Path) -> No
     assert trainer.evaluate(trainer.train_dataset)["eval_loss"] > 0
 
 
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is not None, reason="liger-kernel is installed")
 @pytest.mark.filterwarnings("ignore:.*use_liger_kernel:FutureWarning")
 def test_use_liger_kernel_of_trl_puts_in_the_layers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reports: list[liger_hf.Report] = []

@@ -249,11 +249,13 @@ def test_random_weights_in_four_bits_are_those_of_the_unquantized_model(experts:
         while hasattr(module, "base_layer"):
             module = module.base_layer
         ours = getattr(module, last)
-        if hasattr(ours, "quant_state"):
-            ours, found = functional.dequantize_4bit(ours.data, ours.quant_state), found + 1
-        found += last in in_four_bits(module)
-        # A step between two values of NF4 is at most 0.31 of the largest weight of its block.
-        assert (ours.float() - weight.float()).abs().max() <= 0.17 * weight.float().abs().max(), name
+        linear = hasattr(ours, "quant_state")
+        ours = functional.dequantize_4bit(ours.data, ours.quant_state) if linear else ours
+        if linear or last in in_four_bits(module):
+            # Compare with what bitsandbytes makes of it: with AVX-512, it scales blocks that end within a row wrongly.
+            four_bits = functional.quantize_4bit(weight.data, quant_type="nf4", compress_statistics=True)
+            weight, found = functional.dequantize_4bit(*four_bits), found + 1
+        torch.testing.assert_close(ours, weight.data, rtol=0, atol=0, check_dtype=False, msg=name)
     assert found >= 12
 
 
