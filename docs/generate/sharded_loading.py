@@ -18,10 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -92,9 +89,8 @@ def _used_of_gpus() -> list[int]:
 
 def draw(results: dict[str, dict[str, list[list[float]]]], picture: str) -> None:
     rows = 1 if len(results) < 4 else 2
-    size = (11, 2.75 * rows)
-    figure, grid = plt.subplots(rows, -(-len(results) // rows), figsize=size, sharey=True, layout="constrained")
-    panels = grid.flat
+    figure = Figure((11, 2.75 * rows), layout="constrained")
+    panels = figure.subplots(rows, -(-len(results) // rows), sharey=True).flat
     for axes, (name, series) in zip(panels, results.items(), strict=True):
         for rank, points in series.items():
             axes.plot([seconds for seconds, _ in points], [size / 1024 for _, size in points], label=_label(rank))

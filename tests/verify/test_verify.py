@@ -231,9 +231,8 @@ ROWS, HEADS, TOKENS, WIDTH = 2, 4, 16, 8
 
 def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
     (batch,) = batches(1, ROWS, TOKENS, 50, 0)
-    with attention.of_batch(batch, slice(0, TOKENS), None):
-        output, _ = attention.attention(SimpleNamespace(), query, key, value, mask, **options)  # type: ignore[arg-type]
-    return output
+    attention.set_batch(batch, slice(0, TOKENS), None)
+    return attention.attention(SimpleNamespace(), query, key, value, mask, **options)[0]  # type: ignore[arg-type]
 
 
 def drawn() -> list[Tensor]:

@@ -56,7 +56,7 @@ def escaped(text: str) -> str:
 
 def _machines(rows: Sequence[Record]) -> list[str]:
     """Return each card with the largest number of them in a row and the hosts that had it, and the CPUs."""
-    hosts: dict[str, dict[str, None]] = {}
+    hosts: dict[str, list[str]] = {}
     for machine, device in dict.fromkeys((row["machine"], row["device"]) for row in rows):
         name, _, host = machine.partition("; ")
         if device == "cuda":
@@ -64,5 +64,5 @@ def _machines(rows: Sequence[Record]) -> list[str]:
             name = f"one {name}" if cards == 1 else f"up to {cards} {name} GPUs"
         else:
             name, host = "a CPU", machine
-        hosts.setdefault(name, {})[host] = None
+        hosts.setdefault(name, []).append(host)
     return [f"{name} ({' or '.join(each)})" for name, each in hosts.items()]

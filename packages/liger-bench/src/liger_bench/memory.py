@@ -90,7 +90,8 @@ class CpuAllocations:
     def __enter__(self) -> Self:
         # Otherwise the profiler prints its own start and end.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        # Otherwise PyTorch 2.11 warns that the next recording clears this one.
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         earlier = [torch.empty(1)]
         self._profile.__enter__()
         _release_unheard(earlier)

@@ -141,12 +141,4 @@ def _own(function: Any) -> FunctionType:
 
     torch.compile counts and looks up programs by code object, which all ops would otherwise share.
     """
-    copy = FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    return FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)

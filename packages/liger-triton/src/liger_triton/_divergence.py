@@ -57,8 +57,6 @@ class TritonDivergencePasses(TritonPasses):
         options: DivergenceOptions, row_factor: Tensor | None, gradient: bool,
     ) -> None:  # fmt: skip
         rows, width = student.shape
-        if rows == 0:
-            return
         student, teacher = student if gradient else rows_of(student), rows_of(teacher)
         # A positive scale keeps the largest logit the largest. A gradient written here takes a second read anyway, and
         # the caches hold a narrow row.
@@ -83,8 +81,6 @@ class TritonDivergencePasses(TritonPasses):
         options: DivergenceOptions, out: Tensor,
     ) -> None:  # fmt: skip
         rows, width = student.shape
-        if rows == 0:
-            return
         student, teacher = rows_of(student), rows_of(teacher)
         block = min(GRADIENT.block, power_of_two(width))
         gradient_launch(
@@ -99,8 +95,6 @@ class TritonDivergencePasses(TritonPasses):
         out: Tensor,
     ) -> None:  # fmt: skip
         rows, width = student.shape
-        if rows == 0:
-            return
         student, teacher = rows_of(student), rows_of(teacher)
         block = min(MIXED.block, power_of_two(width))
         sums_launch(

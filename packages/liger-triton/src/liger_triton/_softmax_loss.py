@@ -43,8 +43,6 @@ class TritonPasses(TritonTokenPasses):
         gradient: bool,
     ) -> None:  # fmt: skip
         rows, width = logits.shape
-        if rows == 0:
-            return
         logits = logits if gradient else rows_of(logits)
         target, options = target.contiguous(), _contiguous(options)
         shape = both_shape(width) if gradient else STATISTICS
@@ -66,8 +64,6 @@ class TritonPasses(TritonTokenPasses):
         self, logits: Tensor, target: Tensor, statistics: Tensor, row_factor: Tensor, options: RowOptions, out: Tensor
     ) -> None:
         rows, width = logits.shape
-        if rows == 0:
-            return
         logits, target, options = rows_of(logits), target.contiguous(), _contiguous(options)
         block = min(GRADIENT.block, power_of_two(width))
         gradient_launch(

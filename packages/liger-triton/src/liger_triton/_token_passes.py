@@ -24,8 +24,6 @@ class TritonTokenPasses:
 
     def statistics(self, logits: Tensor, counted: Tensor, options: RowOptions, sums: Sums, first: int) -> None:
         rows, width = logits.shape
-        if rows == 0:
-            return
         logits, weight = rows_of(logits), contiguous(options.class_weight)
         block = min(STATISTICS.block, power_of_two(width))
         plain = options.softcap is None and options.logit_scale == 1.0 and options.inverse_temperature is None
@@ -38,8 +36,6 @@ class TritonTokenPasses:
         )  # fmt: skip
 
     def selected(self, logits: Tensor, index: Tensor, options: RowOptions, out: Tensor, first: int) -> None:
-        if logits.shape[0] == 0:
-            return
         logits, index = rows_of(logits), index.contiguous()
         entries, block = index.numel(), min(CHOSEN_BLOCK, power_of_two(index.numel()))
         selected_launch(
@@ -50,8 +46,6 @@ class TritonTokenPasses:
 
     def derivative(self, logits: Tensor, slopes: Slopes, options: RowOptions, out: Tensor, first: int) -> None:
         rows, width = logits.shape
-        if rows == 0:
-            return
         logits, weight = rows_of(logits), contiguous(options.class_weight)
         common = (options.inverse_temperature, weight, slopes.moments, slopes.terms)
         scalars = (width, options.logit_scale, options.softcap or 1.0)
@@ -75,15 +69,14 @@ class TritonTokenPasses:
         self, logits: Tensor, counted: Tensor, options: RowOptions, moments: Tensor, total: Tensor, first: int
     ) -> None:
         rows, width = logits.shape
-        if rows:
-            shape = exponentials_shape(width)
-            block = min(shape.block, power_of_two(width))
-            exponentials_launch(
-                (rows,), logits, counted, options.inverse_temperature, moments, total, logits.stride(0),
-                total.stride(0), width, total.shape[1], options.logit_scale, options.softcap or 1.0,
-                HAS_SOFTCAP=options.softcap is not None, CONTINUES=first > 0, BLOCK=block,
-                num_warps=shape.warps, enable_fp_fusion=fuses(block),
-            )  # fmt: skip
+        shape = exponentials_shape(width)
+        block = min(shape.block, power_of_two(width))
+        exponentials_launch(
+            (rows,), logits, counted, options.inverse_temperature, moments, total, logits.stride(0),
+            total.stride(0), width, total.shape[1], options.logit_scale, options.softcap or 1.0,
+            HAS_SOFTCAP=options.softcap is not None, CONTINUES=first > 0, BLOCK=block,
+            num_warps=shape.warps, enable_fp_fusion=fuses(block),
+        )  # fmt: skip
 
     def combined(
         self, out: Tensor, total: Tensor, factor: Tensor, weight: Tensor, index: Tensor, slope: Tensor

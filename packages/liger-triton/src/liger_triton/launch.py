@@ -96,6 +96,9 @@ class Launcher:
         self.direct = not knobs.runtime.interpret and triton.__version__.startswith(KNOWN_RELEASES)
 
     def __call__(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        if 0 in grid:
+            # CUDA refuses a grid without programs.
+            return
         # A profiler's hooks need launch metadata that only Triton's own call collects.
         if not self.direct or getattr(knobs.runtime.launch_enter_hook, "calls", True):
             self.call_triton(grid, args, options)

@@ -7,8 +7,6 @@ not from the model.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,11 +40,9 @@ class _AttentionContext:
 _now = _AttentionContext()
 
 
-@contextlib.contextmanager
-def of_batch(whole: Batch, columns: slice, mesh: Any) -> Iterator[None]:
-    """Run a model on these tokens of a batch within this context; mesh is None for all tokens."""
+def set_batch(whole: Batch, columns: slice, mesh: Any) -> None:
+    """Set the batch and the tokens of the next forward pass; mesh is None for all tokens."""
     _now.whole, _now.columns, _now.mesh, _now.calls = whole, columns, mesh, 0
-    yield
 
 
 def calls() -> int:

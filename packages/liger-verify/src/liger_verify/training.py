@@ -186,11 +186,11 @@ class Training:
         first = mesh.get_local_rank() * width if several else 0
         columns = slice(first, first + width)
         tokens = self.labeled(batch, columns)
-        with attention.of_batch(batch, columns, mesh if several else None):
-            return model(
-                input_ids=tokens.ids, position_ids=tokens.positions, labels=tokens.labels, shift_labels=tokens.labels,
-                num_items_in_batch=total, use_cache=False,
-            ).loss  # fmt: skip
+        attention.set_batch(batch, columns, mesh if several else None)
+        return model(
+            input_ids=tokens.ids, position_ids=tokens.positions, labels=tokens.labels, shift_labels=tokens.labels,
+            num_items_in_batch=total, use_cache=False,
+        ).loss  # fmt: skip
 
     def labeled(self, batch: Batch, columns: slice) -> Batch:
         """Return the tokens of a rank; labels were shifted before the sequence was cut."""

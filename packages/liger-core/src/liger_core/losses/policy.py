@@ -16,7 +16,7 @@ from liger_core.losses.numerics import ratio_of
 from liger_core.losses.off_policy import OffPolicy
 from liger_core.losses.penalty import Penalty, divergence
 from liger_core.losses.surrogates import VARIANTS, Clip, Surrogate, Vespo
-from liger_core.losses.tokens import Tokens, constants_of, masked, tokens_of
+from liger_core.losses.tokens import constants_of, masked, tokens_of
 
 
 class PolicyMetrics(NamedTuple):
@@ -113,7 +113,7 @@ def grpo(
             "sampler as old"
         )
         checks.fail(OptionError, name, sentence)
-    return _loss(name, _batch(name, policy, old, advantages, mask, penalty), surrogate, averaging, penalty, off_policy)
+    return _loss(name, policy, old, advantages, mask, surrogate, averaging, penalty, off_policy)
 
 
 def ppo(
@@ -141,57 +141,44 @@ def ppo(
     name = "losses.ppo"
     clip = Clip() if clip is None else clip
     checks.instance(name, "clip", clip, Clip)
-    batch = _batch(name, policy, old, advantages, mask, penalty)
-    return _loss(name, batch, clip, averaging, penalty, off_policy)
+    return _loss(name, policy, old, advantages, mask, clip, averaging, penalty, off_policy)
 
 
-class _Batch(NamedTuple):
-    tokens: Tokens
-    old: Tensor
-    advantage: Tensor  # (B, 1) or (B, T)
-
-
-def _batch(
+def _loss(
     name: str,
     policy: LogProbsAndEntropy,
     old: LogProbs | None,
     advantages: Tensor,
     mask: Tensor | None,
+    surrogate: Surrogate,
+    averaging: Averaging,
     penalty: Penalty,
-) -> _Batch:
+    off_policy: OffPolicy | None,
+) -> Result:
     checks.instance(name, "penalty", penalty, Penalty)
+    checks.instance(name, "averaging", averaging, Averaging)
+    if off_policy is not None:
+        checks.instance(name, "off_policy", off_policy, OffPolicy)
     tokens = tokens_of(name, policy, mask, entropy=penalty.entropy != 0.0)
     shape = tokens.log_prob.shape
     checks.floating(name, policy=tokens.log_prob, advantages=advantages)
     if advantages.shape not in (shape, shape[:1]):
         sentence = f"advantages must be ({shape[0]},) or {tuple(shape)} to match policy, got {checks.shape(advantages)}"
         checks.fail(ShapeError, name, sentence)
-    advantage = advantages.detach().to(tokens.log_prob.dtype)
+    per_token = advantages.dim() == 2
     # Values at tokens that do not count may be NaN.
-    advantage = (
-        masked(advantage, tokens.mask) if advantages.dim() == 2 else masked(advantage, tokens.mask.any(-1))[:, None]
-    )
-    return _Batch(
-        tokens, tokens.log_prob.detach() if old is None else constants_of(name, "old", old, tokens), advantage
-    )
-
-
-def _loss(
-    name: str, batch: _Batch, surrogate: Surrogate, averaging: Averaging, penalty: Penalty, off_policy: OffPolicy | None
-) -> Result:
-    checks.instance(name, "averaging", averaging, Averaging)
-    if off_policy is not None:
-        checks.instance(name, "off_policy", off_policy, OffPolicy)
-    tokens, old, advantage = batch
-    log_ratio = tokens.log_prob - old
+    counted = tokens.mask if per_token else tokens.mask.any(-1)
+    advantage = masked(advantages.detach().to(tokens.log_prob.dtype), counted)
+    advantage = advantage if per_token else advantage[:, None]
+    before = tokens.log_prob.detach() if old is None else constants_of(name, "old", old, tokens)
+    log_ratio = tokens.log_prob - before
     gain = surrogate(log_ratio, advantage, tokens)
-    weight, mask, kl = None, None, None
-    value = gain.value
+    value, weight, kept, kl = gain.value, None, None, None
     if off_policy is not None:
         sampling = constants_of(name, "sampling", off_policy.sampling, tokens)
-        weight, mask = off_policy.weights(old, sampling), off_policy.mask(tokens, sampling, advantage)
+        weight, kept = off_policy.weights(before, sampling), off_policy.mask(tokens, sampling, advantage)
         value = value if weight is None else weight * value
-        value = value if mask is None else torch.where(mask, value, 0.0)
+        value = value if kept is None else torch.where(kept, value, 0.0)
     loss = surrogate_loss = averaging(-value.expand_as(log_ratio), tokens.mask)
     if penalty.reference is not None:
         kl = penalty.divergence(tokens, constants_of(name, "reference", penalty.reference, tokens), log_ratio)
@@ -205,5 +192,5 @@ def _loss(
     with torch.no_grad():
         moved = log_ratio.detach()
         always = (mean(x) for x in (ratio_of(moved), divergence("k3", moved), gain.low, gain.high))
-        sometimes = (mean(x) for x in (kl, tokens.entropy, weight, mask))
+        sometimes = (mean(x) for x in (kl, tokens.entropy, weight, kept))
         return loss, PolicyMetrics._make((surrogate_loss.detach(), *always, *sometimes))

@@ -6,12 +6,11 @@ Only the gate, a method of the module, is replaced; the interface, its implement
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from liger_hf.passing import PASSED, may_pass, passed_over, skipping
@@ -20,7 +19,7 @@ from liger_hf.private_transformers import GATE, experts_functions, experts_imple
 from liger_hf.rebinding import innermost
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.gated_mlp.rule import NOTHING, GateFunction, gate_functions
-from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, sized, trial, weight_kind
+from liger_hf.stand_in import Draw, Run, configuration, device_of, row_cases, trial, weight_kind
 
 INNER = 40
 
@@ -38,7 +37,7 @@ def look(module: nn.Module) -> Found | None:
         kind=(type(module), configuration(module), runs, *weight_kind(module)),
         original=gate,
         candidates=lambda: _candidates(module),
-        cases=lambda device, dtypes: _cases(module, device, dtypes),
+        cases=lambda device, dtypes: row_cases(partial(_run, module), Draw(device), 2 * INNER, INNER, dtypes),
         device=lambda: device_of(module),
         dtype=weight_kind(module)[0],
         fallback=True,
@@ -79,21 +78,11 @@ def _gate(join: GateFunction, original: Callable[..., Any]) -> Callable[..., Any
     return _apply_gate
 
 
-def _cases(module: nn.Module, device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
-    draw = Draw(device)
-    x, upstream = draw.normal(11, 2 * INNER), draw.normal(11, INNER)
-    for name, dtype, scale in sized(dtypes):
-        yield Case(name, dtype, _run(module, (x * scale).to(dtype), upstream.to(dtype)))
-    for length in LENGTHS:
-        run = _run(module, draw.normal(length, 2 * INNER), draw.normal(length, INNER))
-        yield Case(f"float32, {length} tokens", torch.float32, run)
-
-
 def _run(module: nn.Module, x: Tensor, upstream: Tensor) -> Run:
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
         return {"output": function(module, inputs["gate and up"])}
 
-    return trial(call, {"gate and up": x}, {"output": upstream})
+    return trial(call, {"gate and up": x.flatten(0, -2)}, {"output": upstream.flatten(0, -2)})
 
 
 RULE = Rule("gate of experts", look, ("swiglu", "geglu", "relu_squared"), NOTHING)
