@@ -125,7 +125,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Tests on the CPU: plain PyTorch, a sample of compiled ops, the Triton kernels in their interpreter; a sixteenth of each matrix of cases, a quarter of the slow tests.
+    """Tests on the CPU: plain PyTorch, a sample of compiled ops, the Triton kernels in their interpreter; a sixteenth of each matrix of cases and of the slow tests.
 
     Arguments select tests, of which every case runs, for instance -- tests/hf -k rope.
     """

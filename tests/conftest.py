@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--share",
         default="1/1",
-        help="i/n: every n-th case of each matrix, and every fourth slow test of a file, beginning with the i-th",
+        help="i/n: every n-th case of each matrix, and every n-th slow test of a file, beginning with the i-th",
     )
     group.addoption("--examples", type=int, default=None, help="random calls of each op and backend in tests/fuzz")
 
@@ -65,20 +65,21 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take the share that is asked for, after -k selected some: of the cases of a matrix, at least one, and of the slow
-    tests of a file, at least a quarter. Another share takes others."""
+    """Take the share that is asked for, after -k selected some: of the cases of a matrix and of the slow tests of a file,
+    at least one. Another share takes others."""
     number, of = map(int, config.getoption("--share").split("/"))
-    groups: dict[tuple[str, int], list[pytest.Item]] = {}
+    groups: dict[str, list[pytest.Item]] = {}
     for item in items:
-        name, most = item.nodeid.partition("[")[0], 1
+        name = item.nodeid.partition("[")[0]
         if item.get_closest_marker("matrix"):
-            most = of
+            groups.setdefault(name, []).append(item)
         elif item.get_closest_marker("slow"):
-            name, most = name.partition("::")[0], min(of, 4)
-        groups.setdefault((name, most), []).append(item)
+            groups.setdefault(name.partition("::")[0], []).append(item)
+        else:
+            groups[item.nodeid] = [item]
     chosen = set()
-    for (_, most), group in groups.items():
-        parts = min(most, len(group))
+    for group in groups.values():
+        parts = min(of, len(group))
         chosen |= {item.nodeid for item in group[(number - 1) % parts :: parts]}
     left = [item for item in items if item.nodeid not in chosen]
     if left:

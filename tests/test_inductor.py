@@ -47,6 +47,7 @@ def step(x: Tensor) -> Tensor:
     return leaf.grad
 
 
+@pytest.mark.slow
 def test_other_sizes_and_evaluation_use_the_same_programs(programs: dict[str, int]) -> None:
     torch.testing.assert_close(step(torch.full((3, 5), 2.0)), torch.full((3, 5), 4.0))
     # Forward and backward.

@@ -118,6 +118,7 @@ def test_the_module_of_a_private_name_can_be_imported_without_it(path: str, monk
     runpy.run_path(str(module.__file__))
 
 
+@pytest.mark.slow
 def test_a_model_trains_without_any_private_name() -> None:
     command = [sys.executable, "-W", "ignore", str(Path(remove.__code__.co_filename)), "reference", "triton"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
@@ -139,6 +140,7 @@ def test_the_page_is_current() -> None:
     assert generated.PAGE.read_text() == generated.page(), "python docs/generate/private_names.py writes the page"
 
 
+@pytest.mark.slow
 def test_the_installed_versions_are_recorded() -> None:
     """Also where they have lost or gained a name since."""
     paths = [name.path for name in generated.NAMES.values() if generated.libraries(name) is not None]

@@ -380,6 +380,7 @@ def test_a_backend_that_cannot_run_here_says_why() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 def test_the_environment_selects_the_kernels_in_a_fresh_process() -> None:
     code = """if True:
@@ -473,6 +474,7 @@ class Drawn:
         return self.automatic and device in self.devices and width <= self.widest and self.implements and self.available
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("drawn", range(15))
 def test_explain_names_the_backend_that_runs(drawn: int, compiled: bool) -> None:

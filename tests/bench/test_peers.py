@@ -237,6 +237,7 @@ LACKING: list[tuple[Op[..., Any], dict[str, Any], Any, str]] = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("op", "options", "calls", "reason"), LACKING, ids=[reason for *_, reason in LACKING])
 def test_liger_kernel_lacks_some_divergences(
     op: Op[..., Any], options: dict[str, Any], calls: Any, reason: str

@@ -19,8 +19,8 @@ from conformance.running import Trial, run
 
 # For each dimension of the mesh, the placement of every argument on it.
 Placements = dict[str, Placement]
-# The ops are divided among so many tests, since several processes take seconds to begin.
-THIRDS = 3
+# The ops are divided among this many tests.
+PARTS = 8
 
 
 def placements_of(arguments: Mapping[str, Any], lone: bool) -> Iterator[tuple[str, Placements]]:
@@ -92,15 +92,15 @@ def kind_of(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple((name, seen_as(value)) for name, value in arguments.items())
 
 
-def accuracy(device: torch.device, backend: str, dtype: torch.dtype, third: int, every: bool) -> list[str]:
-    """What is further from float64 than the op on one process may be, for a third of the ops that take DTensors.
+def accuracy(device: torch.device, backend: str, dtype: torch.dtype, part: int, every: bool) -> list[str]:
+    """What is further from float64 than the op on one process may be, for a part of the ops that take DTensors.
 
     every  all kinds of calls in all ways, or the first kind with all arguments placed alike
     """
     mesh = init_device_mesh(device.type, (2,) * (dist.get_world_size() // 2))
     found, checked = [], 0
     ops = [op for op, name, _ in implementations(device, backend) if op.layout is not None and name == backend]
-    for op in ops[third::THIRDS]:
+    for op in ops[part::PARTS]:
         kinds = set()
         for case in (Case(op, backend, dtype, sample, device) for sample in sample_names(op, device, dtype)):
             if takes_minutes(case) or (kinds and not every):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from conformance.placed import THIRDS, accuracy
+from conformance.placed import PARTS, accuracy
 from conformance.sharded import judge_samples
 from forks import on_ranks
 
@@ -14,10 +14,10 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("third", range(THIRDS))
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("ranks", [2, 4], ids=["mesh_of_2", "mesh_of_2_by_2"])
 def test_ops_on_dtensors_are_as_accurate_as_on_one_process(
-    ranks: int, third: int, device: torch.device, pytestconfig: pytest.Config
+    ranks: int, part: int, device: torch.device, pytestconfig: pytest.Config
 ) -> None:
     if device.type == "cuda" and torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
@@ -26,4 +26,4 @@ def test_ops_on_dtensors_are_as_accurate_as_on_one_process(
     interpreted = backend != "reference" and device.type == "cpu"
     if interpreted and ranks > 2:
         pytest.skip("placements do not depend on the backend; the reference has this mesh")
-    on_ranks(ranks, judge_samples, device.type, accuracy, backend, torch.float32, third, not interpreted)
+    on_ranks(ranks, judge_samples, device.type, accuracy, backend, torch.float32, part, not interpreted)

@@ -76,6 +76,7 @@ def test_a_norm_that_is_watched_runs() -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.slow
 def test_every_layer_of_deepseek_v4_gets_both_of_its_connections_replaced() -> None:
     torch.manual_seed(0)
     config = tiny_config("deepseek_v4")

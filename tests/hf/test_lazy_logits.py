@@ -207,6 +207,7 @@ def saved_and_loaded(logits: Any) -> Tensor:
     return torch.load(file)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("way", [lambda z: pickle.loads(pickle.dumps(z)), saved_and_loaded, copy.deepcopy])
 def test_outputs_can_be_stored(pair: tuple[Any, Any], way: Callable[[Any], Tensor]) -> None:
     plain, patched = pair
@@ -223,6 +224,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_writing_into_lazy_logits_is_an_error(pair: tuple[Any, Any], write: Callable[[Any], Any]) -> None:
     message = r"must not change logits that are computed on demand.*take a copy with logits\.clone\(\)"
@@ -254,6 +256,7 @@ def test_reading_after_a_cast_of_the_model_is_an_error(pair: tuple[Any, Any]) ->
         outputs.logits.argmax(-1)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("loss", ["smoothed", "plain"])
 @pytest.mark.parametrize("read", [False, True], ids=["alone", "read_too"])
 def test_a_loss_function_may_be_checkpointed(pair: tuple[Any, Any], loss: str, read: bool) -> None:

@@ -104,6 +104,7 @@ DERIVATIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("derive", DERIVATIONS.values(), ids=DERIVATIONS.keys())
 def test_what_is_derived_without_gradients_is_a_constant_where_plain_logits_would_be(
     models: tuple[Any, Any, Any], derive: Callable[[Any], Any]

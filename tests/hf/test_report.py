@@ -107,6 +107,7 @@ def test_a_module_that_no_rule_matches_has_no_empty_table() -> None:
     assert sentence.startswith("Modules without a row")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_ops_that_the_model_cannot_have_are_not_in_its_report(model_type: str) -> None:
     report = liger_hf.inspect(tiny_config(model_type))
@@ -129,6 +130,7 @@ def test_a_forward_that_other_code_replaced_is_left_and_named() -> None:
     assert reasons["model.norm"] == f"its forward was already replaced on this instance, by code in {__name__}"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 def test_a_backward_hook_on_the_head_is_noted(hook: str) -> None:
     model = make()
@@ -182,6 +184,7 @@ def test_a_forward_that_was_replaced_on_the_class_is_noted(monkeypatch: pytest.M
     assert liger_hf.inspect(model).notes == [f"{words}after undo."]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("model_type", ["bert", "bloom", "mamba", "qwen3_moe", "t5", "llava"])
 def test_a_unpatched_model_has_no_notes_about_others(model_type: str) -> None:
     assert liger_hf.inspect(tiny_config(model_type), only=[]).notes[:-1] == []

@@ -78,6 +78,7 @@ class Counted:
         return self.op(*args, **options)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", FORMS)
 def test_each_way_to_write_it_is_known(family: str) -> None:
     name, form = FORMS[family]
@@ -114,6 +115,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("function", "axis", "of_q", "of_k", "of_table", "calls"), CALLS.values(), ids=CALLS)
 def test_calls_are_computed_by_the_op_where_it_was_tried_and_by_the_original_elsewhere(
     function: Any, axis: int | None, of_q: Any, of_k: Any, of_table: Any, calls: int, monkeypatch: pytest.MonkeyPatch
@@ -136,6 +138,7 @@ def test_the_last_columns_are_rotated_where_the_function_does(monkeypatch: pytes
 MULTIMODAL = {"qwen2_vl": "Qwen2VLTextModel", "qwen2_5_vl": "Qwen2_5_VLTextModel", "glm4v": "Glm4vTextModel"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("family", "kind"), MULTIMODAL.items(), ids=MULTIMODAL)
 def test_every_row_of_multimodal_positions_reaches_the_rotation(family: str, kind: str) -> None:
     """Patched models in which one row of (3, batch, tokens) is read are right for text, whose rows are equal."""

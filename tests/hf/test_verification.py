@@ -66,6 +66,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, op: str, **wrong: float) -> None:
         monkeypatch.setattr(OPS[op], op, Wrong(getattr(OPS[op], op), **wrong))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("wrong", [{"output": 1.01}, {"gradient": 1.01}], ids=["output", "gradient"])
 @pytest.mark.parametrize("op", OPS)
 def test_an_error_of_one_percent_is_refused(op: str, wrong: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +86,7 @@ def test_without_verification_a_wrong_gradient_is_taken(monkeypatch: pytest.Monk
     assert all(row.reason.startswith("not verified") for row in report.rows if row.verdict == "replaced")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3"])
 def test_without_verification_the_same_options_are_found(architecture: str) -> None:
     def found(verify: bool) -> set[tuple[str, str]]:

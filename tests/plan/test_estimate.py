@@ -13,6 +13,8 @@ import pytest
 from liger_train.plan.estimate import Rates, estimate
 from liger_train.setup import Setup
 
+pytestmark = pytest.mark.slow
+
 RATES = Rates(matmul=750e12, memory=4.2e12, attention=375e12, links=350e9, hosts=45e9)
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 STEPS = RESULTS / "2026-11-23-h200-steps" / "step.json"

@@ -195,6 +195,7 @@ def trained(*kept: Keeps) -> tuple[int, list[torch.Tensor | None]]:
     return operations.get_total_flops(), [weight.grad for weight in model.parameters()]
 
 
+@pytest.mark.slow
 def test_what_a_layer_keeps_changes_no_gradient_and_kept_matmul_outputs_are_not_recomputed() -> None:
     every, gradients = trained(Keeps.ALL, Keeps.ALL)
     products, those = trained(Keeps.MATMULS, Keeps.MATMULS)
@@ -269,6 +270,7 @@ class Simulated:
         return notes
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("size", "inputs", "bandwidth", "expected"),
     [

@@ -65,6 +65,7 @@ def snapshots(folder: Path) -> dict[str, dict[str, Any]]:
     return {record["setup"]["liger"]: record for record in read_timelines([folder])}
 
 
+@pytest.mark.slow
 def test_the_baseline_loss_has_three_copies_of_the_logits_and_the_fused_loss_has_less(
     snapshots: dict[str, dict[str, Any]],
 ) -> None:

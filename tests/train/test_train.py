@@ -351,6 +351,7 @@ def test_a_model_with_a_tokenizer_is_trained_on_its_own_tokens(small: Setup, mod
         read(replace(small, model=str(tmp_path / "model"), data=str(text), batch=1), vocabulary=100, own_tokenizer=True)
 
 
+@pytest.mark.slow
 def test_a_config_is_enough_to_train_from_random_weights(small: Setup, model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
     bare = replace(small, model=str(tmp_path), steps=2)

@@ -69,6 +69,7 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_comparison_that_hangs_is_ended_and_ends_no_other(log: Path) -> None:
     run(fakes(log, "fine"))
     # On a busy machine a comparison takes longer; the first one has imported the libraries.
@@ -80,6 +81,7 @@ def test_a_comparison_that_hangs_is_ended_and_ends_no_other(log: Path) -> None:
     assert after.right
 
 
+@pytest.mark.slow
 def test_what_one_process_computes_is_computed_once_for_each_model_and_data(log: Path) -> None:
     no_truth = fakes(log, "fine", "summed", model="no_truth")
     more = fakes(log, "fine", accumulation=2)
@@ -112,6 +114,7 @@ def test_a_matrix_is_every_model_in_every_setup_with_and_without_liger() -> None
     assert {t.seed for t in found} == {3}
 
 
+@pytest.mark.slow
 def test_several_models_are_compared_in_one_table(capfd: pytest.CaptureFixture[str]) -> None:
     verify(model=["llama", "qwen3"], tp=2, liger=False, as_json=True)
     out, err = capfd.readouterr()
@@ -125,6 +128,7 @@ def test_several_models_are_compared_in_one_table(capfd: pytest.CaptureFixture[s
     assert "2 of 2: qwen3" in err
 
 
+@pytest.mark.slow
 def test_a_comparison_that_fails_says_why_ends_no_other_and_makes_the_exit_code_1(
     log: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

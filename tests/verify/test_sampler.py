@@ -18,6 +18,7 @@ from liger_verify.command import verify
 from liger_verify.sampler import Sample, drawn, loaded_model, read_samples
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("liger", [False, True], ids=["plain", "liger"])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3_text"])
 def test_a_right_model_passes_in_float64(model: str, liger: bool) -> None:
@@ -103,6 +104,7 @@ def test_a_float32_head_narrows_the_gap_to_a_precise_sampler() -> None:
     assert not loaded.lm_head._forward_hooks
 
 
+@pytest.mark.slow
 def test_the_log_probabilities_of_a_file_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loaded, file = loaded_model("llama", True, 0), tmp_path / "sampled.jsonl"
     samples = drawn(loaded)

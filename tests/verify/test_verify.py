@@ -68,6 +68,7 @@ def test_a_mean_over_no_tokens_is_named() -> None:
     assert str(report) == f"wrong: {sentence}"
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("step", "sentence"),
     [
@@ -91,6 +92,7 @@ def test_a_gradient_that_is_zero_by_nature_is_compared_with_its_round_off() -> N
     assert "attention.key.bias: within the round-off of one process in float32" in str(report)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("step", "name"),
     [(steps.KeyBias(fault=1e-4), "attention.key.bias"), (steps.KeyBias(factor=1.001), "attention.key.weight")],
