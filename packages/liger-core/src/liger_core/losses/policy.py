@@ -173,12 +173,12 @@ def _loss(
     before = tokens.log_prob.detach() if old is None else constants_of(name, "old", old, tokens)
     log_ratio = tokens.log_prob - before
     gain = surrogate(log_ratio, advantage, tokens)
-    value, weight, kept, kl = gain.value, None, None, None
+    value, weight, on_policy, kl = gain.value, None, None, None
     if off_policy is not None:
         sampling = constants_of(name, "sampling", off_policy.sampling, tokens)
-        weight, kept = off_policy.weights(before, sampling), off_policy.mask(tokens, sampling, advantage)
+        weight, on_policy = off_policy.weights(before, sampling), off_policy.mask(tokens, sampling, advantage)
         value = value if weight is None else weight * value
-        value = value if kept is None else torch.where(kept, value, 0.0)
+        value = value if on_policy is None else torch.where(on_policy, value, 0.0)
     loss = surrogate_loss = averaging(-value.expand_as(log_ratio), tokens.mask)
     if penalty.reference is not None:
         kl = penalty.divergence(tokens, constants_of(name, "reference", penalty.reference, tokens), log_ratio)
@@ -192,5 +192,5 @@ def _loss(
     with torch.no_grad():
         moved = log_ratio.detach()
         always = (mean(x) for x in (ratio_of(moved), divergence("k3", moved), gain.low, gain.high))
-        sometimes = (mean(x) for x in (kl, tokens.entropy, weight, kept))
+        sometimes = (mean(x) for x in (kl, tokens.entropy, weight, on_policy))
         return loss, PolicyMetrics._make((surrogate_loss.detach(), *always, *sometimes))
