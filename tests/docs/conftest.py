@@ -1,30 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules of docs/generate, and folders that are made once for all workers."""
+"""Folders that are made once for all workers."""
 
 from __future__ import annotations
 
-import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from filelock import FileLock
-
-
-class Generators:
-    """The modules of docs/generate by their names."""
-
-    def __getattr__(self, name: str) -> Any:
-        return importlib.import_module(name)
-
-
-@pytest.fixture(scope="module")
-def generators() -> Iterator[Generators]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[2] / "docs" / "generate")
-        yield Generators()
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import re
-import runpy
 from pathlib import Path
+from typing import Any
 
 from liger_core import losses
 from liger_core.losses import pairs, surrogates
@@ -18,12 +18,12 @@ def test_the_page_names_everything_public() -> None:
     assert [name for name in losses.__all__ if name not in PAGE and not name.endswith("Metrics")] == []
 
 
-def test_the_table_of_options_has_every_loss_and_only_options_that_exist() -> None:
-    listed = runpy.run_path(str(PAGE_PATH.parent / "generate" / "loss_options.py"))
+def test_the_table_of_options_has_every_loss_and_only_options_that_exist(generators: Any) -> None:
+    listed = generators.loss_options
     callables = {name for name in losses.__all__ if not name.endswith("Metrics")} - {"Head", "top_classes"}
-    assert callables <= listed["TRL"].keys()
-    for loss, (_, named) in listed["TRL"].items():
-        assert named.keys() <= listed["options"](loss).keys(), loss
+    assert callables <= listed.TRL.keys()
+    for loss, (_, named) in listed.TRL.items():
+        assert named.keys() <= listed.options(loss).keys(), loss
 
 
 def test_the_page_names_every_variant() -> None:

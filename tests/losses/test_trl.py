@@ -5,11 +5,9 @@ differs."""
 from __future__ import annotations
 
 import importlib
-import runpy
 from collections import defaultdict
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,11 +138,10 @@ DPO = {
 }
 
 
-def test_the_configurations_of_trl_have_the_names_in_the_table_of_options() -> None:
-    table = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "generate" / "loss_options.py"))["TRL"]
+def test_the_configurations_of_trl_have_the_names_in_the_table_of_options(generators: Any) -> None:
     experimental = ("cpo", "orpo", "gkd", "server_distillation")
     modules = [trl, *(importlib.import_module(f"trl.experimental.{name}") for name in experimental)]
-    for loss, (config, named) in table.items():
+    for loss, (config, named) in generators.loss_options.TRL.items():
         found = [getattr(module, config) for module in modules if config and hasattr(module, config)]
         assert bool(found) == bool(config), config
         names = {name for value in named.values() for name in value.split(", ")}

@@ -113,7 +113,8 @@ def grpo(
             "sampler as old"
         )
         checks.fail(OptionError, name, sentence)
-    return _loss(name, policy, old, advantages, mask, surrogate, averaging, penalty, off_policy)
+    batch = _Batch(policy, old, advantages, mask)
+    return _loss(name, batch, surrogate, averaging, penalty, off_policy)
 
 
 def ppo(
@@ -141,24 +142,24 @@ def ppo(
     name = "losses.ppo"
     clip = Clip() if clip is None else clip
     checks.instance(name, "clip", clip, Clip)
-    return _loss(name, policy, old, advantages, mask, clip, averaging, penalty, off_policy)
+    return _loss(name, _Batch(policy, old, advantages, mask), clip, averaging, penalty, off_policy)
+
+
+class _Batch(NamedTuple):
+    policy: LogProbsAndEntropy
+    old: LogProbs | None
+    advantages: Tensor
+    mask: Tensor | None
 
 
 def _loss(
-    name: str,
-    policy: LogProbsAndEntropy,
-    old: LogProbs | None,
-    advantages: Tensor,
-    mask: Tensor | None,
-    surrogate: Surrogate,
-    averaging: Averaging,
-    penalty: Penalty,
-    off_policy: OffPolicy | None,
+    name: str, batch: _Batch, surrogate: Surrogate, averaging: Averaging, penalty: Penalty, off_policy: OffPolicy | None
 ) -> Result:
     checks.instance(name, "penalty", penalty, Penalty)
     checks.instance(name, "averaging", averaging, Averaging)
     if off_policy is not None:
         checks.instance(name, "off_policy", off_policy, OffPolicy)
+    policy, old, advantages, mask = batch
     tokens = tokens_of(name, policy, mask, entropy=penalty.entropy != 0.0)
     shape = tokens.log_prob.shape
     checks.floating(name, policy=tokens.log_prob, advantages=advantages)
