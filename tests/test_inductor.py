@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend `inductor`: what compiles, how often, and what runs the reference.
-
-Its results are those of the conformance suite.
-"""
+"""The backend `inductor`: what compiles, how often, and what runs the reference. `nox -s parity` tests all samples."""
 
 from __future__ import annotations
 
 import json
 import operator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from conformance.cases import Case, sample_names
+from conformance.running import Trial
 from conformance.variations import LAYOUTS
-from liger_core import BackendError, relu_squared, rope, swiglu, use
+from liger_core import BackendError, Op, relu_squared, rope, swiglu, use
 from liger_core.plugins import registry
 
 pytest.importorskip("liger_inductor")
@@ -37,6 +37,14 @@ def programs() -> dict[str, int]:
     torch._dynamo.utils.counters.clear()
     counted: dict[str, int] = torch._dynamo.utils.counters["stats"]
     return counted
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("op", TABLE, ids=lambda op: str(op.name))
+def test_a_sample_of_every_op_is_as_accurate_as_the_reference(op: Op[..., Any]) -> None:
+    device, dtype = torch.device("cpu"), torch.float32
+    trial = Trial(Case(op, "inductor", dtype, sample_names(op, device, dtype)[0], device))
+    trial.expect(trial.complaints(trial.run()))
 
 
 def step(x: Tensor) -> Tensor:
