@@ -10,10 +10,9 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
-from rich.console import Console
 
 from liger_core.errors import OptionError
 
@@ -49,29 +48,13 @@ def append_json(rows: Sequence[Columns], path: Path) -> None:
 
     Raises OptionError if they cannot be written; earlier rows are then unchanged.
     """
-    # One fixed name, so leftovers of killed runs do not accumulate; the lock lets one process write at a time.
-    written = path.with_name(path.name + ".part")
     with _alone(path), _writable(path):
-        everything = json.dumps([*read_json(path), *rows], indent=1) + "\n"
-        try:
-            with written.open("w") as file:
-                file.write(everything)
-                _reach_the_disk(file)
-            # Only a complete file replaces the old one.
-            written.replace(path)
-        except BaseException:
-            written.unlink(missing_ok=True)
-            raise
+        _replace(path, json.dumps([*read_json(path), *rows], indent=1) + "\n")
 
 
 def check_csv(path: Path, header: list[str]) -> None:
-    """Raise OptionError if the file has other columns, so rows cannot be appended.
-
-    If a killed run cut off the last line, it is repaired, with a message on standard error.
-    """
-    if path.exists():
-        with _alone(path):
-            _mended(path, header)
+    """Raise OptionError if the file has other columns, so rows cannot be appended."""
+    _table(path, header)
 
 
 def append_csv(rows: Sequence[Columns], path: Path, header: list[str]) -> None:
@@ -82,30 +65,51 @@ def append_csv(rows: Sequence[Columns], path: Path, header: list[str]) -> None:
     Raises OptionError if they cannot be written; earlier rows are then unchanged.
     """
     with _alone(path), _writable(path):
-        header = _mended(path, header)
-        before = path.stat().st_size if path.is_file() else 0
+        before, header = _table(path, header)
         text = io.StringIO()
         writer = csv.DictWriter(text, header)
-        if before == 0:
+        if not before:
             writer.writeheader()
         writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
-        try:
-            with path.open("a", newline="", encoding="utf-8") as file:
-                file.write(text.getvalue())
-                _reach_the_disk(file)
-        except BaseException:
-            _cut(path, before)
-            raise
+        _replace(path, before + text.getvalue())
+
+
+def _table(path: Path, header: list[str]) -> tuple[str, list[str]]:
+    """Return the text of a table, and its columns in the order of the file."""
+    text = path.read_bytes().decode() if path.is_file() else ""
+    if not text:
+        return "", header
+    columns = next(csv.reader(io.StringIO(text, newline="")))
+    if sorted(columns) != sorted(header):
+        raise OptionError(
+            f"results: {path} must have the columns of this version to be appended to, got {','.join(columns)[:200]}; "
+            "give another file"
+        )
+    return text if text.endswith("\n") else f"{text}\r\n", columns
 
 
 def _cell(value: Any) -> Any:
     return " ".join(map(str, value)) if isinstance(value, list) else value
 
 
-def _reach_the_disk(file: IO[str]) -> None:
-    """Flush a file to the disk; a full disk may raise its error only here."""
-    file.flush()
-    os.fsync(file.fileno())
+def _replace(path: Path, text: str) -> None:
+    """Replace a file by a complete one, so that neither a full disk nor a killed run leaves a part of it."""
+    if path.exists() and not path.is_file():
+        # A device such as /dev/null.
+        path.write_text(text)
+        return
+    # One fixed name, so leftovers of killed runs do not accumulate; the lock lets one process write at a time.
+    written = path.with_name(path.name + ".part")
+    try:
+        with written.open("w", newline="", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            # A full disk may raise its error only here.
+            os.fsync(file.fileno())
+        written.replace(path)
+    except BaseException:
+        written.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager
@@ -137,76 +141,3 @@ def _writable(path: Path) -> Iterator[None]:
             f"results: {path} must be a file that can be written, got {error.strerror or error}; the rows that it had "
             "are unchanged; make room or give another folder"
         ) from error
-
-
-def _mended(path: Path, header: list[str]) -> list[str]:
-    """Repair a last line that was cut off, then return the columns of the file in its order."""
-    # The file may be cut within a character.
-    text = path.read_bytes().decode(errors="surrogateescape") if path.is_file() else ""
-    if not text:
-        return header
-    columns = next(csv.reader(io.StringIO(text, newline="")))
-    header = columns if sorted(columns) == sorted(header) else header
-    with _writable(path):
-        mended = _mend(path, text, header)
-    if mended:
-        Console(stderr=True).print(mended, markup=False, highlight=False, soft_wrap=True)
-    return header
-
-
-def _cut(path: Path, size: int) -> None:
-    if not path.is_file() or path.stat().st_size <= size:
-        return
-    if size == 0:
-        path.unlink()
-    else:
-        os.truncate(path, size)
-
-
-def _mend(path: Path, text: str, header: list[str]) -> str | None:
-    """Complete the last line, or move it to a separate file if it lacks cells; return a sentence about it, or None."""
-    whole = io.StringIO()
-    csv.writer(whole).writerow(header)
-    if whole.getvalue().startswith(text) and text != whole.getvalue():
-        # The run was killed while it wrote the header.
-        _cut(path, 0)
-        return None
-    columns = next(csv.reader(io.StringIO(text, newline="")))
-    if columns != header:
-        raise OptionError(
-            f"results: {path} must have the columns of this version to be appended to, got {','.join(columns)[:200]}; "
-            "give another file"
-        )
-    start, last = _last_record(text)
-    if len(last) >= len(header):
-        if text.endswith("\n"):
-            return None
-        with path.open("ab") as file:
-            # The cut may have left the first half of the line ending.
-            file.write(b"\n" if text.endswith("\r") else b"\r\n")
-        return f"{path}: the last line had no end and was given one; its last cell, {last[-1]!r}, may be cut short"
-    rows, rest = (half.encode(errors="surrogateescape") for half in (text[:start], text[start:]))
-    torn = path.with_suffix(path.suffix + ".torn")
-    with torn.open("ab") as file:
-        file.write(rest + b"\n")
-    os.truncate(path, len(rows))
-    return f"{path}: the last line was cut off; it was moved to {torn}, and the rows before it are unchanged"
-
-
-def _last_record(text: str) -> tuple[int, list[str]]:
-    """Return the offset of the last row and its cells, or no cells if it ends within quotes.
-
-    Cells may contain line breaks.
-    """
-    lines = io.StringIO(text, newline="").readlines()
-    reader = csv.reader(lines, strict=True)
-    start, end = 0, 0
-    record: list[str] = []
-    try:
-        for cells in reader:
-            if cells:
-                start, record = end, cells
-            end = reader.line_num
-    except csv.Error:
-        start, record = end, []
-    return sum(map(len, lines[:start])), record
