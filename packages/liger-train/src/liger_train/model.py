@@ -118,41 +118,35 @@ def weights_dtype(setup: Setup) -> torch.dtype:
 
 
 def _loaded(setup: Setup, device: torch.device, notes: list[str]) -> Any:
-    config, dtype = config_of(setup), weights_dtype(setup)
-    if setup.tp > 1:
-        return _tensor_parallel(setup, device, notes)
-    if _loads_shards(setup):
+    config, options = config_of(setup), {"dtype": weights_dtype(setup)}
+    if setup.tp > 1 or _loads_shards(setup):
+        options |= _tensor_parallelism(setup, device) if setup.tp > 1 else {}
         with in_shards(setup, device):
-            if _is_random(setup):
-                return _random(setup, config, dtype=dtype)
-            return checkpoint.load(setup, config, notes, dtype=dtype)
+            random = _is_random(setup)
+            model = _random(setup, config, **options) if random else checkpoint.load(setup, config, notes, **options)
+        if setup.tp > 1:
+            forget_initialization(model)
+            copy_views(model)
+        return model
     # DeepSpeed moves the model to the device layer by layer.
     in_pieces = setup.shard == "zero3"
     if _is_random(setup):
         with contextlib.nullcontext() if in_pieces else device:
             return _from_config(setup)
     placement = {} if in_pieces else {"device_map": {"": device}}
-    return checkpoint.load(setup, config, notes, dtype=dtype, **placement)
+    return checkpoint.load(setup, config, notes, **options, **placement)
 
 
-def _tensor_parallel(setup: Setup, device: torch.device, notes: list[str]) -> Any:
-    """Load this rank's shards of the layers and of the LM head, by the plan of Transformers."""
+def _tensor_parallelism(setup: Setup, device: torch.device) -> dict[str, Any]:
+    """Return the options to load this rank's shards of the layers and of the LM head, by the plan of Transformers."""
     from transformers.distributed import DistributedConfig
 
     ranks = parallelism(setup)
-    options = {
-        "dtype": weights_dtype(setup),
+    return {
         # The ranks of FSDP2 are counted here, but Transformers leaves them to others.
         "distributed_config": DistributedConfig(tp_size=setup.tp, fsdp_size=setup.ranks // setup.tp),
         "device_mesh": ranks.get_device_mesh(device.type)["tp"] if ranks else None,
     }
-    config = config_of(setup)
-    with in_shards(setup, device):
-        random = _is_random(setup)
-        model = _random(setup, config, **options) if random else checkpoint.load(setup, config, notes, **options)
-    forget_initialization(model)
-    copy_views(model)
-    return model
 
 
 def _random(setup: Setup, config: Any, **options: Any) -> Any:
