@@ -55,9 +55,12 @@ plan --model llama-3.2-1b --batch 16 --memory-limit 24GiB
 demo --steps 4
 bench rms_norm --quick
 """.strip().splitlines()
-# Where a new version of Transformers, Triton or huggingface_hub has shown: the forward of a layer, the hub, commands, an op.
-SAMPLE = ["tests/test_versions.py", "tests/hf/test_residual.py", "tests/hf/test_hub.py", "tests/plan/test_adapters.py"]
-SAMPLE_OF_KERNELS = ["tests/conformance/test_accuracy.py", "-k", "float32 and (swiglu or cross_entropy) and one_block"]
+# Where a new version of Transformers, Triton or huggingface_hub has shown: what is replaced, the forward of a layer, the hub, commands, an op.
+SAMPLE = shlex.split("""
+tests/hf/test_replaced_counts.py tests/hf/test_residual.py tests/hf/test_hub.py tests/plan/test_adapters.py
+tests/test_versions.py -m 'not matrix'
+""")
+SAMPLE_OF_KERNELS = ["tests/ops/test_cross_entropy.py", "--backend", "triton"]
 # A workload of every op at a shape that users have.
 WORKLOADS = shlex.split("""
 16384x8192 9x8192x4096 8192x128256 8192x4096x128256 8192x4096x151936 8192x4096x4096x128256-jsd 16384x2560x262144
@@ -229,10 +232,9 @@ def latest(session: nox.Session) -> None:
     everything = ["tests/hf", "tests/plan", "tests/train", "tests/bench"]
     everything += sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/test_*.py"))
     parts: list[Part] = [("plain PyTorch", SAMPLE if sample else everything, {})]
-    if sample:
-        parts.append(("replaced ops", ["tests/hf/test_replaced_counts.py", "-m", "not matrix"], {}))
-    kernels = SAMPLE_OF_KERNELS if sample else ["tests/conformance"]
-    parts += [("conformance", kernels, {}), ("Triton's interpreter", [*kernels, "--backend", "triton"], INTERPRETED)]
+    parts += [] if sample else [("conformance", ["tests/conformance"], {})]
+    kernels = SAMPLE_OF_KERNELS if sample else ["tests/conformance", "--backend", "triton"]
+    parts.append(("Triton's interpreter", kernels, INTERPRETED))
     every_part(session, str(executable), parts)
 
 
