@@ -68,10 +68,10 @@ def install(show: Callable[[Report], Any] | None = print) -> StandIn:
         return _installed[0]
     installed = sys.modules.get(NAME) or importlib.util.find_spec(NAME)
     if installed is not None:
+        where = getattr(installed, "origin", getattr(installed, "__file__", NAME))
         raise OptionError(
             "liger_hf.compat.install: liger-kernel must not be installed, since it has the name that Transformers "
-            f"looks for, found {installed}; "
-            "use Trainer(..., callbacks=[liger_hf.LigerCallback()]) instead, or uninstall it"
+            f"looks for, got {where}; use Trainer(..., callbacks=[liger_hf.LigerCallback()]) instead, or uninstall it"
         )
     package, inner = _module(NAME), _module(f"{NAME}.transformers")
     package.__dict__.update(__version__=VERSION, transformers=inner)
