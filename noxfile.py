@@ -37,7 +37,7 @@ SITE_TOOLS = ["mkdocs-material", "mkdocstrings-python", "ruff"]
 # Optional libraries of training runs, without which their tests are skipped. They build and install in seconds, on Linux.
 EXTRAS = ["apollo-torch", "bitsandbytes", "deepspeed", "galore-torch", "torchao"] if sys.platform == "linux" else []
 WORKERS = str(min(8, max(2, os.cpu_count() or 2)))
-# Of each matrix of cases, for a run of minutes.
+# For a run of minutes.
 SHARE = ["--share", "1/32"]
 PYTEST = ["-m", "pytest", "-n", WORKERS, "--device", "cpu"]
 INTERPRETED = {"TRITON_INTERPRET": "1"}
@@ -55,10 +55,10 @@ plan --model llama-3.2-1b --batch 16 --memory-limit 24GiB
 demo --steps 4
 bench rms_norm --quick
 """.strip().splitlines()
-# Where a new version of Transformers, Triton or huggingface_hub has shown: what is replaced, the forward of a layer, the hub, commands, an op.
+# Where new versions of Transformers, Triton or huggingface_hub have broken something: what is replaced, the forward of a layer, the hub, commands, an op.
 SAMPLE = shlex.split("""
 tests/hf/test_replaced_counts.py tests/hf/test_residual.py tests/hf/test_hub.py tests/plan/test_adapters.py
-tests/test_versions.py -m 'not matrix'
+tests/test_versions.py -m 'not matrix or cpu'
 """)
 SAMPLE_OF_KERNELS = ["tests/ops/test_cross_entropy.py", "--backend", "triton"]
 # A workload of every op at a shape that users have.
@@ -216,7 +216,7 @@ def demo(session: nox.Session) -> None:
 def latest(session: nox.Session) -> None:
     """README's installation, so the newest versions that the metadata allows: quick start, tests, and what is replaced in each model type.
 
-    Of each matrix of cases it takes a 32nd, or with -- full all. -- sample, for CI: a few tests, with the tested version of torch.
+    It takes a 32nd of each matrix of cases and of the slow tests, or all with -- full. -- sample, for CI: a few tests, with the tested version of torch.
     """
     sample, executable = session.posargs == ["sample"], new_environment(LATEST)
     session.posargs[:] = [] if session.posargs in (["sample"], ["full"]) else SHARE

@@ -67,8 +67,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take the share that is asked for, after -k selected some: of the cases of a matrix and of the slow tests of a file,
-    at least one. Another share takes others."""
+    """Keep the requested share of the tests that -k left: at least one case of each matrix and one slow test of each
+    file. Different shares keep different tests."""
     number, of = map(int, config.getoption("--share").split("/"))
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:

@@ -32,7 +32,7 @@ def test_the_shares_are_all_tests(marker: str) -> None:
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_every_share_has_a_slow_test_of_a_file() -> None:
+def test_every_share_has_a_slow_test_of_each_file() -> None:
     parts = [share(f"{number + 1}/16", "slow") for number in range(16)]
     assert [len(part) for part in parts] == [1] * 16
     assert parts[:9] + parts[:7] == parts

@@ -89,8 +89,27 @@ def test_only_a_row_of_the_same_job_and_place_is_not_measured_again(other: str |
 
 
 def test_a_line_that_lacks_only_its_end_stays(table: Path) -> None:
-    table.write_bytes(table.read_bytes().removesuffix(b"\r\n"))
+    table.write_bytes(table.read_bytes().removesuffix(b"\n"))
     append_csv(ROWS[2:], table, HEADER)
+    assert lines(table) == LINES
+
+
+@pytest.mark.parametrize(
+    "end", [b"row 2,\r\n", b'row 2,"1.5 ', b"row 2,\xff,\r\n"], ids=["short", "in_quotes", "not_utf8"]
+)
+def test_a_table_without_whole_rows_is_an_error_and_stays(table: Path, end: bytes) -> None:
+    before = table.read_bytes() + end
+    table.write_bytes(before)
+    with pytest.raises(OptionError, match=r"must be a table of whole rows in UTF-8, got .*; mend it or give another"):
+        check_csv(table, HEADER)
+    assert table.read_bytes() == before
+
+
+def test_a_table_behind_a_link_is_appended_to(table: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link.csv"
+    link.symlink_to(table)
+    append_csv(ROWS[2:], link, HEADER)
+    assert link.is_symlink()
     assert lines(table) == LINES
 
 

@@ -119,5 +119,5 @@ def accuracy(device: torch.device, backend: str, dtype: torch.dtype, part: int, 
                 complaints = trial.complaints(got)
                 found += [f"{case.id}, {how}: {each} – this sample is for: {trial.why}" for each in complaints]
                 checked += 1
-    assert checked, f"no op of {backend} takes DTensors"
+    assert checked or not ops[part::PARTS], f"no op of {backend} takes DTensors"
     return found

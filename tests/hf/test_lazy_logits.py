@@ -224,7 +224,6 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_writing_into_lazy_logits_is_an_error(pair: tuple[Any, Any], write: Callable[[Any], Any]) -> None:
     message = r"must not change logits that are computed on demand.*take a copy with logits\.clone\(\)"

@@ -135,7 +135,6 @@ def gradients(unit: Unit, x: Tensor) -> dict[str, Any]:
     return found | {"kept": [torch.as_tensor(value).detach() for value in (*unit.gate.kept, *unit.up.kept)]}
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", [*PRIVATE, *SHARED])
 def test_gradients_are_right_and_gate_and_up_are_overwritten_only_where_nothing_reads_them(name: str) -> None:
     then = (PRIVATE | SHARED)[name]

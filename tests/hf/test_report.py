@@ -130,7 +130,6 @@ def test_a_forward_that_other_code_replaced_is_left_and_named() -> None:
     assert reasons["model.norm"] == f"its forward was already replaced on this instance, by code in {__name__}"
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("hook", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 def test_a_backward_hook_on_the_head_is_noted(hook: str) -> None:
     model = make()

@@ -115,7 +115,6 @@ CALLS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("function", "axis", "of_q", "of_k", "of_table", "calls"), CALLS.values(), ids=CALLS)
 def test_calls_are_computed_by_the_op_where_it_was_tried_and_by_the_original_elsewhere(
     function: Any, axis: int | None, of_q: Any, of_k: Any, of_table: Any, calls: int, monkeypatch: pytest.MonkeyPatch

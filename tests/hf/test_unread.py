@@ -114,7 +114,6 @@ CASES = [
 ]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_a_forward_that_a_rule_would_rewrite_but_cannot_read_is_one_row(
     name: str, way: str, monkeypatch: pytest.MonkeyPatch

@@ -252,10 +252,10 @@ def test_random_weights_in_four_bits_are_those_of_the_unquantized_model(experts:
         linear = hasattr(ours, "quant_state")
         ours = functional.dequantize_4bit(ours.data, ours.quant_state) if linear else ours
         if linear or last in in_four_bits(module):
-            # Compare with what bitsandbytes makes of it: with AVX-512, it scales blocks that end within a row wrongly.
+            # Compare with bitsandbytes' own rounding: with AVX-512, it wrongly scales blocks that end within a row.
             four_bits = functional.quantize_4bit(weight.data, quant_type="nf4", compress_statistics=True)
             weight, found = functional.dequantize_4bit(*four_bits), found + 1
-        torch.testing.assert_close(ours, weight.data, rtol=0, atol=0, check_dtype=False, msg=name)
+        torch.testing.assert_close(ours, weight.data, rtol=0, atol=0, check_dtype=False, msg=f"{name}: {{}}".format)
     assert found >= 12
 
 

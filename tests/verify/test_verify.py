@@ -92,7 +92,6 @@ def test_a_gradient_that_is_zero_by_nature_is_compared_with_its_round_off() -> N
     assert "attention.key.bias: within the round-off of one process in float32" in str(report)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("step", "name"),
     [(steps.KeyBias(fault=1e-4), "attention.key.bias"), (steps.KeyBias(factor=1.001), "attention.key.weight")],

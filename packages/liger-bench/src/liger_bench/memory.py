@@ -8,6 +8,7 @@ import json
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
@@ -90,10 +91,12 @@ class CpuAllocations:
     def __enter__(self) -> Self:
         # Otherwise the profiler prints its own start and end.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        # Otherwise PyTorch 2.11 warns that the next recording clears this one.
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         earlier = [torch.empty(1)]
-        self._profile.__enter__()
+        with warnings.catch_warnings():
+            # PyTorch 2.11 warns that the next recording clears this one.
+            warnings.filterwarnings("ignore", ".*Profiler clears events")
+            self._profile.__enter__()
         _release_unheard(earlier)
         return self
 

@@ -76,10 +76,18 @@ def append_csv(rows: Sequence[Columns], path: Path, header: list[str]) -> None:
 
 def _table(path: Path, header: list[str]) -> tuple[str, list[str]]:
     """Return the text of a table, and its columns in the order of the file."""
-    text = path.read_bytes().decode() if path.is_file() else ""
-    if not text:
+    try:
+        text = path.read_bytes().decode() if path.is_file() else ""
+        records = [cells for cells in csv.reader(io.StringIO(text, newline=""), strict=True) if cells]
+        if records and len(records[-1]) != len(records[0]):
+            raise csv.Error(f"a last row of {len(records[-1])} cells")
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise OptionError(
+            f"results: {path} must be a table of whole rows in UTF-8, got {error}; mend it or give another file"
+        ) from None
+    if not records:
         return "", header
-    columns = next(csv.reader(io.StringIO(text, newline="")))
+    columns = records[0]
     if sorted(columns) != sorted(header):
         raise OptionError(
             f"results: {path} must have the columns of this version to be appended to, got {','.join(columns)[:200]}; "
@@ -93,7 +101,9 @@ def _cell(value: Any) -> Any:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replace a file by a complete one, so that neither a full disk nor a killed run leaves a part of it."""
+    """Replace a file with a complete one, so that neither a full disk nor a killed run leaves a partial file."""
+    # The target of a link.
+    path = path.resolve()
     if path.exists() and not path.is_file():
         # A device such as /dev/null.
         path.write_text(text)

@@ -25,8 +25,12 @@ def check_file(option: str, path: Path) -> None:
     with _refused(option, "file", path):
         if path.is_symlink() or path.exists():
             with path.open("ab"):
-                return
-    check_folder(option, path.parent)
+                pass
+        if path.exists() and not path.is_file():
+            # A device such as /dev/null.
+            return
+    # A new file replaces the old one.
+    check_folder(option, path.resolve().parent)
 
 
 @contextmanager

@@ -138,7 +138,7 @@ def _loaded(setup: Setup, device: torch.device, notes: list[str]) -> Any:
 
 
 def _tensor_parallelism(setup: Setup, device: torch.device) -> dict[str, Any]:
-    """Return the options to load this rank's shards of the layers and of the LM head, by the plan of Transformers."""
+    """Return the options that load this rank's shards of the layers and of the LM head, by Transformers' plan."""
     from transformers.distributed import DistributedConfig
 
     ranks = parallelism(setup)

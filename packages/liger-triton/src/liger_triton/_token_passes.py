@@ -82,13 +82,12 @@ class TritonTokenPasses:
         self, out: Tensor, total: Tensor, factor: Tensor, weight: Tensor, index: Tensor, slope: Tensor
     ) -> None:
         rows, width = total.shape
-        if rows:
-            block = min(GRADIENT.block, power_of_two(width))
-            combined_launch(
-                (rows, cdiv(width, block)), out, total, factor, weight, index.contiguous(), slope.contiguous(),
-                out.stride(0), total.stride(0), weight.stride(0), weight.stride(1), width, weight.shape[0],
-                index.shape[1], BLOCK=block, num_warps=GRADIENT.warps,
-            )  # fmt: skip
+        block = min(GRADIENT.block, power_of_two(width))
+        combined_launch(
+            (rows, cdiv(width, block)), out, total, factor, weight, index.contiguous(), slope.contiguous(),
+            out.stride(0), total.stride(0), weight.stride(0), weight.stride(1), width, weight.shape[0],
+            index.shape[1], BLOCK=block, num_warps=GRADIENT.warps,
+        )  # fmt: skip
 
 
 @triton.jit

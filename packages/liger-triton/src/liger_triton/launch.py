@@ -97,7 +97,7 @@ class Launcher:
 
     def __call__(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         if 0 in grid:
-            # CUDA refuses a grid without programs.
+            # Nothing to compute, so nothing to compile.
             return
         # A profiler's hooks need launch metadata that only Triton's own call collects.
         if not self.direct or getattr(knobs.runtime.launch_enter_hook, "calls", True):

@@ -41,7 +41,7 @@ _now = _AttentionContext()
 
 
 def set_batch(whole: Batch, columns: slice, mesh: Any) -> None:
-    """Set the batch and the tokens of the next forward pass; mesh is None for all tokens."""
+    """Set the batch and this rank's tokens for the next forward pass; mesh is None if the rank has all tokens."""
     _now.whole, _now.columns, _now.mesh, _now.calls = whole, columns, mesh, 0
 
 

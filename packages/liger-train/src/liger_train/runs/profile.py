@@ -51,7 +51,6 @@ class Profile(TrainerCallback):
             on_trace_ready=self._write,
             record_shapes=True,
             profile_memory=True,
-            acc_events=True,
         )
 
     def __enter__(self) -> Profile:
