@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from multiprocessing.connection import Connection
@@ -106,11 +108,23 @@ def test_a_table_without_whole_rows_is_an_error_and_stays(table: Path, end: byte
 
 
 def test_a_table_behind_a_link_is_appended_to(table: Path, tmp_path: Path) -> None:
-    link = tmp_path / "link.csv"
+    link = tmp_path / "links" / "rows.csv"
+    link.parent.mkdir()
     link.symlink_to(table)
     append_csv(ROWS[2:], link, HEADER)
+    # Nothing else is there, so the lock is that of the table.
+    assert list(link.parent.iterdir()) == [link]
     assert link.is_symlink()
     assert lines(table) == LINES
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/fd")
+def test_rows_are_written_to_a_pipe() -> None:
+    reading, writing = os.pipe()
+    append_csv(ROWS[:1], Path(f"/dev/fd/{writing}"), HEADER)
+    os.close(writing)
+    with os.fdopen(reading, newline="") as pipe:
+        assert list(csv.DictReader(pipe)) == LINES[:1]
 
 
 def test_a_table_on_a_full_disk_keeps_its_rows(table: Path, small_files: None) -> None:

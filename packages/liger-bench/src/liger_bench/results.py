@@ -14,6 +14,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from liger_bench.writable import is_device
 from liger_core.errors import OptionError
 
 # In the folder of the files. Never removed, because waiting processes would then lock different files of this name.
@@ -48,6 +49,7 @@ def append_json(rows: Sequence[Columns], path: Path) -> None:
 
     Raises OptionError if they cannot be written; earlier rows are then unchanged.
     """
+    path = _target(path)
     with _alone(path), _writable(path):
         _replace(path, json.dumps([*read_json(path), *rows], indent=1) + "\n")
 
@@ -64,6 +66,7 @@ def append_csv(rows: Sequence[Columns], path: Path, header: list[str]) -> None:
 
     Raises OptionError if they cannot be written; earlier rows are then unchanged.
     """
+    path = _target(path)
     with _alone(path), _writable(path):
         before, header = _table(path, header)
         text = io.StringIO()
@@ -100,13 +103,15 @@ def _cell(value: Any) -> Any:
     return " ".join(map(str, value)) if isinstance(value, list) else value
 
 
+def _target(path: Path) -> Path:
+    """Return the file behind a link, so that all that write to it lock the same folder."""
+    return path if is_device(path) else path.resolve()
+
+
 def _replace(path: Path, text: str) -> None:
     """Replace a file with a complete one, so that neither a full disk nor a killed run leaves a partial file."""
-    # The target of a link.
-    path = path.resolve()
-    if path.exists() and not path.is_file():
-        # A device such as /dev/null.
-        path.write_text(text)
+    if is_device(path):
+        path.write_text(text, encoding="utf-8")
         return
     # One fixed name, so leftovers of killed runs do not accumulate; the lock lets one process write at a time.
     written = path.with_name(path.name + ".part")
@@ -125,8 +130,7 @@ def _replace(path: Path, text: str) -> None:
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Lock the folder of a file within this context, and create the folder if necessary."""
-    if path.exists() and not path.is_file():
-        # A device such as /dev/null has no rows.
+    if is_device(path):
         yield
         return
     with ExitStack() as stack:

@@ -26,11 +26,15 @@ def check_file(option: str, path: Path) -> None:
         if path.is_symlink() or path.exists():
             with path.open("ab"):
                 pass
-        if path.exists() and not path.is_file():
-            # A device such as /dev/null.
+        if is_device(path):
             return
     # A new file replaces the old one.
     check_folder(option, path.resolve().parent)
+
+
+def is_device(path: Path) -> bool:
+    """Return whether a path is a device or a pipe, such as /dev/null or /dev/stdout."""
+    return path.exists() and not path.is_file()
 
 
 @contextmanager
