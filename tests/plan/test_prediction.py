@@ -165,13 +165,14 @@ def test_a_layer_without_a_graph_is_planned_in_eager_mode(monkeypatch: pytest.Mo
     assert GRAPHS in compiled.notes
 
 
-# The model of four layers has a head of its own. With --cp, a mask was measured that is no longer made.
+# The model of four layers has a head of its own.
 TWO_GPUS = [
     row
-    for row in _rows("2026-11-28-two-h200s", "train.json")
-    if row["model"] != "llama-3-8b" and row["ranks"] == 2 and row["cp"] == 1
+    for folder in ("2026-11-28-two-h200s", "2026-11-29-two-h200s")
+    for row in _rows(folder, "train.json")
+    if row["model"] != "llama-3-8b" and row["ranks"] == 2
 ]
-PARALLEL = ("model", "shard", "tp", "liger", "compile")
+PARALLEL = ("model", "shard", "tp", "cp", "liger", "compile")
 
 
 @pytest.mark.parametrize("row", TWO_GPUS, ids=["-".join(str(row[name]) for name in PARALLEL) for row in TWO_GPUS])
@@ -183,7 +184,8 @@ def test_the_prediction_for_a_rank_on_two_h200s_is_what_was_measured(row: dict[s
         config.num_hidden_layers = 4
         config.save_pretrained(tmp_path)
         setup = replace(setup, model=str(tmp_path))
-    allowed = 0.002 if row["compile"] == "none" else 0.012
+    is_exact = row["compile"] == "none" and (row["cp"] == 1 or row["liger"] == "none")
+    allowed = 0.002 if is_exact else 0.013
     assert predict(setup).peak_bytes == pytest.approx(row["peak_bytes"], rel=allowed)
 
 
