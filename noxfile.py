@@ -58,7 +58,7 @@ bench rms_norm --quick
 # Where new versions of Transformers, Triton or huggingface_hub have broken something: what is replaced, the forward of a layer, the hub, commands, an op.
 SAMPLE = shlex.split("""
 tests/hf/test_replaced_counts.py tests/hf/test_residual.py tests/hf/test_hub.py tests/plan/test_adapters.py
-tests/test_versions.py -m 'not matrix or cpu'
+tests/test_versions.py --share 1/8
 """)
 SAMPLE_OF_KERNELS = ["tests/ops/test_cross_entropy.py", "--backend", "triton"]
 # A workload of every op at a shape that users have.
@@ -123,7 +123,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Tests on the CPU: plain PyTorch, a sample of compiled ops, the Triton kernels in their interpreter; a 32nd of each matrix of cases and of the slow tests.
+    """Tests on the CPU: plain PyTorch, a sample of compiled ops, the Triton kernels in their interpreter; a 32nd of the slow ones.
 
     Arguments select tests, of which every case runs, for instance -- tests/hf -k rope.
     """
@@ -133,7 +133,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def full(session: nox.Session) -> None:
-    """Like tests, with every case of every matrix."""
+    """Like tests, with every slow one."""
     parts: list[Part] = [("plain PyTorch", ["tests"], {})]
     if sys.platform == "linux":
         kernels = ["tests/conformance", "tests/fuzz", "tests/ops", "--backend", "triton"]
@@ -216,7 +216,7 @@ def demo(session: nox.Session) -> None:
 def latest(session: nox.Session) -> None:
     """README's installation, so the newest versions that the metadata allows: quick start, tests, and what is replaced in each model type.
 
-    It takes a 32nd of each matrix of cases and of the slow tests, or all with -- full. -- sample, for CI: a few tests, with the tested version of torch.
+    It takes a 32nd of the slow tests, or all with -- full. -- sample, for CI: a few tests, with the tested version of torch.
     """
     sample, executable = session.posargs == ["sample"], new_environment(LATEST)
     session.posargs[:] = [] if session.posargs in (["sample"], ["full"]) else SHARE

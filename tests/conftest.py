@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--share",
         default="1/1",
-        help="i/n: every n-th case of each matrix, and every n-th slow test of a file, beginning with the i-th",
+        help="i/n: every n-th slow test, beginning with the i-th, at least one of a file without others, and the rest",
     )
     group.addoption("--examples", type=int, default=None, help="random calls of each op and backend in tests/fuzz")
 
@@ -67,22 +67,23 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the requested share of the tests that -k left: at least one case of each matrix and one slow test of each
-    file. Different shares keep different tests."""
+    """Keep the requested share of the slow tests that -k left, and all others.
+
+    A share has at least one test of each file: of a file without quick tests, its share; of the slow tests of all other
+    files, a share together. Different shares keep different tests.
+    """
     number, of = map(int, config.getoption("--share").split("/"))
-    groups: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        name = item.nodeid.partition("[")[0]
-        if item.get_closest_marker("matrix"):
-            groups.setdefault(name, []).append(item)
-        elif item.get_closest_marker("slow"):
-            groups.setdefault(name.partition("::")[0], []).append(item)
-        else:
-            groups[item.nodeid] = [item]
-    chosen = set()
-    for group in groups.values():
-        parts = min(of, len(group))
-        chosen |= {item.nodeid for item in group[(number - 1) % parts :: parts]}
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    quick = {item.nodeid for item in items} - {item.nodeid for item in slow}
+    covered = {name.partition("::")[0] for name in quick}
+    groups: dict[str, list[str]] = {}
+    for item in slow:
+        file = item.nodeid.partition("::")[0]
+        groups.setdefault("" if file in covered else file, []).append(item.nodeid)
+    chosen = quick
+    for file, group in groups.items():
+        parts = min(of, len(group)) if file else of
+        chosen.update(group[(number - 1) % parts :: parts])
     left = [item for item in items if item.nodeid not in chosen]
     if left:
         config.hook.pytest_deselected(items=left)

@@ -39,7 +39,7 @@ def programs() -> dict[str, int]:
     return counted
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("op", TABLE, ids=lambda op: str(op.name))
 def test_a_sample_of_every_op_is_as_accurate_as_the_reference(op: Op[..., Any]) -> None:
     device, dtype = torch.device("cpu"), torch.float32

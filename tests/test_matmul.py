@@ -64,7 +64,7 @@ def multiplied(function: Callable[[], Any]) -> list[str]:
     return watched.halved
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("op", CATALOGUE, ids=lambda op: op.name)
 def test_no_reference_multiplies_in_16_bits(op: Op[..., Any]) -> None:
     for sample in (copy_of(one) for one in samples(op, CPU, torch.bfloat16) if one.name in form_names(op, CPU)):

@@ -474,7 +474,7 @@ class Drawn:
         return self.automatic and device in self.devices and width <= self.widest and self.implements and self.available
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("drawn", range(15))
 def test_explain_names_the_backend_that_runs(drawn: int, compiled: bool) -> None:

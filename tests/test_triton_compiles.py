@@ -30,7 +30,7 @@ from triton.compiler import ASTSource
 from liger_triton import launch
 from liger_triton.table import TABLE
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 TARGET = GPUTarget("cuda", 90, 32)
 PROCESSORS, SHARED = 132, 232_448

@@ -117,7 +117,7 @@ def assert_refused(liger: InProcess, option: Option, value: str) -> None:
     assert len(errors.partition("Error ─")[2] or errors) < 500, errors
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("value", NUMBERS)
 @pytest.mark.parametrize("option", COUNTED, ids=str)
 def test_a_number_that_makes_no_sense_raises_a_clear_error(liger: InProcess, option: Option, value: str) -> None:
@@ -135,7 +135,7 @@ def test_every_path_is_known_to_be_read_or_written() -> None:
     assert {str(option) for option in PATHS} == FOLDERS | FILES | READ | UNUSED
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["file", "file/inside", "link", "/proc/liger"])
 @pytest.mark.parametrize("option", [option for option in PATHS if str(option) in FOLDERS | FILES], ids=str)
 def test_a_place_that_cannot_be_written_to_raises_a_clear_error(liger: InProcess, option: Option, place: str) -> None:

@@ -73,7 +73,7 @@ def assert_agrees(case: Case, implementation: Implementation, most: float) -> No
     assert max(errors.worst_output, errors.worst_gradient) < most
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "op"), PLAIN, ids=[f"{variant.name}-{op.name}" for variant, op in PLAIN])
 def test_a_peer_agrees_with_float64(variant: Peer, op: Op[..., Any]) -> None:
     assert_agrees(quick_case(op), peer(op, variant), 1e-6)
@@ -145,14 +145,14 @@ DIVERGENCES.append((linear_divergence, {"kind": "jsd", "beta": 0.3, "temperature
 DIVERGENCES += [(linear_divergence, {"kind": kind}) for kind in ("forward_kl", "reverse_kl", "jsd")]
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "options"), DIVERGENCES, ids=[f"{op.name} {options}" for op, options in DIVERGENCES])
 def test_liger_kernel_is_asked_for_the_divergence_of_the_op(op: Op[..., Any], options: dict[str, Any]) -> None:
     variant = Peer("liger-kernel", liger_kernel._divergences(stand_in_for_liger_kernel()))
     assert_agrees(quick_case(op, **options), peer(op, variant), 1e-5)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_liger_kernel_is_asked_for_the_divergence_from_the_probabilities_of_the_teacher(temperature: float) -> None:
     case = quick_case(linear_divergence, kind="forward_kl", temperature=temperature)
@@ -174,7 +174,7 @@ class ScaledCrossEntropyInChunks:
         return ScaledCrossEntropy.apply(x, w, target, temperature, ignore_index, return_entropy=return_entropy)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [False, True], ids=["whole", "in chunks"])
 @pytest.mark.parametrize("options", [{}, {"return_entropy": True, "ignore_index": 3, "temperature": 2.0}], ids=str)
 def test_liger_kernel_is_asked_for_the_log_probabilities_of_the_op(
@@ -222,7 +222,7 @@ OF_TRL: list[tuple[Op[..., Any], dict[str, Any]]] = [(linear_log_prob, {}), (lin
 OF_TRL += [(linear_divergence, {"kind": kind, "temperature": 2.0}) for kind in ("forward_kl", "reverse_kl", "jsd")]
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "options"), OF_TRL, ids=[f"{op.name} {options}" for op, options in OF_TRL])
 def test_trl_is_asked_for_what_the_op_computes(op: Op[..., Any], options: dict[str, Any]) -> None:
     pytest.importorskip("trl")
@@ -237,7 +237,7 @@ LACKING: list[tuple[Op[..., Any], dict[str, Any], Any, str]] = [
 ]
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(("op", "options", "calls", "reason"), LACKING, ids=[reason for *_, reason in LACKING])
 def test_liger_kernel_lacks_some_divergences(
     op: Op[..., Any], options: dict[str, Any], calls: Any, reason: str

@@ -17,7 +17,7 @@ from conformance.variations import LAYOUTS
 from liger_core import OptionError, use
 from liger_core.kernels import plain_matmuls
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.usefixtures("guarded_memory")

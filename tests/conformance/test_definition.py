@@ -18,7 +18,7 @@ from liger_core.op import OVERWRITING
 from liger_core.plugins import registry
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_gradients_are_the_derivative_of_the_outputs(exact_case: Case) -> None:
     sample = exact_case.sample()
     arguments = arguments_of(exact_case.op, sample)
@@ -52,7 +52,7 @@ class _Accumulating(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_gradients_are_added_in_the_same_order_in_every_run(exact_case: Case) -> None:
     sample = exact_case.sample()
     arguments = arguments_of(exact_case.op, sample)

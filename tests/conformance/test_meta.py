@@ -12,7 +12,7 @@ from conformance.running import Trial, differences, run
 from liger_core.plugins import registry
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_meta_tensors_give_the_shapes_and_dtypes_of_real_ones(form_case: Case) -> None:
     if "meta" not in registry().backends[form_case.backend].device_types:
         pytest.skip(f"{form_case.backend} does not take meta tensors")
@@ -26,7 +26,7 @@ def test_meta_tensors_give_the_shapes_and_dtypes_of_real_ones(form_case: Case) -
         }
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_the_default_device_is_not_used(form_case: Case) -> None:
     trial = Trial(form_case)
     expected = trial.run()

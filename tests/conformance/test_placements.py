@@ -13,7 +13,6 @@ from forks import on_ranks
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("ranks", [2, 4], ids=["mesh_of_2", "mesh_of_2_by_2"])
 def test_ops_on_dtensors_are_as_accurate_as_on_one_process(

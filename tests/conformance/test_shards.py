@@ -10,7 +10,7 @@ from conformance.cases import LOW
 from conformance.sharded import accuracy, judge_samples
 from forks import on_ranks
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("ranks", "sharding"), [(2, "even"), (2, "uneven"), (4, "uneven")])

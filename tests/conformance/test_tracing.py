@@ -25,7 +25,7 @@ from liger_core.errors import GradientError
 from liger_core.kernels import Kernel
 from liger_core.plugins import registry
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 
 class Recorder(TorchDispatchMode):

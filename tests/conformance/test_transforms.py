@@ -17,7 +17,7 @@ from conformance.cases import Case, leaves, with_gradients
 from conformance.running import Trial
 from liger_core import BackendError, GradientError, Unsupported
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 
 def _derivative(trial: Trial, call: Callable[..., Any]) -> list[Tensor | None]:

@@ -52,7 +52,6 @@ WITH_LIGER = {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in REQUIRE
 WITH_CODE = [path for path in pages.pages() if any(block.runs for block in pages.blocks(path))]
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("path", WITH_CODE, ids=name)
 def test_the_code_of_a_page_runs(path: Path, run: pages.Run) -> None:
@@ -119,7 +118,6 @@ def test_a_notebook_installs_liger_from_the_clone_first_and_shows_no_hidden_code
     assert not [cell for cell in rest if "assert " in "".join(cell["source"]) or cell.get("outputs")]
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
 def test_a_notebook_runs(path: Path, run: pages.Run) -> None:

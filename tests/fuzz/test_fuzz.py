@@ -31,7 +31,7 @@ from fuzz.sampled import of_samples
 from liger_core import Op
 from liger_core.builtin import CATALOGUE
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 # Op → how its calls are drawn.
 STRATEGIES = {op.name: vars(calls).get(op.name) or of_samples(op) for op in CATALOGUE}

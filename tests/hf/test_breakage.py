@@ -32,7 +32,7 @@ def test_logits_to_keep_is_honoured_while_training() -> None:
     assert step_disagreements(patched, plain, **inputs) == {}
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("items", [None, 13, 13.0, torch.tensor(13)], ids=["mean", "int", "float", "tensor"])
 @pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shift_labels"])
 def test_items_of_an_accumulated_batch_and_shifted_labels_count_as_in_the_plain_loss(items: Any, shifted: bool) -> None:

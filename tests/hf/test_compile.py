@@ -92,7 +92,6 @@ def test_a_hook_in_a_head_with_an_adapter_breaks_no_graph() -> None:
     assert disagreements(results, step(plain, **inputs), exact_step(plain, **inputs)) == {}
 
 
-@pytest.mark.matrix
 @pytest.mark.cpu
 @pytest.mark.parametrize("model_type", ["opt", "bert", "glm4", "gemma4_text"])
 def test_other_heads_and_rotary_functions_break_no_graph(model_type: str) -> None:

@@ -52,7 +52,7 @@ def seeing(model_type: str) -> tuple[Any, dict[str, Tensor]]:
     return model.train(), inputs
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", OPTIONS)
 def test_a_model_with_pictures_trains_as_before(model_type: str) -> None:
     plain, inputs = seeing(model_type)

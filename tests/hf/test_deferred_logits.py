@@ -45,7 +45,7 @@ def pair() -> tuple[Any, Any]:
     return plain, patched
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 def test_deferred_logits_are_those_of_the_unpatched_model_in_every_use(
     use: Callable[[Tensor], Any], pair: tuple[Any, Any]

@@ -43,7 +43,6 @@ def example(rank: int, output: Path, script: str, *arguments: str) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_an_example_trains_with_liger(name: str, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_matrices_that_are_quantized_a_few_at_a_time_have_the_bits_of_the_whole(
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @LORA
 def test_adapters_have_the_gradients_of_dequantized_experts(model_type: str, targets: str, checkpointed: bool) -> None:
     ours, plain = (adapted(model, targets) for model in in_both_forms(model_type))
@@ -101,7 +101,7 @@ def test_adapters_have_the_gradients_of_dequantized_experts(model_type: str, tar
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("with_adapters", [False, True], ids=["experts", "adapted_experts"])
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
 def test_no_backward_pass_keeps_a_dequantized_matrix(model_type: str, with_adapters: bool) -> None:
@@ -135,7 +135,7 @@ def test_in_bfloat16_gradients_are_as_close_to_float64_on_the_dequantized_matric
     assert near <= 1.1 * far
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("quantized", [False, True], ids=["sixteen_bits", "four_bits"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_experts_that_transformers_runs_have_their_adapter_in_every_call(model_type: str, quantized: bool) -> None:

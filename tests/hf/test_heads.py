@@ -57,7 +57,7 @@ def random_adapters(model: Any) -> Any:
 KINDS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"use_dora": True}}
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("target", ["q_proj", "lm_head"])
@@ -92,7 +92,7 @@ BESIDE: dict[str, tuple[bool, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(("tied", "options", "name"), BESIDE.values(), ids=BESIDE)
 def test_a_head_and_tokens_that_are_saved_beside_the_adapters_are_trained(
     tied: bool, options: dict[str, Any], name: str
@@ -149,7 +149,7 @@ PLACES: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES.keys())
 @pytest.mark.parametrize("first", ["liger", "accelerate"])
@@ -224,7 +224,7 @@ def assert_same(results: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 ADAPTED = {"no_adapter": None, "adapted_head": "lm_head", "adapted_attention": "q_proj"}
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", ADAPTED.values(), ids=ADAPTED)
 @pytest.mark.parametrize("quantize", QUANTIZED.values(), ids=QUANTIZED.keys())
 def test_what_is_not_quantized_gets_the_gradients_of_the_unpatched_model(

@@ -139,7 +139,6 @@ def assert_same(got: tuple[Seen, dict[str, Tensor]], expected: tuple[Seen, dict[
     torch.testing.assert_close(results, wanted_results, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("first", ["hook", "liger"])
 @pytest.mark.parametrize("path", MODULES.values(), ids=MODULES.keys())
 @EACH_WATCH

@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> str:
 
 
 # Heads with a projection before them, norms of other kinds, expert units, a bias and a scale.
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["cohere", "qwen3_moe", "gpt2", "modernbert-decoder"])
 def test_a_config_gives_the_rows_that_apply_gives(model_type: str) -> None:
     inspected = liger_hf.inspect(tiny_config(model_type))

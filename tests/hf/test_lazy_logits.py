@@ -80,7 +80,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 def test_use_of_logits_gives_the_plain_values(pair: tuple[Any, Any], use: Callable[[Any], Any]) -> None:
     plain, patched = pair
@@ -207,7 +207,7 @@ def saved_and_loaded(logits: Any) -> Tensor:
     return torch.load(file)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [lambda z: pickle.loads(pickle.dumps(z)), saved_and_loaded, copy.deepcopy])
 def test_outputs_can_be_stored(pair: tuple[Any, Any], way: Callable[[Any], Tensor]) -> None:
     plain, patched = pair
@@ -255,7 +255,7 @@ def test_reading_after_a_cast_of_the_model_is_an_error(pair: tuple[Any, Any]) ->
         outputs.logits.argmax(-1)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["smoothed", "plain"])
 @pytest.mark.parametrize("read", [False, True], ids=["alone", "read_too"])
 def test_a_loss_function_may_be_checkpointed(pair: tuple[Any, Any], loss: str, read: bool) -> None:

@@ -106,7 +106,7 @@ HEADS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HEADS)
 def test_what_is_trained_gets_the_gradients_of_plain_pytorch_from_a_head_or_its_chunks(
     kind: str, place: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -177,7 +177,7 @@ def test_another_head_has_the_errors_of_the_op() -> None:
         head_log_prob(model.get_output_embeddings(), hidden, torch.full_like(target, 300))
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "adapted"])
 def test_the_loss_compiles_as_one_graph(kind: str) -> None:
     model = make(tie_word_embeddings=False).train()

@@ -73,7 +73,7 @@ def models(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
     return patched, plain, twin(plain).double()
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS.keys())
 def test_a_look_at_the_logits_takes_no_gradient_from_a_later_loss(
@@ -104,7 +104,7 @@ DERIVATIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("derive", DERIVATIONS.values(), ids=DERIVATIONS.keys())
 def test_what_is_derived_without_gradients_is_a_constant_where_plain_logits_would_be(
     models: tuple[Any, Any, Any], derive: Callable[[Any], Any]

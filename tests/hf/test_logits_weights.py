@@ -201,7 +201,6 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.matrix
 @KINDS
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())

@@ -74,7 +74,6 @@ def test_adapters_get_the_gradients_of_peft(kind: str) -> None:
     assert step_disagreements(patched, plain) == {}
 
 
-@pytest.mark.matrix
 @pytest.mark.cpu
 @pytest.mark.parametrize("model_type", ADAPTABLE)
 def test_a_type_with_adapters_computes_what_it_does_without_liger(model_type: str) -> None:

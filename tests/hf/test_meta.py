@@ -37,7 +37,7 @@ def materialize(model: Any) -> None:
 
 
 # With every rule for whole models between them: norms of each kind, rotary embeddings, gates, experts, embeddings, heads.
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen3_moe", "phi3", "bert", "mamba"])
 def test_a_model_has_the_report_and_the_gradients_of_one_that_was_loaded_first(model_type: str) -> None:
     expected = build(model_type).train()

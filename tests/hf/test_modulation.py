@@ -87,7 +87,7 @@ def inputs(tokens: bool, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_a_modulated_norm_is_one_op_as_accurate_as_before_and_undo_restores_it(

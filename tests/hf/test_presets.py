@@ -36,7 +36,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str, Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "name"), [*product(COMMANDS, ALIASES), *product(["inspect"], PRESETS)])
 def test_every_command_takes_every_name(command: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from liger_core.commands import main

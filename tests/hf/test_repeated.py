@@ -57,7 +57,7 @@ def gradients(model: Any, change: Callable[[Any], Any]) -> dict[str, Tensor]:
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @EACH_CHANGE
 @pytest.mark.parametrize(("targets", "options"), [(["lm_head"], {}), (MLP, {"mlp_rows": 8})], ids=["head", "tiles"])
 def test_the_backward_pass_is_that_of_the_forward_pass(
@@ -88,7 +88,7 @@ def test_log_probabilities_of_a_head_get_the_gradients_of_the_forward_pass(chang
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @EACH_CHANGE
 def test_logits_are_those_of_the_forward_pass(change: Callable[[Any], Any]) -> None:
     plain = adapted(["lm_head"])
@@ -112,7 +112,7 @@ def test_logits_have_the_dropout_of_the_loss_and_draw_nothing_more() -> None:
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [change for change in CHANGES.values() if change is not CHANGES["frozen"]])
 def test_a_step_after_the_change_has_the_new_settings(change: Callable[[Any], Any]) -> None:
     plain = adapted(["lm_head"])

@@ -107,7 +107,7 @@ def test_a_module_that_no_rule_matches_has_no_empty_table() -> None:
     assert sentence.startswith("Modules without a row")
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_ops_that_the_model_cannot_have_are_not_in_its_report(model_type: str) -> None:
     report = liger_hf.inspect(tiny_config(model_type))
@@ -183,7 +183,7 @@ def test_a_forward_that_was_replaced_on_the_class_is_noted(monkeypatch: pytest.M
     assert liger_hf.inspect(model).notes == [f"{words}after undo."]
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["bert", "bloom", "mamba", "qwen3_moe", "t5", "llava"])
 def test_a_unpatched_model_has_no_notes_about_others(model_type: str) -> None:
     assert liger_hf.inspect(tiny_config(model_type), only=[]).notes[:-1] == []

@@ -63,7 +63,7 @@ def applied(model: nn.Module, calls: list[Any], **options: Any) -> liger_hf.Repo
     return report
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "offset"), OFFSETS.items(), ids=OFFSETS)
 def test_every_layer_adds_and_norms_in_one_step_and_trains_like_the_unpatched_model(
     architecture: str, offset: int, calls: Any
@@ -81,7 +81,7 @@ def test_every_layer_adds_and_norms_in_one_step_and_trains_like_the_unpatched_mo
 LAYER_NORMS = {"starcoder2": (2, 2, ""), "nemotron": (2, 2, "weight + 1"), "persimmon": (2, 2, ""), "bert": (5, 4, "")}
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(("architecture", "found"), LAYER_NORMS.items(), ids=LAYER_NORMS)
 def test_layer_norms_are_added_and_normed_in_one_step_too(
     architecture: str, found: tuple[int, int, str], calls: Any
@@ -182,7 +182,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_norm_that_is_another_after_apply_is_called_as_it_is(change: str, calls: Any) -> None:
     plain = make().train()
@@ -392,7 +392,7 @@ NONE = "keyword_of_the_norm something_between in_place copy_is_lost difference d
 NORMS = {"twice": 3, "sum_in_the_call": 2} | dict.fromkeys(NONE.split(), 0)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", [forward for forward in vars(Forwards).values() if callable(forward)])
 def test_a_forward_keeps_its_meaning(forward: Any, calls: Any) -> None:
     count = NORMS.get(forward.__name__, 1)

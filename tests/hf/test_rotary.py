@@ -78,7 +78,7 @@ class Counted:
         return self.op(*args, **options)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FORMS)
 def test_each_way_to_write_it_is_known(family: str) -> None:
     name, form = FORMS[family]
@@ -137,7 +137,7 @@ def test_the_last_columns_are_rotated_where_the_function_does(monkeypatch: pytes
 MULTIMODAL = {"qwen2_vl": "Qwen2VLTextModel", "qwen2_5_vl": "Qwen2_5_VLTextModel", "glm4v": "Glm4vTextModel"}
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kind"), MULTIMODAL.items(), ids=MULTIMODAL)
 def test_every_row_of_multimodal_positions_reaches_the_rotation(family: str, kind: str) -> None:
     """Patched models in which one row of (3, batch, tokens) is read are right for text, whose rows are equal."""

@@ -98,7 +98,7 @@ def test_a_rule_of_a_plugin_that_fails_leaves_the_others_alone(install: Install)
     assert report.replaced == {"rms_norm": 5, "add_rms_norm": 2, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt_neox", "opt", "phi"])
 def test_an_mlp_without_a_gate_does_not_concern_the_rule_of_gated_mlps(name: str) -> None:
     report = liger_hf.apply(make(name))

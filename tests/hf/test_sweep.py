@@ -22,7 +22,7 @@ SAMPLE = [
 ]  # fmt: skip
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_a_patched_model_computes_what_the_unpatched_one_does_and_the_page_shows_what_was_replaced(
     model_type: str,

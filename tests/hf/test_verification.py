@@ -66,7 +66,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, op: str, **wrong: float) -> None:
         monkeypatch.setattr(OPS[op], op, Wrong(getattr(OPS[op], op), **wrong))
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [{"output": 1.01}, {"gradient": 1.01}], ids=["output", "gradient"])
 @pytest.mark.parametrize("op", OPS)
 def test_an_error_of_one_percent_is_refused(op: str, wrong: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_without_verification_a_wrong_gradient_is_taken(monkeypatch: pytest.Monk
     assert all(row.reason.startswith("not verified") for row in report.rows if row.verdict == "replaced")
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3"])
 def test_without_verification_the_same_options_are_found(architecture: str) -> None:
     def found(verify: bool) -> set[tuple[str, str]]:
@@ -238,7 +238,7 @@ class Multiplied(Odd):
         return self.down(y) * self.down_multiplier
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("down", [0.1, 0.25, 0.5, 0.75, 1.0, 2.0])
 @pytest.mark.parametrize("gate", [0.1, 0.25, 0.5, 0.75, 1.0, 2.0, 3.0])
 def test_whether_a_gated_mlp_is_replaced_does_not_depend_on_the_numbers_that_scale_it(gate: float, down: float) -> None:

@@ -46,7 +46,7 @@ def test_nothing_is_said_of_experts_without_tokens(tmp_path: Path) -> None:
     assert warned(model, tmp_path) == []
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "compiled"), [(1, False), (3, True)])
 def test_adapters_of_a_module_that_never_runs_are_counted(steps: int, compiled: bool, tmp_path: Path) -> None:
     model = adapted()
@@ -58,7 +58,7 @@ def test_adapters_of_a_module_that_never_runs_are_counted(steps: int, compiled: 
     assert warned(model, tmp_path, max_steps=steps) == [expected]
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_adapters_whose_output_is_detached_have_run(compiled: bool, tmp_path: Path) -> None:
     model = adapted()

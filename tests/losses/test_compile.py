@@ -14,7 +14,7 @@ from liger_core.losses import Averaging, Head, grpo
 from losses.cases import CASES, Case, Given
 from losses.test_papers import head_batch, in_dtype, random_batch
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 EACH = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 

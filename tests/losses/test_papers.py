@@ -112,7 +112,7 @@ def assert_equal(
         )
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @EACH
 @BATCHES
 def test_a_loss_in_float64_is_the_formula_of_its_paper(case: Case, batch: Callable[[], Given]) -> None:
@@ -120,7 +120,7 @@ def test_a_loss_in_float64_is_the_formula_of_its_paper(case: Case, batch: Callab
     assert_equal(from_tensors(case, drawn), from_paper(case, drawn), **PRECISE)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @EACH
 @BATCHES
 def test_a_loss_in_float32_is_the_formula_of_its_paper(

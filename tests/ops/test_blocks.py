@@ -20,7 +20,7 @@ IN_BLOCKS = [
 ]
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("op", CATALOGUE, ids=lambda op: op.name)
 def test_results_do_not_depend_on_how_rows_are_cut(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
     for sample in op.samples(torch.device("cpu"), torch.float64):

@@ -100,7 +100,7 @@ def test_float16_is_always_summed_in_float32() -> None:
     assert chunking(32768, 4096, 128256, torch.float16, "cuda", budget=300 << 20).dtype == torch.float32
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_call_stays_within_its_budget(
     reduction: str, measured_device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -221,7 +221,6 @@ def test_a_teacher_may_want_a_gradient_where_gradients_are_off(device: torch.dev
     assert linear_divergence(**given).isfinite()
 
 
-@pytest.mark.matrix
 @REDUCTION
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "recomputed"])
 def test_what_is_held_beyond_gradients_fits_the_budget(

@@ -187,7 +187,7 @@ def test_a_budget_keeps_logits_then_recomputes_them_then_cuts_rows(
     assert tiling(rows, 4096, classes, torch.bfloat16, "cuda", False, budget=budget << 20) == expected
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [ROWS, 8 * ROWS])
 @pytest.mark.parametrize("share", [2, 3, 8])
 def test_a_call_stays_within_its_budget(

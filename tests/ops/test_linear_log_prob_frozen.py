@@ -88,7 +88,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("several", [0, 1, 5, 64])
 @pytest.mark.parametrize("values", ["usual", "certain", "offset", "temperatures"])
@@ -110,7 +109,6 @@ def test_the_derivative_of_a_frozen_head_is_that_of_the_log_softmax(
     assert disagreements(call, formula, hidden=hidden, weight=weight, bias=bias) == []
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("several", [0, 5])
 @pytest.mark.parametrize("softcap", [None, 20.0])

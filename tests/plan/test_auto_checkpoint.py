@@ -42,7 +42,7 @@ class RealMemory(PlannedMemory):
 
 
 # A third of the difference is room for some of the layers, with half a layer to spare.
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.335, 2.0], ids=["some layers keep matmul outputs", "every layer keeps everything"])
 def test_a_run_decides_as_its_plan(setup: Setup, share: float) -> None:
     start, whole = predict(setup), predict(replace(setup, checkpoint="none"))

@@ -17,7 +17,7 @@ from liger_train.runs.data import _train_tokenizer
 from plan.measuring import measured_bytes, tiny
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "liger"), [("fp32", "all"), ("bf16", "none")])
 def test_a_prediction_for_experts_is_the_peak_of_the_trainer(precision: str, liger: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(tiny_config("mixtral")).save_pretrained(tmp_path)

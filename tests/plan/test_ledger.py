@@ -134,7 +134,7 @@ def step(loss: Callable[..., Tensor], given: list[Tensor]) -> object:
     return torch.autograd.grad(loss(*given).sum(), [t for t in given if t.requires_grad])
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("needs", NEEDS.values(), ids=NEEDS)
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_a_plan_counts_the_memory_of_a_loss(

@@ -61,7 +61,6 @@ SETUPS = {
 }
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("changes", SETUPS.values(), ids=SETUPS)
 def test_a_prediction_is_the_peak_of_the_trainer(changes: dict[str, Any]) -> None:
     if "adapter" in changes:

@@ -16,7 +16,7 @@ from liger_core import OptionError
 from liger_train.plan.step import predict
 from liger_train.setup import Setup
 
-pytestmark = [pytest.mark.slow, pytest.mark.cpu, pytest.mark.matrix]
+pytestmark = [pytest.mark.slow, pytest.mark.cpu]
 
 NO_CHECKPOINTING = r"^train: --checkpoint must be none, since \w+ does not support it, got 'full'$"
 READS_VALUES = r"^plan: the model must be able to take a step on fake tensors, but .* is not: it reads values of tensors \(aten\.\w+\.default\); "

@@ -270,7 +270,7 @@ class Simulated:
         return notes
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "inputs", "bandwidth", "expected"),
     [

@@ -57,7 +57,7 @@ def alone(technique: Technique) -> bool:
     return technique.option not in elsewhere and technique.value not in COMPILED
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("technique", [t for t in ALL if alone(t)], ids=lambda t: f"{t.option}-{value_of(t)}")
 def test_a_technique_trains_with_liger_to_the_losses_without(
     technique: Technique, folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch

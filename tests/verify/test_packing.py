@@ -46,7 +46,7 @@ def llama() -> Any:
     return Packing("llama", liger=False).build()
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("model", RIGHT)
 def test_documents_that_are_apart_pass(model: str) -> None:
     packing = Packing(model, model in ("llama", "qwen3_moe"), RIGHT[model])
@@ -56,7 +56,7 @@ def test_documents_that_are_apart_pass(model: str) -> None:
     assert report.largest_error < 1e-9
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("model", LEAKS)
 def test_a_leak_of_a_type_of_transformers_is_named(model: str) -> None:
     packing = Packing(model, False, "position_ids")

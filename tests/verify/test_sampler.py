@@ -18,7 +18,7 @@ from liger_verify.command import verify
 from liger_verify.sampler import Sample, drawn, loaded_model, read_samples
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("liger", [False, True], ids=["plain", "liger"])
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma3_text"])
 def test_a_right_model_passes_in_float64(model: str, liger: bool) -> None:

@@ -32,7 +32,7 @@ SETUPS = {
 }
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS.keys())
 def test_a_right_setup_passes(setup: dict[str, Any]) -> None:
     training = Training(**setup)
@@ -50,7 +50,7 @@ BUGS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS.keys())
 def test_a_planted_bug_is_named(bug: tuple[Any, dict[str, Any], list[str]]) -> None:
     step, options, sentences = bug
@@ -68,7 +68,7 @@ def test_a_mean_over_no_tokens_is_named() -> None:
     assert str(report) == f"wrong: {sentence}"
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("step", "sentence"),
     [
@@ -124,7 +124,7 @@ BY_NATURE = {
 }  # fmt: skip
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("setup", BY_NATURE.values(), ids=BY_NATURE.keys())
 def test_what_differs_by_nature_is_not_wrong(setup: dict[str, Any]) -> None:
     training = Training(**setup, liger=False)
@@ -132,14 +132,14 @@ def test_what_differs_by_nature_is_not_wrong(setup: dict[str, Any]) -> None:
     assert report.right, str(report)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_model_whose_layers_see_only_their_part_of_a_sequence_is_refused_with_a_sentence() -> None:
     sentence = r"rwkv .* failed: rank \d: OptionError: verify: with cp, all 2 layers of rwkv must have attention"
     with pytest.raises(OptionError, match=sentence):
         verify(model=["rwkv"], cp=2, liger=False)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_random_loss_is_refused() -> None:
     with pytest.raises(Exception, match="verify: the loss of llama must not be random, got "):
         compare(steps.Random(shard="ddp"), ranks=2)
@@ -173,7 +173,7 @@ def test_a_model_of_several_texts_is_refused_with_a_sentence(monkeypatch: pytest
         Training("llama").check()
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_model_without_a_loss_of_tokens_alone_is_refused_with_a_sentence() -> None:
     sentence = (
         "verify: git must compute a loss from input_ids, position_ids and labels, on one process it raised ValueError: "

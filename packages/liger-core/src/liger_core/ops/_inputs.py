@@ -30,6 +30,14 @@ def normals(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
     return functools.partial(normal, device, dtype)
 
 
+def sized(device: torch.device, on_gpus: int, elsewhere: int) -> int:
+    """Return a size of a sample: the one for GPUs, or one that takes Triton's interpreter seconds instead of a minute.
+
+    A GPU runs hundreds of programs at once, the interpreter a few.
+    """
+    return on_gpus if device.type == "cuda" else elsewhere
+
+
 def sample_table(constants: tuple[str, ...], *rows: tuple[Any, ...]) -> Iterator[Sample]:
     """Yield the samples of rows (name, args, options, why, *frozen); constants are frozen in all of them."""
     for name, args, options, why, *frozen in rows:

@@ -13,7 +13,7 @@ from liger_core.checks import Cast
 from liger_core.errors import DeviceError, DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Dtypes, Misuse, Sample, Workload, op
-from liger_core.ops._inputs import misuses_of, normal, normals, row_work, row_workloads, scaling_misuses
+from liger_core.ops._inputs import misuses_of, normal, normals, row_work, row_workloads, scaling_misuses, sized
 from liger_core.ops.rms_norm import rms_norm
 
 
@@ -38,6 +38,7 @@ def check(
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     n = normals(device, dtype)
+    long = sized(device, 2100, 600)
 
     def pair(*shape: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         return n(*shape, scale=scale), n(*shape, scale=scale)
@@ -47,7 +48,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("small_width", (*pair(37, 24), n(24)), why="many rows per program, rows not a multiple of them")
     yield Sample("many_rows", (*pair(600, 24), n(24)), why="every program of the backward walks several rows")
     yield Sample(
-        "many_long_rows", (*pair(530, 2100), n(2100)), why="one row a program, and every program walks several"
+        "many_long_rows", (*pair(530, long), n(long)), why="one row a program, and every program walks several"
     )
     yield Sample("whole_row", (*pair(3, 4096), n(4096)), why="one row a program, as wide as its block: no mask")
     yield Sample("whole_blocks", (*pair(8, 256), n(256)), why="several rows per program, all full: no mask")

@@ -12,7 +12,7 @@ from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Workload, accumulator, op
-from liger_core.ops._inputs import misuses_of, normal, normals, row_work, row_workloads
+from liger_core.ops._inputs import misuses_of, normal, normals, row_work, row_workloads, sized
 
 
 def check(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> None:
@@ -25,6 +25,7 @@ def check(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, e
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     n = normals(device, dtype)
+    long = sized(device, 2100, 600)
     yield Sample("one_block", (n(2, 3, 64), n(64), n(64)), why="the width is a power of two: no mask")
     yield Sample(
         "odd_width", (n(5, 100), n(100), n(100)), why="mask on the last block, which must not enter the variance"
@@ -32,7 +33,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("small_width", (n(37, 24), n(24), n(24)), why="many rows per program, rows not a multiple of them")
     yield Sample("many_rows", (n(600, 24), n(24), n(24)), why="every program of the backward walks several rows")
     yield Sample(
-        "many_long_rows", (n(530, 2100), n(2100), n(2100)), why="one row a program, and every program walks several"
+        "many_long_rows", (n(530, long), n(long), n(long)), why="one row a program, and every program walks several"
     )
     yield Sample("whole_row", (n(3, 4096), n(4096), n(4096)), why="one row a program, as wide as its block: no mask")
     yield Sample("whole_blocks", (n(8, 256), n(256), n(256)), why="several rows per program, all full: no mask")

@@ -13,7 +13,7 @@ from liger_core.checks import Cast
 from liger_core.errors import DeviceError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Workload, accumulator, op
-from liger_core.ops._inputs import misuses_of, normal, normals, row_work, row_workloads, scaling_misuses
+from liger_core.ops._inputs import misuses_of, normal, normals, row_work, row_workloads, scaling_misuses, sized
 
 
 def check(
@@ -24,13 +24,14 @@ def check(
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     n = normals(device, dtype)
+    long = sized(device, 2100, 600)
     yield Sample("one_block", (n(2, 3, 64), n(64)), why="the width is a power of two: no mask")
     yield Sample("odd_width", (n(5, 100), n(100)), why="mask on the last block")
     yield Sample(
         "per_head", (n(2, 7, 3, 64), n(64)), why="small widths: many rows per program, rows not a multiple of them"
     )
     yield Sample("many_rows", (n(600, 24), n(24)), why="every program of the backward walks several rows")
-    yield Sample("many_long_rows", (n(530, 2100), n(2100)), why="one row a program, and every program walks several")
+    yield Sample("many_long_rows", (n(530, long), n(long)), why="one row a program, and every program walks several")
     yield Sample("whole_row", (n(3, 4096), n(4096)), why="one row a program, as wide as its block: no mask")
     yield Sample("whole_blocks", (n(8, 256), n(256)), why="several rows per program, all full: no mask")
     yield Sample("whole_chunks", (n(2, 5120), n(5120)), why="chunks that fill a row: no mask")
