@@ -36,6 +36,8 @@ TOOLS = [*RUNNERS, "peft", "trl", "mypy", "sybil", "jupytext"]
 SITE_TOOLS = ["mkdocs-material", "mkdocstrings-python", "ruff"]
 # Optional libraries of training runs, without which their tests are skipped. They build and install in seconds, on Linux.
 EXTRAS = ["apollo-torch", "bitsandbytes", "deepspeed", "galore-torch", "torchao"] if sys.platform == "linux" else []
+# Then nox's pip installs into the environments: one of their own takes nine seconds each.
+HAS_PIP = importlib.util.find_spec("pip") is not None
 WORKERS = str(min(8, max(2, os.cpu_count() or 2)))
 # For a run of minutes.
 SHARE = ["--share", "1/32"]
@@ -453,7 +455,7 @@ def environment(session: nox.Session, folder: Path, *what: str, over: Path | Non
 
 def new_environment(folder: Path, over: Path | None = None) -> Path:
     """An empty one, or one in which everything of another one is there."""
-    venv.create(folder, clear=True, with_pip=True)
+    venv.create(folder, clear=True, with_pip=not HAS_PIP)
     if over is not None:
         packages, below = (sysconfig.get_path("purelib", "venv", {"base": str(f)}) for f in (folder, over))
         Path(packages, "below.pth").write_text(f"import site; site.addsitedir({below!r})\n")
@@ -491,7 +493,8 @@ def has_gpu() -> bool:
 
 def pip(session: nox.Session, executable: Path, *what: str, codes: Iterable[int] = (0,)) -> None:
     # DeepSpeed builds its kernels when they are used, if at all. Python compiles the small part of all modules that is ever imported.
-    command = [str(executable), "-m", "pip", "install", "--disable-pip-version-check", "--no-compile", *what]
+    command = [sys.executable, "-m", "pip", "--python", str(executable)] if HAS_PIP else [str(executable), "-m", "pip"]
+    command += ["install", "--disable-pip-version-check", "--no-compile", *what]
     # Also under --install-only, which otherwise would leave an empty environment behind.
     session.run_install(*command, env={"DS_BUILD_OPS": "0"}, success_codes=codes, external=True)
 
