@@ -63,7 +63,7 @@ def own_names() -> set[str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names.add(node.name)
-            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls"):
+            elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in ("self", "cls"):
                 names.add(node.attr)
     return names
 

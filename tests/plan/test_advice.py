@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf.tiny_configs import tiny_config
-from liger_train.plan import planning, search
-from liger_train.plan.advice import BARE, CHECKLIST, SPEEDS, alternatives, checklist
+from liger_hf import application
+from liger_train.plan import planning, search, step
+from liger_train.plan.advice import BARE, CHECKLIST, SPEEDS, Alternative, alternatives, checklist
 from liger_train.plan.search import LINEAR, answered, fast_peak, largest, what_fits
 from liger_train.plan.step import Prediction
 from liger_train.setup import ALL_LINEAR, Setup
+from liger_train.techniques import TECHNIQUES
 
 
 def predicting(size: Callable[[Setup], float]) -> Callable[[Setup], Prediction]:
@@ -164,6 +166,25 @@ def test_the_largest_batch_of_a_plan_is_an_answer_and_not_its_batch(monkeypatch:
     monkeypatch.setattr(planning, "predict", predicting(shared))
     found = planning.make_plan(Setup("tiny", 2), 70_000, techniques=False)
     assert (found.prediction.setup.batch, found.columns()["largest_batch"], found.what_fits) == (2, 5, [])
+
+
+def test_the_predictions_of_a_plan_share_the_checks_of_modules_of_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+
+    def decide(match: Any, verify: bool) -> Any:
+        checked.append(match.op)
+        return application.Decision(None, "left")
+
+    def others(setup: Setup, foresee: Callable[[Setup], Prediction]) -> Iterator[Alternative]:
+        yield from (Alternative(TECHNIQUES["shard"]["none"], foresee(replace(setup, batch=n))) for n in (2, 3))
+
+    monkeypatch.setattr(application, "decide", decide)
+    monkeypatch.setattr(planning, "alternatives", others)
+    for _ in range(2):
+        step._step.cache_clear()
+        planning.make_plan(Setup("tiny", 1, 64, device="cpu", precision="fp32", liger="rms_norm"), None, True)
+    # Another plan checks again.
+    assert checked == ["rms_norm"] * 2
 
 
 GiB = 1 << 30

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +35,7 @@ from liger_hf.stand_in import device_of
 from liger_hf.verification import Decision, decide
 
 Names = Iterable[Op[..., Any] | str] | None
+_SHARED: ContextVar[dict[Any, Decision] | None] = ContextVar("_SHARED", default=None)
 
 
 def apply(
@@ -88,6 +91,16 @@ def apply(
     return report
 
 
+@contextmanager
+def shared_checks() -> Iterator[None]:
+    """Within this context, models of one configuration share the checks of modules of one kind."""
+    token = _SHARED.set({})
+    try:
+        yield
+    finally:
+        _SHARED.reset(token)
+
+
 def survey(
     model: Any,
     caller: str,
@@ -114,7 +127,8 @@ def survey(
     ]
     home = device or device_of(model)
     plan = PatchPlan()
-    decisions: dict[Any, Decision] = {}
+    shared = _SHARED.get()
+    decisions: dict[Any, Decision] = {} if shared is None else shared
     # Op → the op that fits the modules of its rule; itself if no op does.
     fitting: dict[str, str] = {}
     names: dict[tuple[str, ...], list[str]] = {}
@@ -286,7 +300,7 @@ def _decision(
         return Decision(None, _unwanted(rule.ops, excluded))
     if match.refusal is not None:
         return Decision(None, match.refusal)
-    key = (rule.look, match.kind)
+    key = (rule.look, match.kind, match.dtype)
     if key not in decisions:
         decisions[key] = decide(match, verify)
     return decisions[key]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from liger_hf.application import shared_checks
 from liger_train.plan.advice import Alternative, Item, alternatives, checklist
 from liger_train.plan.auto_checkpoint import predict_end
 from liger_train.plan.estimate import Estimate, Rates, estimate, seconds_of
@@ -99,6 +100,7 @@ class Plan:
         }
 
 
+@shared_checks()
 def make_plan(
     setup: Setup,
     limit: int | None,

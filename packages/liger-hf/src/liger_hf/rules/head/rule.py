@@ -65,7 +65,7 @@ def look(module: nn.Module) -> Found | None:
     detail = sharded.share(sizes[1]) if isinstance(sharded, ShardedHead) else ""
     return Found(
         OP,
-        kind=(id(module),),
+        kind=(module,),
         original=original,
         candidates=lambda: (Candidate(linear_cross_entropy, detail, patches, lambda model: patches(model, head)),),
         cases=lambda device, dtypes: cases(module, path, sizes, device, dtypes),
