@@ -36,7 +36,7 @@ TOOLS = [*RUNNERS, "peft", "trl", "mypy", "sybil", "jupytext"]
 SITE_TOOLS = ["mkdocs-material", "mkdocstrings-python", "ruff"]
 # Optional libraries of training runs, without which their tests are skipped. They build and install in seconds, on Linux.
 EXTRAS = ["apollo-torch", "bitsandbytes", "deepspeed", "galore-torch", "torchao"] if sys.platform == "linux" else []
-# Then nox's pip installs into the environments: one of their own takes nine seconds each.
+# Whether nox has a pip that can install into the environments: making a pip for each takes nine seconds.
 HAS_PIP = importlib.util.find_spec("pip") is not None
 WORKERS = str(min(8, max(2, os.cpu_count() or 2)))
 # For a run of minutes.
@@ -60,7 +60,7 @@ bench rms_norm --quick
 # Where new versions of Transformers, Triton or huggingface_hub have broken something: what is replaced, the forward of a layer, the hub, commands, an op.
 SAMPLE = shlex.split("""
 tests/hf/test_replaced_counts.py tests/hf/test_residual.py tests/hf/test_hub.py tests/plan/test_adapters.py
-tests/test_versions.py --share 1/8
+tests/test_versions.py --share 1/5
 """)
 SAMPLE_OF_KERNELS = ["tests/ops/test_cross_entropy.py", "--backend", "triton"]
 # A workload of every op at a shape that users have.

@@ -73,14 +73,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     files, a share together. Different shares keep different tests.
     """
     number, of = map(int, config.getoption("--share").split("/"))
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    quick = {item.nodeid for item in items} - {item.nodeid for item in slow}
-    covered = {name.partition("::")[0] for name in quick}
+    slow = [item.nodeid for item in items if item.get_closest_marker("slow")]
+    chosen = {item.nodeid for item in items}.difference(slow)
+    covered = {name.partition("::")[0] for name in chosen}
     groups: dict[str, list[str]] = {}
-    for item in slow:
-        file = item.nodeid.partition("::")[0]
-        groups.setdefault("" if file in covered else file, []).append(item.nodeid)
-    chosen = quick
+    for name in slow:
+        file = name.partition("::")[0]
+        groups.setdefault("" if file in covered else file, []).append(name)
     for file, group in groups.items():
         parts = min(of, len(group)) if file else of
         chosen.update(group[(number - 1) % parts :: parts])

@@ -183,8 +183,8 @@ def test_the_prediction_for_a_rank_on_two_h200s_is_what_was_measured(row: dict[s
         config.num_hidden_layers = 4
         config.save_pretrained(tmp_path)
         setup = replace(setup, model=str(tmp_path))
-    is_exact = row["compile"] == "none" and (row["cp"] == 1 or row["liger"] == "none")
-    allowed = 0.002 if is_exact else 0.013
+    # Ring attention with Liger takes 225 MiB more than predicted.
+    allowed = 0.0125 if row["cp"] > 1 and row["liger"] == "all" else 0.002 if row["compile"] == "none" else 0.012
     assert predict(setup).peak_bytes == pytest.approx(row["peak_bytes"], rel=allowed)
 
 
