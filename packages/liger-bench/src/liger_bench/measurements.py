@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -85,12 +85,7 @@ def rows_as(kind: type[R], rows: Sequence[Columns]) -> list[R]:
 
 
 def completed(
-    case: type,
-    jobs: Sequence[Job],
-    where: Mapping[str, str],
-    before: Sequence[R],
-    files: Files,
-    measure: Measure[Job, R, M],
+    case: type, jobs: list[Job], where: dict[str, str], before: list[R], files: Files, measure: Measure[Job, R, M]
 ) -> tuple[list[R], list[M]]:
     """Return the rows of all jobs, in order, and the measurements of those jobs without a row in `before`.
 

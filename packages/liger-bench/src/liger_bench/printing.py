@@ -6,19 +6,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
-
-from liger_bench.row import ResultRow
 
 AllColumns = Annotated[
     bool, typer.Option("--all-columns", help="Print every column, even if the table gets wider than 100 characters.")
 ]
-
-
-def print_source(console: Console, what: str, row: ResultRow) -> None:
-    """Print the machine, versions, commit and date of a row."""
-    what = f"{what} on " if what else ""
-    console.print(f"{what}{row.machine}\n{row.versions}; commit {row.commit}; {row.date}", markup=False)
 
 
 def change(value: float, base: float) -> str:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import re
@@ -18,43 +17,36 @@ from liger_bench.ending import end
 
 # Parts of the messages of PyTorch's allocators, CUDA, and cuBLAS, which allocates its own workspace.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
-READY, DONE, FAILED = "ready", "done", "failed"
+DONE, FAILED = "done", "failed"
 Answer = tuple[str, dict[str, Any]]
 
 
 class Process:
-    """A process that runs a job: it gets ready, waits for a signal, measures, and ends.
+    """A process that runs a job and ends.
 
     answer(job, connection) runs in the process; it may send answers, and returns the last one.
     """
 
     def __init__(self, job: Any, log: Path, patience: float, answer: Callable[[Any, Connection], Answer]) -> None:
-        self.job, self.log, self.patience = job, log, patience
+        self.log, self.patience = log, patience
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(job, theirs, log, answer))
         self.process.start()
         # Only the process holds the other end now, so reading fails if it dies.
         theirs.close()
-        self._answer: Answer | None = None
-
-    @property
-    def answered(self) -> Answer:
-        """The last answer; waits for it if necessary."""
-        return self.wait() if self._answer is None else self._answer
 
     def wait(self) -> Answer:
         """Return the next answer, or a failure with its reason if the process died or took too long."""
-        self._answer = self._receive()
-        return self._answer
-
-    def measure(self) -> None:
-        """Signal the process to measure, unless it has failed, and wait for the result."""
-        if self.answered[0] == READY:
-            # If the process died meanwhile, `wait` reports that.
-            with contextlib.suppress(OSError):
-                self.connection.send("go")
-            self.wait()
+        try:
+            if self.connection.poll(self.patience):
+                return self.connection.recv()
+            self.process.kill()
+            return FAILED, {"reason": f"no answer in {self.patience:.0f} s", "failed": True}
+        except (EOFError, OSError):
+            self.process.join(timeout=10)
+            reason = f"the process died: {ending(self.process.exitcode)}{last_words(self.written())}"
+            return FAILED, {"reason": reason, "failed": True}
 
     def end(self) -> None:
         """Wait for the process to end by itself, which frees the device's memory for the next one."""
@@ -66,19 +58,6 @@ class Process:
             self.process.kill()
         self.process.join()
         self.connection.close()
-
-    def _receive(self) -> Answer:
-        try:
-            if self.connection.poll(self.patience):
-                return self.connection.recv()
-            self.process.kill()
-            return FAILED, {"reason": f"no answer in {self.patience:.0f} s", "failed": True}
-        except (EOFError, OSError):
-            self.process.join(timeout=10)
-            return FAILED, {
-                "reason": f"the process died: {ending(self.process.exitcode)}{last_words(self.written())}",
-                "failed": True,
-            }
 
     def written(self) -> str:
         """Return the output and errors of the process."""

@@ -8,7 +8,7 @@ import io
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ def append_json(rows: Sequence[Columns], path: Path) -> None:
     Raises OptionError if they cannot be written; earlier rows are then unchanged.
     """
     path = _target(path)
-    with _alone(path), _writable(path):
+    with _alone(path):
         _replace(path, json.dumps([*read_json(path), *rows], indent=1) + "\n")
 
 
@@ -67,7 +67,7 @@ def append_csv(rows: Sequence[Columns], path: Path, header: list[str]) -> None:
     Raises OptionError if they cannot be written; earlier rows are then unchanged.
     """
     path = _target(path)
-    with _alone(path), _writable(path):
+    with _alone(path):
         before, header = _table(path, header)
         text = io.StringIO()
         writer = csv.DictWriter(text, header)
@@ -129,27 +129,19 @@ def _replace(path: Path, text: str) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Lock the folder of a file within this context, and create the folder if necessary."""
-    if is_device(path):
-        yield
-        return
-    with ExitStack() as stack:
-        with _writable(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                stack.enter_context(FileLock(path.parent / LOCK, timeout=PATIENCE))
-            except Timeout:
-                raise OptionError(
-                    f"results: {path} must not be locked by another process for longer than {PATIENCE:.0f} s; wait or "
-                    "give another folder"
-                ) from None
-        yield
-
-
-@contextmanager
-def _writable(path: Path) -> Iterator[None]:
+    """Lock the folder of a file within this context, which writes the file, and create the folder if necessary."""
     try:
-        yield
+        if is_device(path):
+            yield
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.parent / LOCK, timeout=PATIENCE):
+            yield
+    except Timeout:
+        raise OptionError(
+            f"results: {path} must not be locked by another process for longer than {PATIENCE:.0f} s; wait or give "
+            "another folder"
+        ) from None
     except OSError as error:
         raise OptionError(
             f"results: {path} must be a file that can be written, got {error.strerror or error}; the rows that it had "

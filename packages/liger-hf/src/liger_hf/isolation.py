@@ -39,14 +39,6 @@ class DoublePrecision(TorchFunctionMode):
 
 
 @contextmanager
-def _without_global_hooks() -> Iterator[None]:
-    with ExitStack() as stack:
-        for name in global_hooks():
-            stack.enter_context(replacing(hooks_of_modules, name, OrderedDict()))
-        yield
-
-
-@contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Run a check undisturbed within this context.
 
@@ -55,7 +47,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     """
     devices = [] if device.type == "cpu" else [device]
     with (
-        _without_global_hooks(),
+        ExitStack() as stack,
         # A model may consist of fake tensors, to plan its memory; a check needs values.
         unset_fake_temporarily(),
         torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"),
@@ -65,5 +57,7 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
+        for name in global_hooks():
+            stack.enter_context(replacing(hooks_of_modules, name, OrderedDict()))
         torch.manual_seed(0)
         yield

@@ -15,6 +15,8 @@ from liger_core.errors import PluginError, nearest
 from liger_hf.patch import Patch
 from liger_hf.stand_in import Case
 
+Dtypes = Iterable[torch.dtype]
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -49,7 +51,7 @@ class Found:
     refusal: str | None = None
     original: Callable[..., Any] | None = None
     candidates: Callable[[], Iterable[Candidate]] = tuple
-    cases: Callable[[torch.device, Iterable[torch.dtype]], Iterator[Case]] | None = None
+    cases: Callable[[torch.device, Dtypes], Iterator[Case]] | None = None
     device: Callable[[], torch.device] | None = None
     dtype: torch.dtype = torch.float32
     fallback: bool = False

@@ -10,13 +10,13 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from liger_core.private_names import replacing
 from liger_hf.private_transformers import OFFLOADED, OFFLOADED_FORWARD
 
 # Modules may treat few and many tokens differently. Besides a few tokens in every dtype, checks run in float32 on one
@@ -98,22 +98,12 @@ class _Mode(threading.local):
     draw      the number of the draw; each number gives different random tensors
     """
 
-    training = True
-    draw = 0
+    def __init__(self) -> None:
+        self.training = True
+        self.draw = 0
 
 
 MODE = _Mode()
-
-
-@contextmanager
-def mode(**values: Any) -> Iterator[None]:
-    """Set attributes of MODE within this context."""
-    before = {name: getattr(MODE, name) for name in values}
-    vars(MODE).update(values)
-    try:
-        yield
-    finally:
-        vars(MODE).update(before)
 
 
 def of_length(length: int, dtype: torch.dtype, run: Run) -> Case:
@@ -124,7 +114,7 @@ def of_length(length: int, dtype: torch.dtype, run: Run) -> Case:
     rows = sorted({*range(0, length, max(1, length // 8)), length - 1})
 
     def few(function: Callable[..., Any], exact: bool) -> Results:
-        with mode(training=length > 1):
+        with replacing(MODE, "training", length > 1):
             results = run(function, exact)
         return {
             name: value[:, rows] if value.dim() > 2 and value.shape[1] == length else value

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from liger_core.autograd import Kept, check_backward
+from liger_core.private_names import replacing
 from liger_hf.patch import Patch, replacement, slot
 from liger_hf.private_transformers import OFFLOADED
 from liger_hf.repeated import RandomState, Settings, draws
@@ -26,7 +27,8 @@ from liger_hf.verification import decide
 
 
 class _Inside(threading.local):
-    tiles = False
+    def __init__(self) -> None:
+        self.tiles = False
 
 
 INSIDE = _Inside()
@@ -102,7 +104,7 @@ class _TiledCall:
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor | None = None
         # Uncached, because the cached cast of a weight would have no gradient in the rest of the forward pass.
-        with _inside(), torch.no_grad(), self._autocast(cache=False):
+        with replacing(INSIDE, "tiles", True), torch.no_grad(), self._autocast(cache=False):
             for block, tile in self._tiles(x):
                 output = self.inner(self.module, tile)
                 y = output.new_empty(*x.shape[:-1], output.shape[-1]) if y is None else y
@@ -116,8 +118,8 @@ class _TiledCall:
         sums: list[Tensor | None] = [None] * len(weights)
         of_x = torch.empty_like(x) if needs[0] else None
         upstream = _rows(grad)
-        again = nullcontext() if self.numbers is None else self.numbers.again()
-        with _inside(), _unhooked(weights), torch.enable_grad(), self._autocast(cache=True), again:
+        rng = nullcontext() if self.numbers is None else self.numbers.again()
+        with replacing(INSIDE, "tiles", True), _unhooked(weights), torch.enable_grad(), self._autocast(cache=True), rng:
             for block, tile in self._tiles(x):
                 leaf = tile.detach().requires_grad_(needs[0])
                 output = self.inner(self.module, leaf)
@@ -183,12 +185,3 @@ def _unhooked(weights: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for hooks, before in every:
             hooks.update(before)
-
-
-@contextmanager
-def _inside() -> Iterator[None]:
-    before, INSIDE.tiles = INSIDE.tiles, True
-    try:
-        yield
-    finally:
-        INSIDE.tiles = before

@@ -11,9 +11,10 @@ import torch
 
 from liger_core import BackendError
 from liger_core.accuracy import error, judge
+from liger_core.private_names import replacing
 from liger_hf.isolation import DoublePrecision, undisturbed
 from liger_hf.rule import Candidate, Found
-from liger_hf.stand_in import Case, Results, Unfit, mode
+from liger_hf.stand_in import MODE, Case, Results, Unfit
 
 NO_OP = "no op matches"
 
@@ -61,7 +62,7 @@ def decide(match: Found, verify: bool) -> Decision:
     first: dict[Candidate, Verdict] = {}
     verdicts: dict[Candidate, Verdict] = {}
     for number in range(DRAWS):
-        with undisturbed(device), mode(draw=number):
+        with undisturbed(device), replacing(MODE, "draw", number):
             known = _known(match, device, dtypes)
             if isinstance(known, Decision):
                 return known

@@ -17,7 +17,6 @@ from liger_train import checkpointing
 from liger_train.checkpointing import Keeps
 from liger_train.configs import config_of
 from liger_train.model import weights_dtype
-from liger_train.row import AUTO_NOTE
 from liger_train.setup import Setup
 
 # The fraction of memory to keep free, for fragmentation and for sizes that vary between steps.
@@ -329,8 +328,9 @@ def _summary(layers: list[Any], policy: KeepPolicy | None) -> str:
     batch = f"each batch is split into {policy.parts} parts; " if policy and policy.parts > 1 else ""
     offloaded = keeps.count(Keeps.NOTHING)
     inputs = f"layers with offloaded inputs: {offloaded}; " if offloaded else ""
-    counts = (offloaded + keeps.count(Keeps.INPUT), keeps.count(Keeps.MATMULS), keeps.count(Keeps.ALL))
-    return batch + inputs + AUTO_NOTE.format(*counts)
+    full, selective, none = offloaded + keeps.count(Keeps.INPUT), keeps.count(Keeps.MATMULS), keeps.count(Keeps.ALL)
+    recompute = f"layers with full recompute: {full}, with selective recompute: {selective}, without recompute: {none}"
+    return batch + inputs + recompute
 
 
 def _has_state(optimizer: Any) -> bool:

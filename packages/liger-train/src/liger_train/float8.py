@@ -20,13 +20,6 @@ from liger_train.setup import Setup
 # Value of --precision → recipe of torchao.
 RECIPES = {"fp8": "tensorwise", "fp8-rowwise": "rowwise", "fp8-pure": "tensorwise", "fp8-rowwise-pure": "rowwise"}
 SCALES = {"tensorwise": "one scale per tensor", "rowwise": "one scale per row"}
-# Why a layer is left out, in the note.
-HEAD, OTHER, ODD, EXPERTS = (
-    "the LM head, whose matmul is part of the loss",
-    "other classes of layers",
-    f"dimensions that are not multiples of {MULTIPLE}",
-    "experts, whose matmuls are grouped",
-)
 
 
 def convert(model: Any, setup: Setup, notes: list[str]) -> None:
@@ -116,10 +109,11 @@ def _matmul_layers(model: nn.Module, head: Any) -> Iterator[tuple[str, str]]:
 
     for name, module in model.named_modules():
         if module is head:
-            yield name, HEAD
+            yield name, "the LM head, whose matmul is part of the loss"
         elif holds_experts(module):
-            yield name, EXPERTS
+            yield name, "experts, whose matmuls are grouped"
         elif type(module) is nn.Linear:
-            yield name, ODD if module.in_features % MULTIPLE or module.out_features % MULTIPLE else ""
+            odd = module.in_features % MULTIPLE or module.out_features % MULTIPLE
+            yield name, f"dimensions that are not multiples of {MULTIPLE}" if odd else ""
         elif isinstance(module, nn.Linear | Conv1D):
-            yield name, OTHER
+            yield name, "other classes of layers"

@@ -63,8 +63,6 @@ DEFAULTS = {field.name: field.default for field in fields(Setup)}
 FREE = ("steps", "learning_rate", "seed", "nvme_folder", "trust_remote_code", "random_weights")
 # The options that reports show elsewhere, or not at all.
 UNNAMED = ("model", "batch", "sequence", "liger", "data", "device", "memory_limit", *FREE)
-# The note of `--checkpoint auto`: how many layers recompute everything, everything but their matmuls, and nothing.
-AUTO_NOTE = "layers with full recompute: {}, with selective recompute: {}, without recompute: {}"
 # The start of the reason why a sweep skipped a run.
 NOT_RUN = "not run"
 # The mark of a speedup within the spread of the steps.

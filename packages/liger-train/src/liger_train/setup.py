@@ -27,20 +27,9 @@ ZERO = ("zero1", "zero2", "zero3")
 MOST = 2**31 - 1
 # The dimensions of float8 matmuls must be multiples of this.
 FLOAT8_MULTIPLE = 16
+COUNTS = ("batch", "accumulation", "ranks", "tp", "cp", "replicate", "steps", "adapter_rank", "adapter_alpha")
 # Option → range. Transformers also seeds NumPy, which takes 32 bits.
-LIMITS = {
-    "batch": (1, MOST),
-    "accumulation": (1, MOST),
-    "ranks": (1, MOST),
-    "tp": (1, MOST),
-    "cp": (1, MOST),
-    "replicate": (1, MOST),
-    "steps": (1, MOST),
-    "adapter_rank": (1, MOST),
-    "adapter_alpha": (1, MOST),
-    "sequence": (2, 2**24),
-    "seed": (0, 2**32 - 1),
-}
+LIMITS = dict.fromkeys(COUNTS, (1, MOST)) | {"sequence": (2, 2**24), "seed": (0, 2**32 - 1)}
 # Tokens in a tile of --mlp tiled: enough to keep a GPU busy, and for summing weight gradients to take little time.
 MLP_ROWS = 16_384
 # Device → the defaults of `liger train` that differ between devices.

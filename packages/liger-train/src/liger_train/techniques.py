@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from liger_core.errors import nearest
@@ -18,13 +19,8 @@ from liger_train.technique import Technique
 # Placeholders for values that the user chooses: a number, and a list of ops.
 NUMBER, LIST = "NUMBER", "OPS"
 
-# (value, the value that it extends by float8, its scales, its cost).
-FLOAT8 = (
-    ("fp8", "bf16", "a scale per tensor", "3 or 4 bits of precision in matmuls"),
-    ("fp8-rowwise", "bf16", "a scale per row", "4 bits of precision in matmuls"),
-    ("fp8-pure", "bf16-pure", "a scale per tensor", "3 or 4 bits of precision in matmuls"),
-    ("fp8-rowwise-pure", "bf16-pure", "a scale per row", "4 bits of precision in matmuls"),
-)
+# (value, its scales, its bits of precision in matmuls).
+FLOAT8 = (("fp8", "a scale per tensor", "3 or 4"), ("fp8-rowwise", "a scale per row", "4"))
 
 # (value, what is sharded, how, its cost).
 STAGES = (
@@ -81,16 +77,16 @@ TABLE: dict[str, Technique] = {
         problem=combinations.pure,
     ),
     **{
-        f"precision {value}": Technique(
-            f"As `{base}`, with the matmuls of linear layers in float8 and {scales}.",
-            f"as `{base}`",
-            f"as `{base}`, {costs}; compiles in the first step; faster",
+        f"precision {value}{end}": Technique(
+            f"As `bf16{end}`, with the matmuls of linear layers in float8 and {scales}.",
+            f"as `bf16{end}`",
+            f"as `bf16{end}`, {bits} bits of precision in matmuls; compiles in the first step; faster",
             packages=("torchao",),
             reason="no CPU multiplies in float8 faster than in bfloat16",
             arguments=lambda setup: {"bf16": setup.mixed},
             problem=combinations.float8,
         )
-        for value, base, scales, costs in FLOAT8
+        for end, (value, scales, bits) in product(("", "-pure"), FLOAT8)
     },
     "checkpoint none": Technique("Keeps every activation for the backward pass."),
     "checkpoint full": Technique(

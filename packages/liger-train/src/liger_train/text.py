@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
@@ -22,17 +22,11 @@ def trained_tokenizer(texts: list[str], vocabulary: int, special: Sequence[str] 
     return Tokenizer.from_str(tokenizer.to_str())
 
 
-def library(limit: int) -> list[str]:
-    """Return the sources of the standard library, in a fixed order, until they have `limit` characters."""
+def library() -> Iterator[str]:
+    """Yield the sources of the standard library, in a fixed order."""
     root = Path(sysconfig.get_path("stdlib"))
-    sources: list[str] = []
-    size = 0
     for path in sorted(p for p in root.rglob("*.py") if SKIPPED.isdisjoint(p.relative_to(root).parts)):
-        sources.append(path.read_text(encoding="utf-8", errors="replace"))
-        size += len(sources[-1])
-        if size >= limit:
-            break
-    return sources
+        yield path.read_text(encoding="utf-8", errors="replace")
 
 
 class Sequences(Dataset[dict[str, Tensor]]):

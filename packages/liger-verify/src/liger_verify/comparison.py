@@ -47,7 +47,7 @@ class StepRun(NamedTuple):
     folder    the folder with the result of the one process, which all runs of the step share
     results   the folder for the results of this run
     patience  seconds that a process waits for another one
-    device    "cpu" or "cuda"
+    on_gpus   whether each process has a GPU of its own
     """
 
     step: Step
@@ -55,11 +55,7 @@ class StepRun(NamedTuple):
     folder: str
     results: str
     patience: float
-    device: str = "cpu"
-
-    @property
-    def on_gpus(self) -> bool:
-        return self.device == "cuda"
+    on_gpus: bool = False
 
 
 def compare(
@@ -132,7 +128,7 @@ def compare_with_truth(
 ) -> Report:
     """Run a step on `ranks` processes, for `limit` seconds at most, and compare it with the truth in the folder."""
     with TemporaryDirectory(prefix="liger-verify-") as results:
-        _start(_rank, StepRun(step, ranks, folder, results, patience, device), limit)
+        _start(_rank, StepRun(step, ranks, folder, results, patience, device == "cuda"), limit)
         truth = torch.load(Path(folder, TRUTH), weights_only=True)
         measured = [torch.load(Path(results, f"{rank}.pt"), weights_only=True) for rank in range(ranks)]
     sizes = {"ranks": ranks, **(sizes or {})}
@@ -291,11 +287,7 @@ def _sums(gradient: Tensor | None, truth: Tensor | None) -> dict[str, float]:
 
 
 def report_of(
-    truth: Any,
-    measured: list[Any],
-    sizes: Mapping[str, int],
-    tolerance: float,
-    rounding: Mapping[str, float] | None = None,
+    truth: Any, measured: list[Any], sizes: dict[str, int], tolerance: float, rounding: dict[str, float] | None = None
 ) -> Report:
     """Return the comparison of all ranks from the measurements of each.
 
@@ -320,7 +312,7 @@ def report_of(
     unused = [name for name, gradient in truth["gradients"].items() if gradient is None]
     rounded = [d.name for d in differences if d.error <= tolerance and not _within(gradients[d.name], tolerance)]
     losses = [rank["loss"] for rank in measured]
-    return Report(truth["loss"], losses, norm, differences, missing, dict(sizes), tolerance, unused, rounded)
+    return Report(truth["loss"], losses, norm, differences, missing, sizes, tolerance, unused, rounded)
 
 
 def _within(ranks: list[dict[str, float] | None], tolerance: float) -> bool:

@@ -272,7 +272,8 @@ class Training:
 
         _quiet()
         options: dict[str, Any] = {"attn_implementation": "eager", **EXPERTS}
-        if self.tp > 1 and self._places_all_ranks():
+        # From 5.18 on, Transformers shards layers and parameters in one call; before, it takes a mesh.
+        if self.tp > 1 and hasattr(DistributedConfig, "dp_replicate_size"):
             options["distributed_config"] = DistributedConfig(
                 tp_size=self.tp, tp_plan="auto", fsdp_size=self.dp * self.cp
             )
@@ -331,12 +332,6 @@ class Training:
         with torch.no_grad():
             total = torch.tensor(float(batch.valid()), device=model.device)
             return float(Training.loss(self, model, batch, None, total))
-
-    def _places_all_ranks(self) -> bool:
-        """Return whether Transformers (from 5.18) shards layers and parameters in one call; earlier it takes a mesh."""
-        from transformers.distributed import DistributedConfig
-
-        return "dp_replicate_size" in {f.name for f in dataclasses.fields(DistributedConfig)}
 
 
 def _quiet() -> None:

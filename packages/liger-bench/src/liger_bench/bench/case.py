@@ -35,14 +35,6 @@ class Errors:
     outputs: list[float]
     gradients: list[float]
 
-    @property
-    def worst_output(self) -> float:
-        return max(self.outputs, default=0.0)
-
-    @property
-    def worst_gradient(self) -> float:
-        return max(self.gradients, default=0.0)
-
     def ratio(self, other: Errors) -> float | None:
         """Return the largest ratio of a gradient's error to the other's; None if all of the other's are 0."""
         return max((mine / its for mine, its in zip(self.gradients, other.gradients, strict=True) if its), default=None)

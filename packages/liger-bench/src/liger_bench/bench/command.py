@@ -21,10 +21,10 @@ from liger_bench.bench.limits import measure_limits
 from liger_bench.bench.measure import PASSES, ROUNDS, Bench
 from liger_bench.bench.rows import HEADER, OpRow, measured
 from liger_bench.bench.table import print_rows
-from liger_bench.measurements import Files
+from liger_bench.measurements import Files, check_known
 from liger_bench.printing import AllColumns
 from liger_bench.progress import progress_bar
-from liger_core.errors import BackendError, OptionError, nearest
+from liger_core.errors import BackendError, OptionError
 from liger_core.op import Op, Workload
 from liger_core.plugins import Registry, registry
 from liger_core.selection import use
@@ -156,11 +156,8 @@ def _peers(names: list[str], device: torch.device, *, optional: bool) -> tuple[l
     """Return the variants of the named peers, and why others are missing; only optional ones may be missing."""
     variants: list[peers.Peer] = []
     absent: dict[str, str] = {}
+    check_known("bench", "--peer", names, peers.FILES)
     for name in names:
-        if name not in peers.FILES:
-            raise OptionError(
-                f"bench: no library named {name!r}; known: {', '.join(peers.FILES)}.{nearest(name, peers.FILES)}"
-            )
         reason = peers.unavailable(name, device)
         try:
             variants += peers.peers(name) if reason is None else []
@@ -177,16 +174,10 @@ def _peers(names: list[str], device: torch.device, *, optional: bool) -> tuple[l
 
 
 def _plan(registry: Registry, options: BenchOptions, variants: list[peers.Peer], device: torch.device) -> list[OpJob]:
-    for name in options.names:
-        if name not in registry.ops:
-            raise OptionError(
-                f"bench: no op named {name!r}; known: {', '.join(sorted(registry.ops))}.{nearest(name, registry.ops)}"
-            )
+    check_known("bench", "OP", options.names, sorted(registry.ops))
     for name in options.backends:
         _check_backend(registry, name, device)
-    for name in options.passes:
-        if name not in (*PASSES, DISPATCH):
-            raise OptionError(f"bench: --pass must be one of {', '.join((*PASSES, DISPATCH))}, got {name!r}")
+    check_known("bench", "--pass", options.passes, (*PASSES, DISPATCH))
     plan: list[OpJob] = []
     for op in (registry.ops[name] for name in options.names or registry.ops):
         implementations = [backend(op, name) for name in _backends(registry, op, options.backends, device)]
@@ -211,10 +202,7 @@ def _wanted(workload: Workload, options: BenchOptions) -> bool:
 def _check_backend(registry: Registry, name: str, device: torch.device) -> None:
     """Raise an error if a backend cannot run on the device; the selection reports unknown and unavailable ones."""
     use(name).undo()
-    if name not in registry.backends:
-        raise OptionError(
-            f"bench: --backend must name a backend, got {name!r}; installed: {', '.join(sorted(registry.backends))}"
-        )
+    check_known("bench", "--backend", [name], sorted(registry.backends))
     if device.type not in registry.backends[name].device_types:
         kinds = " and ".join(registry.backends[name].device_types)
         raise BackendError(f"bench: backend {name!r} runs on {kinds} tensors, got --device {device.type}")

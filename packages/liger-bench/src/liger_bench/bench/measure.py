@@ -35,6 +35,8 @@ WARM_SECONDS = 0.1
 # A call that is repeated this often in a round is short, and the clocks before it do not matter.
 MANY = 10
 Figures = dict[str, Any]
+Seconds = dict[str, float]
+Show = Callable[[str], object]
 
 
 @dataclass
@@ -45,7 +47,7 @@ class ImplementationState:
     """
 
     implementation: Implementation
-    run: CaseRun | None = None
+    run: CaseRun = field(init=False)
     errors: Errors | None = None
     samples: dict[str, Samples] = field(default_factory=dict)
     figures: dict[str, Figures] = field(default_factory=dict)
@@ -88,11 +90,7 @@ class Bench:
     accuracy: bool = True
 
     def measured(
-        self,
-        op: Op[..., Any],
-        workload: Workload,
-        implementations: Iterable[Implementation],
-        show: Callable[[str], object],
+        self, op: Op[..., Any], workload: Workload, implementations: Iterable[Implementation], show: Show
     ) -> list[OpRow]:
         """Measure a workload; if its inputs do not fit into memory, the rows say so."""
         try:
@@ -106,9 +104,7 @@ class Bench:
                 case.set_exact()
         return self.rows(case, implementations, show)
 
-    def rows(
-        self, case: Case, implementations: Iterable[Implementation], show: Callable[[str], object] = lambda _: None
-    ) -> list[OpRow]:
+    def rows(self, case: Case, implementations: Iterable[Implementation], show: Show = lambda _: None) -> list[OpRow]:
         """Measure every pass of every implementation; a row without figures has the reason."""
         gc.collect()
         states = [ImplementationState(implementation) for implementation in implementations]
@@ -119,7 +115,7 @@ class Bench:
                 state.run = self._checked(case, state)
         # The float64 results are the largest tensors here.
         case.exact = None
-        floors: list[dict[str, float]] = []
+        floors: list[Seconds] = []
 
         def floor() -> None:
             # Matmuls drift with the clocks of a busy device; the limits of memory-bound ops are measured once per run.
@@ -128,11 +124,11 @@ class Bench:
 
         for name in PASSES:
             if name in self.passes and (name != "evaluation" or case.evaluates):
-                self._timed(name, [state for state in states if state.run is not None], show, floor)
+                self._timed(name, [state for state in states if "" not in state.refused], show, floor)
         if not floors:
             floor()
         least = {name: quantile([taken[name] for taken in floors], 0.5) for name in floors[0]}
-        copies: dict[str, float] = {}
+        copies: Seconds = {}
         with suppress(torch.OutOfMemoryError):
             copies = self.limits.copy_seconds(case.work())
         return [row for state in states for row in self._rows(case, state, plain, least, copies)]
@@ -185,9 +181,7 @@ class Bench:
             raise ValueError(f"it overwrote {', '.join(changed)}, which nothing declares")
         return run
 
-    def _timed(
-        self, name: str, states: list[ImplementationState], show: Callable[[str], object], floor: Callable[[], None]
-    ) -> None:
+    def _timed(self, name: str, states: list[ImplementationState], show: Show, floor: Callable[[], None]) -> None:
         watch = Stopwatch(self.device)
         counts: dict[str, int] = {}
         for state in states:
@@ -209,23 +203,21 @@ class Bench:
 
     def _prepared(self, name: str, state: ImplementationState, watch: Stopwatch) -> int:
         """Measure the memory, which also warms up, and return the number of calls in a round."""
-        run = state.run
-        assert run is not None
-        call, before = run.passes[name]()
+        call, before = state.run.passes[name]()
         before()
         returned: list[Results] = []
         # Releases by the garbage collector would confuse the CPU profiler, but not the allocator of a GPU.
         peak = peak_bytes(lambda: returned.append(call()), self.device, collect=self.device.type == "cpu")
-        argument_addresses = {v.untyped_storage().data_ptr() for v in run.arguments.values() if isinstance(v, Tensor)}
+        argument_addresses = {
+            v.untyped_storage().data_ptr() for v in state.run.arguments.values() if isinstance(v, Tensor)
+        }
         gradients = [g for g in returned.pop().gradients if g.untyped_storage().data_ptr() not in argument_addresses]
         state.figures[name] = {"peak_extra_bytes": peak, "peak_beyond_gradients_bytes": peak - held_bytes(gradients)}
         state.samples[name] = Samples()
         return repetitions(self.seconds / self.rounds, watch.seconds(call, before), 1, 200)
 
     def _round(self, name: str, state: ImplementationState, watch: Stopwatch, count: int) -> None:
-        run = state.run
-        assert run is not None
-        call, before = run.passes[name]()
+        call, before = state.run.passes[name]()
         # The implementation before left its state in caches, allocator and clocks (matmuls lower them by a tenth within
         # 100 ms). These calls replace it by the implementation's own.
         started, least = time.perf_counter(), WARM_SECONDS if count < MANY and self.device.type != "cpu" else 0.0
@@ -237,33 +229,29 @@ class Bench:
             if time.perf_counter() - started >= least:
                 break
         watch.sample(state.samples[name], call, count, before)
-        release(self.device)
+        reserved = torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
+        # More would not help the next implementation.
+        if reserved and reserved > torch.cuda.get_device_properties(self.device).total_memory // 2:
+            torch.cuda.empty_cache()
 
     def _replayed(self, name: str, state: ImplementationState, watch: Stopwatch) -> Figures:
         """Time the call as a CUDA graph, or return why there is none."""
-        run = state.run
-        assert run is not None
         typical = state.samples[name].timing().median_ms
         if self.device.type == "cuda" and typical > GRAPH_LONGEST_MS:
             return {"graph_reason": f"not taken, since the call is longer than {GRAPH_LONGEST_MS:g} ms"}
         if name == "backward" and state.implementation.consumes:
             return {"graph_reason": "its backward pass runs once for a forward pass"}
         try:
-            replay = capture(run.passes[name], self.device, wary=state.implementation.kind == PEER)
+            replay = capture(state.run.passes[name], self.device, wary=state.implementation.kind == PEER)
         except (Unsupported, RuntimeError) as error:
             return {"graph_reason": str(error).splitlines()[0]}
         samples = Samples()
         replay()
-        watch.sample(samples, replay, repetitions(self.seconds / 2, typical / 1e3, 5, 100), run.restore)
+        watch.sample(samples, replay, repetitions(self.seconds / 2, typical / 1e3, 5, 100), state.run.restore)
         return {"graph_ms": samples.timing().median_ms}
 
     def _rows(
-        self,
-        case: Case,
-        state: ImplementationState,
-        plain: Errors | None,
-        least: dict[str, float],
-        copies: dict[str, float],
+        self, case: Case, state: ImplementationState, plain: Errors | None, least: Seconds, copies: Seconds
     ) -> Iterator[OpRow]:
         implementation = state.implementation
         known: Figures = {"overwrites": ",".join(implementation.overwrites)}
@@ -272,7 +260,7 @@ class Bench:
             yield self._row(case.op, case.workload, implementation.name, implementation.kind, "", **known)
             return
         if state.errors is not None:
-            known |= {"error_outputs": state.errors.worst_output, "error_gradients": state.errors.worst_gradient}
+            known |= {f"error_{name}": max(errors, default=0.0) for name, errors in vars(state.errors).items()}
             known["error_eager_ratio"] = None if plain is None else state.errors.ratio(plain)
         for name in (n for n in PASSES if n in state.samples or n in state.refused):
             figures = state.refused.get(name)
@@ -305,10 +293,3 @@ class Bench:
             "product_flops_per_second": self.limits.rate,
         }
         return OpRow(**(empty | known | self.where | figures))
-
-
-def release(device: torch.device) -> None:
-    """Free cached memory if more than half of the device is reserved; it does not help the next implementation."""
-    reserved = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
-    if reserved and reserved > torch.cuda.get_device_properties(device).total_memory // 2:
-        torch.cuda.empty_cache()

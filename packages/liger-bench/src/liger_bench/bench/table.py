@@ -15,12 +15,7 @@ COLUMNS = (
     Column("pass"),
     Column("ms", "median milliseconds of a call", number=True),
     Column("0.2 – 0.8", "quantiles of the same, in ms", number=True, detail=True),
-    Column(
-        "enqueue",
-        "milliseconds until the call returns to the host, before the device is done",
-        number=True,
-        detail=True,
-    ),
+    Column("enqueue", "ms until the call returns to the host, before the device is done", number=True, detail=True),
     Column("graph", "the same call replayed as a CUDA graph, in ms", number=True, detail=True),
     Column("roofline", "fraction of the roofline: least possible time on this machine ÷ measured time", number=True),
     Column("MiB", "peak memory beyond the inputs", number=True, detail=True),

@@ -18,16 +18,8 @@ from torch import Tensor
 from liger_core import Unsupported
 
 # Name on the command line → file.
-FILES = {
-    "eager": "eager",
-    "separate": "separate",
-    "torch": "torch_fused",
-    "compile": "torch_compile",
-    "liger-kernel": "liger_kernel",
-    "cut-cross-entropy": "cut_cross_entropy",
-    "quack": "quack",
-    "trl": "trl",
-}
+NAMES = ("eager", "separate", "torch", "compile", "liger-kernel", "cut-cross-entropy", "quack", "trl")
+FILES = {name: name.replace("-", "_") for name in NAMES} | {"torch": "torch_fused", "compile": "torch_compile"}
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,6 @@ def _row_ops(package: Any) -> dict[str, Callable[..., Any]]:
     ) -> Any:
         return package.liger_fused_add_rms_norm(x, residual, weight, eps, weight_offset, _casting(cast), in_place=False)
 
-    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Any:
-        return package.liger_layer_norm(x, weight, bias, eps)
-
     def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
         return package.liger_rope(q, k, cos, sin)
 
@@ -103,31 +100,20 @@ def _row_ops(package: Any) -> dict[str, Callable[..., Any]]:
     ) -> Any:
         return package.liger_modulated_rms_norm(x, weight, scale, shift, eps, in_place=False)
 
-    def dyt(x: Tensor, alpha: Tensor, weight: Tensor, bias: Tensor) -> Any:
-        return package.liger_dyt(x, alpha, weight, bias)
-
-    def softmax(x: Tensor) -> Any:
-        return package.liger_softmax(x)
-
-    def sparsemax(x: Tensor) -> Any:
-        return package.liger_sparsemax(x)
-
-    norms = by_name(rms_norm, add_rms_norm, layer_norm, poly_norm, group_norm, modulated_rms_norm, dyt)
-    return norms | by_name(rope, qk_norm_rope, softmax, sparsemax)
+    return by_name(rms_norm, add_rms_norm, rope, qk_norm_rope, poly_norm, group_norm, modulated_rms_norm)
 
 
 def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    def swiglu(gate: Tensor, up: Tensor) -> Any:
-        return package.liger_swiglu(gate, up)
-
-    def relu_squared(x: Tensor) -> Any:
-        return package.liger_relu_squared(x)
-
-    def mix_streams(x: Tensor, pre: Tensor) -> Any:
-        return package.liger_mhc_pre(x, pre)
-
-    def merge_streams(x: Tensor, y: Tensor, post: Tensor, res: Tensor) -> Any:
-        return package.liger_mhc_post_res(x, y, post, res)
+    same_arguments: dict[str, Callable[..., Any]] = {
+        "layer_norm": lambda x, weight, bias, eps=1e-5: package.liger_layer_norm(x, weight, bias, eps),
+        "dyt": lambda x, alpha, weight, bias: package.liger_dyt(x, alpha, weight, bias),
+        "softmax": lambda x: package.liger_softmax(x),
+        "sparsemax": lambda x: package.liger_sparsemax(x),
+        "swiglu": lambda gate, up: package.liger_swiglu(gate, up),
+        "relu_squared": lambda x: package.liger_relu_squared(x),
+        "mix_streams": lambda x, pre: package.liger_mhc_pre(x, pre),
+        "merge_streams": lambda x, y, post, res: package.liger_mhc_post_res(x, y, post, res),
+    }
 
     def attention_residual(layers: Tensor, query: Tensor, weight: Tensor, eps: float = 1e-6) -> Any:
         # It expects a batch and a sequence dimension.
@@ -167,8 +153,8 @@ def _calls(package: Any, linear: Callable[..., Any]) -> dict[str, Callable[..., 
         "linear_cross_entropy": linear,
         "linear_log_prob": _per_token(scaled),
     }
-    rest = by_name(swiglu, geglu, relu_squared, experts, embedding, mix_streams, merge_streams, attention_residual)
-    return _row_ops(package) | rest | losses | _divergences(package)
+    rest = by_name(geglu, experts, embedding, attention_residual)
+    return same_arguments | _row_ops(package) | rest | losses | _divergences(package)
 
 
 def _divergences(package: Any) -> dict[str, Callable[..., Any]]:

@@ -12,7 +12,7 @@ import typer
 
 from liger_bench import machine
 from liger_bench.measurements import Files, check_known, completed, print_failures, rows_as
-from liger_bench.printing import AllColumns, print_source
+from liger_bench.printing import AllColumns
 from liger_bench.sharded.heads import GATHERED, IMPLEMENTATIONS, LIGER, OPS
 from liger_bench.sharded.job import COLUMNS, HeadJob, HeadRow
 from liger_bench.sharded.run import measure
@@ -129,4 +129,4 @@ def _print(rows: list[HeadRow], all_columns: bool) -> None:
         title = f"{op}: {rows[0].rows} × {rows[0].width} × {classes}, {rows[0].dtype}"
         print_table(console, FIGURES, lines, title=title, all_columns=all_columns)
     for last in rows[-1:]:
-        print_source(console, "", last)
+        console.print(f"{last.machine}\n{last.versions}; commit {last.commit}; {last.date}", markup=False)

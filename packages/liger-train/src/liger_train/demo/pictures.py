@@ -8,10 +8,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from liger_bench.printing import change
+from liger_bench.op_pictures import finish
+from liger_bench.printing import amount, change, size
 from liger_hf.presets import preset_name
 
 PLAIN, LIGER, OTHER = "#6b7280", "#d97706", "#9ca3af"
+GIB = 1 << 30
 
 
 def draw(result: dict[str, Any], folder: Path) -> None:
@@ -44,7 +46,7 @@ def _loss(result: dict[str, Any], path: Path) -> None:
     bottom.set_xlabel("step")
     bottom.xaxis.get_major_locator().set_params(integer=True)
     bottom.legend()
-    _finish(figure, (top, bottom), path)
+    finish(figure, (top, bottom), path)
 
 
 def _memory(result: dict[str, Any], path: Path) -> None:
@@ -52,10 +54,10 @@ def _memory(result: dict[str, Any], path: Path) -> None:
     axes = figure.subplots()
     figure.suptitle(f"Peak memory with and without Liger\n{_setting(result)}", fontsize=10)
     groups = {"LM head and loss only": "peak_loss_memory", "whole training step": "peak_memory"}
-    hf, liger = ([result[f"{name}_{key}_bytes"] / 2**30 for name in groups.values()] for key in ("hf", "liger"))
-    saved = [f"{_size(value)}\n{change(value, baseline)}" for baseline, value in zip(hf, liger, strict=True)]
+    hf, liger = ([result[f"{name}_{key}_bytes"] / GIB for name in groups.values()] for key in ("hf", "liger"))
+    saved = [f"{size(value * GIB)}\n{change(value, baseline)}" for baseline, value in zip(hf, liger, strict=True)]
     for offset, values, color, label, words in (
-        (-0.19, hf, PLAIN, "Transformers", [_size(value) for value in hf]),
+        (-0.19, hf, PLAIN, "Transformers", [size(value * GIB) for value in hf]),
         (0.19, liger, LIGER, "with Liger", saved),
     ):
         bars = axes.bar([index + offset for index in range(len(groups))], values, 0.36, color=color, label=label)
@@ -65,22 +67,10 @@ def _memory(result: dict[str, Any], path: Path) -> None:
     axes.margins(y=0.15)
     # Outside the axes, so that it covers no bar.
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    _finish(figure, (axes,), path)
-
-
-def _size(gib: float) -> str:
-    return f"{gib:,.1f} GiB" if gib >= 1 else f"{gib:.2f} GiB"
+    finish(figure, (axes,), path)
 
 
 def _setting(result: dict[str, Any]) -> str:
-    name, millions = preset_name(result["model"]), result["parameters"] / 1e6
-    size = f"{millions / 1000:.2f} B parameters" if millions >= 1000 else f"{millions:,.0f} M parameters"
+    model = f"{preset_name(result['model'])} ({amount(result['parameters'])} parameters)"
     where = result["machine"].split(";")[0].split(",")[0]
-    return f"{name} ({size}), {result['batch']} × {result['sequence']} tokens per step, {result['dtype']}, {where}"
-
-
-def _finish(figure: Any, axes: tuple[Any, ...], path: Path) -> None:
-    for each in axes:
-        each.grid(axis="y", alpha=0.3)
-        each.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+    return f"{model}, {result['batch']} × {result['sequence']} tokens per step, {result['dtype']}, {where}"

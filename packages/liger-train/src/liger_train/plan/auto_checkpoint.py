@@ -102,9 +102,8 @@ def predict_end(start: Prediction, limit: int | None) -> Prediction:
         callback.on_train_begin(ARGUMENTS, None, None, model=model)
         # The first step allocates the optimizer state, and is not measured.
         callback.on_step_end(ARGUMENTS, _state(1), None, optimizer=OPTIMIZER)
-        if sharding.learns:
+        if setup.shard == "zero3":
             ledger_of_a_step(planned, model, sharding, mode)
-            sharding = sharding.after_a_step()
         for step in count(2):
             parts = callback.parts
             micro_batch = replace(planned, batch=-(-setup.batch // parts), accumulation=setup.accumulation * parts)

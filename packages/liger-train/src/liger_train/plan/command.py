@@ -133,19 +133,17 @@ def _plan_sweep(setup: Setup, limit: int | None, auto: list[str], options: RunOp
     if options.out is not None:
         check_folder("plan: --out", options.out)
     with progress_bar() as bar:
-        task = bar.add_task("predicting", total=len(setups))
         from liger_train.plan.auto_checkpoint import predict_end
         from liger_train.plan.search import answered
         from liger_train.plan.step import predict
         from liger_train.plan.tables import print_sweep
 
         predictions = []
-        for each in setups:
+        for each in bar.track(setups, description="predicting"):
             within = each.memory_limit or limit
             if within is not None:
                 each, _ = answered(each, within, {*auto} - {*varied}, predict)
             predictions.append(predict_end(predict(each), within))
-            bar.advance(task)
     limits = [each.memory_limit or limit for each in setups]
     fits = [None if limit is None else each.fits(limit) for each, limit in zip(predictions, limits, strict=True)]
     text = json.dumps({"predictions": [asdict(each) | {"command": each.setup.command()} for each in predictions]})
@@ -167,11 +165,8 @@ def _compare(results: list[Path], out: Path | None, as_json: bool, trust_remote_
     if out is not None:
         check_folder("plan: --out", out)
     with progress_bar() as bar:
-        task = bar.add_task("predicting", total=len(rows))
-        comparisons = []
-        for comparison in compare_rows(rows, trust_remote_code=trust_remote_code):
-            comparisons.append(comparison)
-            bar.advance(task)
+        compared = compare_rows(rows, trust_remote_code=trust_remote_code)
+        comparisons = list(bar.track(compared, total=len(rows), description="predicting"))
     if out is not None:
         command = shlex.join(
             ["liger", "plan", *(word for path in results for word in ("--compare", str(path))), "--out", str(out)]

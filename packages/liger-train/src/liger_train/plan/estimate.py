@@ -25,20 +25,9 @@ from liger_train.plan.step import fake_model, ledger_of_a_step
 from liger_train.plan.traffic import ACTIVATIONS, Exchange, exchanges
 from liger_train.setup import Setup
 
-# Operations that neither compute nor move memory.
-FREE = (
-    "empty",
-    "new_empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty_strided",
-    "detach",
-    "_unsafe_view",
-    "lift_fresh",
-    "alias",
-)
-# The beginning of the names of attention, which has a rate of its own.
-ATTENTION = "_scaled_dot_product"
+# The beginnings of the names of operations that neither compute nor move memory, besides views, and of attention, which
+# has a rate of its own.
+FREE = ("empty", "new_empty", "_unsafe_view", "_scaled_dot_product")
 # Kernel → number of matmuls with each of its matrices. Gradients of the weights of adapted layers are not counted.
 HEAD_MATMULS = {"linear_cross_entropy": 3, "linear_tokens": 1, "linear_tokens_backward": 3}
 MATMULS = HEAD_MATMULS | {
@@ -136,7 +125,7 @@ class _Clock(Ledger):
     ) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         namespace, _, name = func.name().partition(".")[0].partition("::")
-        if func.is_view or namespace == "prim" or name in FREE or name.startswith(ATTENTION):
+        if func.is_view or namespace == "prim" or name.startswith(FREE):
             return result
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         moved = sum(map(_bytes, inputs + [t for t in tree_leaves(result) if isinstance(t, Tensor)]))

@@ -32,11 +32,9 @@ class ZeroGathering:
     order       the weights of modules in the order of their use, from an earlier step
     """
 
-    def __init__(
-        self, ledger: Ledger, persistent: int, live: int, prefetch: int, order: list[list[Tensor]] | None
-    ) -> None:
+    def __init__(self, ledger: Ledger, persistent: int, live: int, prefetch: int, order: list[list[Tensor]]) -> None:
         self.ledger, self.persistent, self.live, self.prefetch = ledger, persistent, live, prefetch
-        self.known_order = order or []
+        self.known_order = order
         self.order: list[list[Tensor]] = []
         self.gathered: dict[int, tuple[Tensor, int]] = {}
         self.users: defaultdict[int, set[int]] = defaultdict(set)

@@ -21,15 +21,8 @@ WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 CHECKPOINTS, ACTIVATIONS, LOGITS, OTHER = "checkpoints", "activations", "logits and loss", "other"
 CATEGORIES = (WEIGHTS, GRADIENTS, OPTIMIZER, CHECKPOINTS, ACTIVATIONS, LOGITS, OTHER)
 # Distinguishable with any kind of color vision (Okabe and Ito 2008).
-COLORS = {
-    WEIGHTS: "#0072b2",
-    GRADIENTS: "#56b4e9",
-    OPTIMIZER: "#009e73",
-    CHECKPOINTS: "#f0e442",
-    ACTIVATIONS: "#e69f00",
-    LOGITS: "#d55e00",
-    OTHER: "#999999",
-}
+OKABE_ITO = ("#0072b2", "#56b4e9", "#009e73", "#f0e442", "#e69f00", "#d55e00", "#999999")
+COLORS = dict(zip(CATEGORIES, OKABE_ITO, strict=True))
 # Sizes in CUDA's caching allocator are multiples of this.
 BLOCK = 512
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -64,11 +63,19 @@ def share_vocabulary(model: Any, setup: Setup, classes: int, fused: bool) -> Non
 
 
 def attention_of_ranks(setup: Setup) -> AbstractContextManager[None]:
-    """Return a context in which attention takes the memory that it takes with context parallelism."""
+    """Return a context in which attention is that of a rank's queries to all keys, which --cp gathers."""
     if setup.cp == 1:
         return nullcontext()
     attention = functional.scaled_dot_product_attention
-    return replacing(functional, "scaled_dot_product_attention", _over_all_keys(attention, setup))
+
+    def over_all_keys(
+        query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None = None, is_causal: bool, **options: Any
+    ) -> Tensor:
+        key, value = (_Gathered.apply(shard, 2, setup.cp) for shard in (key, value))
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool) if setup.device == "cpu" else None
+        return attention(query, key, value, attn_mask=mask, is_causal=is_causal and mask is None, **options)
+
+    return replacing(functional, "scaled_dot_product_attention", over_all_keys)
 
 
 def _set_classes(model: Any, classes: int) -> None:
@@ -86,19 +93,6 @@ def _shard(module: nn.Module, dimension: int | None, ranks: int) -> None:
             setattr(module, name, nn.Parameter(weight.new_empty(size), weight.requires_grad))
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
-
-
-def _over_all_keys(attention: Callable[..., Tensor], setup: Setup) -> Callable[..., Tensor]:
-    """Return attention of a rank's queries to the keys and values of all ranks, which accelerate gathers."""
-
-    def over_all_keys(
-        query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None = None, is_causal: bool, **options: Any
-    ) -> Tensor:
-        key, value = (_Gathered.apply(shard, 2, setup.cp) for shard in (key, value))
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool) if setup.device == "cpu" else None
-        return attention(query, key, value, attn_mask=mask, is_causal=is_causal and mask is None, **options)
-
-    return over_all_keys
 
 
 class _Gathered(torch.autograd.Function):

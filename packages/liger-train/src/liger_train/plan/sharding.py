@@ -29,9 +29,6 @@ class Sharding:
     micro-batch, and gradients are then views of them.
     """
 
-    # Whether a second step must be predicted, which differs from the first.
-    learns = False
-
     def __init__(self, setup: Setup, model: Any) -> None:
         self.setup = setup
         self.drops_gradients = OPTIMIZERS[setup.optimizer].drops_gradients
@@ -43,10 +40,6 @@ class Sharding:
         self.reduces = self.setup.sharing_ranks > 1 and self.setup.accumulation == 1
         if self.setup.sharing_ranks > 1:
             ledger.allocate(sum(w.elements * w.itemsize for w in self.trained), GRADIENTS)
-
-    def after_a_step(self) -> Sharding:
-        """Return the sharding of later steps, for which the order of modules is known."""
-        return self
 
     def accumulated(self, weight: Any) -> None:
         """Record that a gradient is complete; when ranks reduce it, a view of its bucket replaces it."""
@@ -114,9 +107,7 @@ class Zero(Sharding):
 class Zero3(Zero):
     """ZeRO stage 3: weights are sharded as well, and gathered when a module runs."""
 
-    learns = True
     gathering: ZeroGathering | None = None
-    order: list[list[Tensor]] | None = None
 
     def enter(self, model: Any, ledger: Ledger) -> None:
         super().enter(model, ledger)
@@ -137,16 +128,14 @@ class Zero3(Zero):
         if offloaded or self.setup.sharing_ranks > 1:
             from liger_train.zero import live_elements
 
-            self.gathering = ZeroGathering(
-                ledger, small, live_elements(self.setup) if offloaded else 10**9, int(0.9 * width * width), self.order
-            )
+            order: list[list[Tensor]] = []
+            if self.gathering is not None:
+                # The step before this one has shown the order of modules.
+                self.gathering.hooks.close()
+                order = self.gathering.order
+            live = live_elements(self.setup) if offloaded else 10**9
+            self.gathering = ZeroGathering(ledger, small, live, int(0.9 * width * width), order)
             self.gathering.register(model)
-
-    def after_a_step(self) -> Sharding:
-        if self.gathering is not None:
-            self.gathering.hooks.close()
-            self.order = self.gathering.order
-        return self
 
     def completed(self) -> None:
         """Release all weights; no gradient of an input signals that the embedding is done."""

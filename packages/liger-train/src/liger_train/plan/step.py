@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -147,9 +147,9 @@ def _step(setup: Setup) -> Step:
             model, notes = fake_model(setup, mode)
         sharding = sharding_of(setup, model)
         ledger = ledger_of_a_step(setup, model, sharding, mode)
-        if sharding.learns:
+        if setup.shard == "zero3":
             # DeepSpeed prefetches from the second step on.
-            ledger = ledger_of_a_step(setup, model, sharding.after_a_step(), mode)
+            ledger = ledger_of_a_step(setup, model, sharding, mode)
     return step_of(setup, model, ledger, tuple(notes))
 
 
@@ -197,11 +197,12 @@ def ledger_of_a_step(
 def _ledger_of_a_step(
     setup: Setup, model: Any, sharding: Sharding, mode: Any, kind: type[Ledger], fields: Mapping[str, Any]
 ) -> Ledger:
-    classes = config_of(setup).get_text_config().vocab_size
+    # Logits are recognized by their last dimension: the vocabulary size, or its shard.
+    sizes = {config_of(setup).get_text_config().vocab_size, model.get_output_embeddings().weight.shape[0]}
     ledger = kind(
         partial(devices.replace, setup.device),
         partial(devices.workspace, setup.device),
-        _logits_category(model, classes),
+        lambda tensor: LOGITS if tensor.dim() > 1 and tensor.shape[-1] in sizes else None,
     )
     vars(ledger).update(fields)
     written_out = devices.attention_is_written_out(
@@ -258,16 +259,6 @@ def _adapted(model: Any, setup: Setup, notes: list[str]) -> Any:
     if setup.adapter == "qlora":
         notes[-1] = adapter_note(model, setup, set(map(id, quantized_weights(model))))
     return model
-
-
-def _logits_category(model: Any, classes: int) -> Callable[[Tensor], str | None]:
-    """Return a function that recognizes logits by their last dimension: the vocabulary size, or its shard."""
-    sizes = {classes, model.get_output_embeddings().weight.shape[0]}
-
-    def category(tensor: Tensor) -> str | None:
-        return LOGITS if tensor.dim() > 1 and tensor.shape[-1] in sizes else None
-
-    return category
 
 
 def take_step(setup: Setup, model: Any, ledger: Ledger, sharding: Sharding) -> None:

@@ -77,15 +77,6 @@ def checkpoint_bytes(setup: Setup, static_bytes: int, trainable: int, per_machin
     return rank * min(per_machine, setup.ranks)
 
 
-def weights_gathered_in_float8(setup: Setup) -> int:
-    """Return the number of weights that FSDP2 gathers in float8."""
-    if setup.precision not in RECIPES:
-        return 0
-    model = on_meta(setup)
-    weights = (model.get_submodule(name).weight for name in chosen_layers(model, setup, []))
-    return sum(weight.numel() for weight in weights if gathers_in_float8(setup, len(weight)))
-
-
 def _of_activations(setup: Setup) -> list[Exchange]:
     """Return the exchanges of tensor and context parallelism.
 
@@ -130,7 +121,11 @@ def _of_weights(setup: Setup, parameters: int, trainable: int) -> list[Exchange]
     else:
         text = config_of(setup).get_text_config()
         once = (text.vocab_size * (1 if text.tie_word_embeddings else 2) + 1) * text.hidden_size
-        in_float8 = weights_gathered_in_float8(setup)
+        in_float8 = 0
+        if setup.precision in RECIPES:
+            model = on_meta(setup)
+            weights = (model.get_submodule(name).weight for name in chosen_layers(model, setup, []))
+            in_float8 = sum(weight.numel() for weight in weights if gathers_in_float8(setup, len(weight)))
         gathered = ((2 * parameters - once) * low - 2 * in_float8 * (low - 1)) * setup.accumulation / setup.tp
     if setup.shard == "fsdp2":
         gradients = trainable * (size if setup.pure else 4) / setup.tp

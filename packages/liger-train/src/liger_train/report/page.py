@@ -18,7 +18,7 @@ from liger_bench.records import Record, distinct
 from liger_train.report.statements import statements
 from liger_train.report.sweeps import PLAIN, Sweep, where
 from liger_train.report.timelines import title
-from liger_train.row import AUTO_NOTE, FIGURES, SETUP, chosen_options, figures_of, setup_from
+from liger_train.row import FIGURES, SETUP, chosen_options, figures_of, setup_from
 from liger_train.setup import Setup
 
 GIB = 1 << 30
@@ -47,15 +47,6 @@ pre { overflow-x: auto; padding: 0.75rem; }
 
 # The start of notes on defaults, in rows of this version and of older ones.
 NOTES_ON_DEFAULTS = re.compile(r"--[a-z-]+ \S+ was chosen|(Chosen|Defaults) for ")
-# Notes of `--checkpoint auto` in rows of older versions → their current wording.
-OLDER_NOTES = (
-    (r"a batch is taken in (\d+) parts, and ", r"each batch is split into \1 parts; "),
-    (
-        r"(\d+) of \d+ layers are \w+ again, (\d+) but for their \w+, (\d+) are not",
-        AUTO_NOTE.format(r"\1", r"\2", r"\3"),
-    ),
-    (r"(from step \d+ on) ", r"\1, "),
-)
 
 
 @dataclass
@@ -142,10 +133,7 @@ def _sentences(sweep: Sweep, sentences: Callable[[Record], Sequence[str]]) -> st
 
 def _notes(row: Record) -> list[str]:
     """Return the notes of a row, without those on defaults, which the section's heading shows."""
-    notes = [note for note in row.get("notes") or [] if not NOTES_ON_DEFAULTS.match(note)]
-    for old, new in OLDER_NOTES:
-        notes = [re.sub(old, new, note) for note in notes]
-    return notes
+    return [note for note in row.get("notes") or [] if not NOTES_ON_DEFAULTS.match(note)]
 
 
 def _figure_names(unit: str) -> tuple[str, ...]:

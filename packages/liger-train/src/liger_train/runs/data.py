@@ -159,7 +159,7 @@ def with_steps(setup: Setup, data: Data) -> Setup:
 
 def _documents(source: str, notes: list[str]) -> Iterator[str]:
     if source == LIBRARY:
-        yield from library(CHARACTERS)
+        yield from _truncate(library(), CHARACTERS)
         return
     check_source(source)
     path = Path(source).expanduser()

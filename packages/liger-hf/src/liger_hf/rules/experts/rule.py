@@ -183,7 +183,8 @@ def _cases(
         # The last expert gets no token.
         index = torch.stack([draw.integers(EXPERTS - 1, tokens), draw.integers(EXPERTS - 1, tokens)], dim=1)
         inputs = {"tokens": draw.normal(tokens, HIDDEN, scale=scale), "router weights": draw.positive(tokens, TOP)}
-        return _run(module, index, inputs, draw.normal(tokens, HIDDEN), stored, dtype)
+        tensors = (inputs, {"output": draw.normal(tokens, HIDDEN)}, stored)
+        return _run(module, index, *({name: value.to(dtype) for name, value in named.items()} for named in tensors))
 
     for name, dtype, scale in sized(dtypes):
         yield Case(name, dtype, run(21, dtype, scale))
@@ -191,14 +192,9 @@ def _cases(
         yield of_length(length, torch.float32, run(length, torch.float32, 1.0))
 
 
-def _run(
-    module: nn.Module,
-    index: Tensor,
-    inputs: dict[str, Tensor],
-    upstream: Tensor,
-    stored: dict[str, Tensor],
-    dtype: torch.dtype,
-) -> Run:
+def _run(module: nn.Module, index: Tensor, *tensors: dict[str, Tensor]) -> Run:
+    """Return a pass through a twin of the module; the tensors are inputs, upstream gradient and weights by name."""
+
     def call(function: Callable[..., Any], drawn: Any, parameters: Any, cast: Any) -> dict[str, Tensor]:
         twin = replica(module, parameters=parameters)
         if "parametrizations" in twin._modules:
@@ -211,10 +207,7 @@ def _run(
         run_experts_in_a_loop(twin.config)
         return {"output": function(twin, drawn["tokens"], index, drawn["router weights"])}
 
-    def cast(values: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value.to(dtype) for name, value in values.items()}
-
-    return trial(call, cast(inputs), {"output": upstream.to(dtype)}, cast(stored))
+    return trial(call, *tensors)
 
 
 RULE = Rule("experts", look, ("experts",), NOTHING)

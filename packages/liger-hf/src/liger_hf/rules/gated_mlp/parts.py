@@ -14,6 +14,8 @@ from liger_hf.stand_in import MODE, Draw, Unfit, replica
 
 # (gate and up in the order of definition, or the packed projection), and down.
 Layout = tuple[tuple[str, ...], str]
+# The children that a forward calls, in calling order, each with its input.
+Calls = list[tuple[str, Tensor]]
 # Sizes of the stand-in, which do not matter to an elementwise op.
 HIDDEN, INNER = 24, 40
 ROWS = (2, 9)
@@ -93,11 +95,7 @@ def watch(module: nn.Module, original: Callable[..., Any], parts: MLPParts, stan
 
 
 def _columns(
-    module: nn.Module,
-    original: Callable[..., Any],
-    parts: MLPParts,
-    stand_ins: dict[str, nn.Module],
-    plain: list[tuple[str, Tensor]],
+    module: nn.Module, original: Callable[..., Any], parts: MLPParts, stand_ins: dict[str, nn.Module], plain: Calls
 ) -> int:
     """Return how many columns of down's input change with the weights of one gate.
 
@@ -115,11 +113,8 @@ def _columns(
     return int((~torch.isclose(before[0], after[0])).flatten(0, -2).any(0).sum())
 
 
-def _calls(
-    module: nn.Module, original: Callable[..., Any], stand_ins: dict[str, nn.Module], training: bool
-) -> list[tuple[str, Tensor]]:
-    """Return the children that a forward calls, in calling order, each with its input."""
-    calls: list[tuple[str, Tensor]] = []
+def _calls(module: nn.Module, original: Callable[..., Any], stand_ins: dict[str, nn.Module], training: bool) -> Calls:
+    calls: Calls = []
     handles = [
         child.register_forward_pre_hook(lambda child, inputs, name=name: calls.append((name, inputs[0])))
         for name, child in stand_ins.items()

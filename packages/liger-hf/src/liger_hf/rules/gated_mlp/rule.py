@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from liger_core import Op, geglu, relu_squared, swiglu
 from liger_hf.passing import may_pass, passing, skipping
 from liger_hf.patch import forward_of
-from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rule import Candidate, Dtypes, Found, Rule
 from liger_hf.rules.gated_mlp.ownership import unshared
 from liger_hf.rules.gated_mlp.parts import HIDDEN, INPUTS, Layout, MLPParts, watch
 from liger_hf.rules.lora.together import together
@@ -171,11 +171,7 @@ def _forward(join: GateFunction, original: Callable[..., Any], argument: str, ch
 
 
 def _cases(
-    module: nn.Module,
-    original: Callable[..., Any],
-    parts: MLPParts,
-    device: torch.device,
-    dtypes: Iterable[torch.dtype],
+    module: nn.Module, original: Callable[..., Any], parts: MLPParts, device: torch.device, dtypes: Dtypes
 ) -> Iterator[Case]:
     stand_ins = parts.stand_ins(device)
     # Before the candidates are made, which call the children in this order.

@@ -14,7 +14,7 @@ from liger_core.private_torch import forward_mode_enabled
 from liger_hf.errors import LogitsError
 from liger_hf.repeated import RandomState, Settings, draws, settings_of
 from liger_hf.rules.head.projection import LAZY
-from liger_hf.rules.head.weights import weights_of
+from liger_hf.rules.head.weights import HeadWeights, reloads_weights
 
 if TYPE_CHECKING:
     from liger_hf.rules.head.lazy_logits import LazyLogits
@@ -40,7 +40,7 @@ class HeadCall:
         self.forward = None if torch.compiler.is_compiling() else LAZY.forward
         self.closed = False
         self.changed = False
-        self.weights = weights_of(head)
+        self.weights = None if reloads_weights(head) else HeadWeights(head)
         self.version = None if torch.compiler.is_compiling() or hidden.is_inference() else hidden._version
         self.autocast = autocast
         self.settings = settings_of(head)

@@ -225,13 +225,7 @@ def chunk_rows(device: torch.device, classes: int) -> int:
 
 
 def _mean(
-    op: Any,
-    values: Tensor,
-    target: Tensor,
-    items: Tensor | int | None,
-    ignore_index: int,
-    *weight: Tensor,
-    **options: Any,
+    op: Any, values: Tensor, target: Tensor, items: Any, ignore_index: int, *weight: Tensor, **options: Any
 ) -> Tensor:
     if isinstance(items, Tensor):
         items = items.to(values.device).reshape(())

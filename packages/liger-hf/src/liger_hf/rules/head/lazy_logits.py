@@ -280,15 +280,6 @@ class LazyLogits:
     def __array__(self, *args: Any, **options: Any) -> Any:
         return self.detach().cpu().__array__(*args, **options)
 
-    def __iter__(self) -> Any:
-        return iter(self.materialize())
-
-    def __bool__(self) -> bool:
-        return bool(self.materialize())
-
-    def __contains__(self, value: Any) -> bool:
-        return _plain(value) in self.materialize()
-
     __hash__ = object.__hash__
 
 
@@ -307,7 +298,7 @@ def _operator(name: str) -> Any:
 
 OPERATORS = (
     "sub rsub rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs invert "
-    "eq ne lt le gt ge and rand or ror xor rxor float int"
+    "eq ne lt le gt ge and rand or ror xor rxor float int bool iter contains"
 )
 for _name in OPERATORS.split():
     setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))

@@ -69,15 +69,11 @@ def gathered(head: nn.Module) -> bool:
 
 def loads_its_weights(head: nn.Module) -> bool:
     """Return whether hooks on the head itself load its weights for each call: it is offloaded, or sharded by itself."""
-    return _reloads_weights(head) or hasattr(head, FSDP_STATE)
+    return reloads_weights(head) or hasattr(head, FSDP_STATE)
 
 
-def weights_of(head: nn.Module) -> HeadWeights | None:
-    """Return the head's weights for this call, or None if hooks reload them when the logits are computed later."""
-    return None if _reloads_weights(head) else HeadWeights(head)
-
-
-def _reloads_weights(head: nn.Module) -> bool:
+def reloads_weights(head: nn.Module) -> bool:
+    """Return whether hooks load the head's weights again when its logits are computed after the call."""
     hook = head.__dict__.get(OFFLOADED)
     offloaded = any(getattr(inner, "offload", False) for inner in getattr(hook, "hooks", (hook,)))
     return offloaded or any(hasattr(p, "ds_id") for p in head.parameters())

@@ -65,7 +65,8 @@ def look(module: nn.Module) -> Found | None:
     if hasattr(adapter.a.weight, "ds_id"):
         return Found(OP, refusal="ZeRO-3 has sharded its adapter, and brings it to PEFT's own forward alone")
     weight = next((p for p in base.parameters() if p.is_floating_point()), adapter.a.weight)
-    narrow = adapter.a.weight.dtype == weight.dtype
+    kinds = (weight.dtype, adapter.a.weight.dtype)
+    narrow = kinds[0] == kinds[1]
     # A layer in 4 bits is computed by the op in training, and computes itself in evaluation.
     ways = [False, True] if four_bit_dtype(base) is not None else [type(base) is nn.Linear]
     bias = getattr(base, "bias", None) is not None
@@ -76,16 +77,7 @@ def look(module: nn.Module) -> Found | None:
         )
     return Found(
         OP,
-        kind=(
-            type(module),
-            type(base),
-            weight.dtype,
-            adapter.a.weight.dtype,
-            type(adapter.dropout),
-            bias,
-            dora,
-            str(weight.device),
-        ),
+        kind=(type(module), type(base), *kinds, type(adapter.dropout), bias, dora, str(weight.device)),
         original=original,
         candidates=lambda: [_candidate(original)],
         cases=lambda device, dtypes: chain.from_iterable(
@@ -194,13 +186,8 @@ def _adapted(base: Any, x: Tensor, adapter: Adapter) -> Tensor | None:
         return _added(y if base.bias is None else y - base.bias, x, a, b, scale, column_scale=columns, bias=base.bias)
     # As in PEFT: the layer takes all of x; the terms (c - 1) · layer and c · adapter take x after dropout.
     product = nn.functional.linear(dropped, weight.to(_dtype_of(x)))
-    total = _added(
-        torch.addcmul(y, product, (columns - 1.0) * factor),
-        dropped,
-        a,
-        (columns[:, None] * b).to(b.dtype),
-        scale * factor,
-    )
+    layer = torch.addcmul(y, product, (columns - 1.0) * factor)
+    total = _added(layer, dropped, a, (columns[:, None] * b).to(b.dtype), scale * factor)
     return None if total is None else total.to(y.dtype)
 
 
@@ -304,18 +291,11 @@ def _run(
         }
         if not plain:
             replicas["base"].__class__ = _Opaque
-        children = {
-            "base_layer": replicas["base"],
-            "lora_A": {name: replicas["a"]},
-            "lora_B": {name: replicas["b"]},
-            "lora_dropout": {name: nn.Identity()},
-        }
+        children = {"lora_A": replicas["a"], "lora_B": replicas["b"], "lora_dropout": nn.Identity()}
         if "magnitude" in replicas:
-            children["lora_magnitude_vector"] = {name: replicas["magnitude"]}
-        twin = replica(
-            module,
-            children={n: nn.ModuleDict(child) if isinstance(child, dict) else child for n, child in children.items()},
-        )
+            children["lora_magnitude_vector"] = replicas["magnitude"]
+        adapters = {n: nn.ModuleDict({name: child}) for n, child in children.items()}
+        twin = replica(module, children={"base_layer": replicas["base"], **adapters})
         enable_adapters(twin)
         twin.merged_adapters, twin.scaling = [], {name: 0.5}
         return {"output": function(twin, inputs["x"])}

@@ -7,7 +7,7 @@ A norm may also have a gate (gated.py), normalize groups, or take rows of other 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from liger_core import Op, layer_norm, rms_norm
 from liger_hf.passing import may_pass, passing
 from liger_hf.patch import forward_of
 from liger_hf.rebinding import innermost, names_in
-from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rule import Candidate, Dtypes, Found, Rule
 from liger_hf.rules.norm.gated import NormFunction, fits, forms
 from liger_hf.rules.norm.shaped import NormForm, form_of
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, Unfit, configuration, device_of, of_length, replica, trial
@@ -70,7 +70,7 @@ def look(module: nn.Module) -> Found | None:
             return (_special_candidate(*way, original, (arguments, eps)) for way in ways)
         return _candidates(original, arguments[0], eps, tuple(weights))
 
-    def all_cases(device: torch.device, dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+    def all_cases(device: torch.device, dtypes: Dtypes) -> Iterator[Case]:
         every = inputs(module, device, dtypes, gated, form)
         return (drawn.case(_run(module, drawn, arguments, form is not None)) for drawn in every)
 
@@ -202,11 +202,7 @@ class NormInputs:
 
 
 def inputs(
-    module: nn.Module,
-    device: torch.device,
-    dtypes: Iterable[torch.dtype],
-    gated: bool = False,
-    form: NormForm | None = None,
+    module: nn.Module, device: torch.device, dtypes: Dtypes, gated: bool = False, form: NormForm | None = None
 ) -> Iterator[NormInputs]:
     """Yield random inputs for each dtype of the weights, and of other lengths.
 

@@ -8,7 +8,7 @@ is rebound in the modeling file after `apply` is therefore not seen by a patched
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice, product
 from typing import Any
@@ -21,7 +21,7 @@ from liger_core.accuracy import error
 from liger_hf.isolation import undisturbed
 from liger_hf.patch import forward_of, replacement
 from liger_hf.rebinding import Functions, called, innermost, names_in, rebound
-from liger_hf.rule import Candidate, Found, Rule
+from liger_hf.rule import Candidate, Dtypes, Found, Rule
 from liger_hf.rules.rotary.forms import Coverage, Form, Signature, forms, signature, with_rope
 from liger_hf.rules.rotary.method import of_a_method
 from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, trial, weight_kind
@@ -217,11 +217,7 @@ def results_of(value: Any) -> tuple[Tensor, ...]:
 
 
 def _cases(
-    functions: Functions,
-    readable: Mapping[str, Signature],
-    width: int,
-    device: torch.device,
-    dtypes: Iterable[torch.dtype],
+    functions: Functions, readable: Mapping[str, Signature], width: int, device: torch.device, dtypes: Dtypes
 ) -> Iterator[Case]:
     for name, function in functions.items():
         for words, dtype, kwargs in cast_calls(function, readable[name], width, device, dtypes):
@@ -236,11 +232,7 @@ def _cases(
 
 
 def cast_calls(
-    function: Callable[..., Any],
-    signature: Signature,
-    width: int,
-    device: torch.device,
-    dtypes: Iterable[torch.dtype],
+    function: Callable[..., Any], signature: Signature, width: int, device: torch.device, dtypes: Dtypes
 ) -> Iterator[tuple[str, torch.dtype, dict[str, Any]]]:
     """Yield `calls` in each dtype, also with float32 tables if they do not change the result's, each with a name."""
     for number, kwargs in enumerate(calls(function, signature, width, device), 1):
