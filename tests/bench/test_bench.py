@@ -129,9 +129,9 @@ def test_scaling_measures_the_points_of_a_series(liger: InProcess, tmp_path: Pat
         ("--quik", "--quick"),
         ("swiglu --workload 3x3*", "bench: something must be left to measure, got no workload for 3x3*"),
         ("swiglu --pass sideways", "--pass must be one of forward, backward, full, evaluation, dispatch, got 'sidew"),
-        ("rms_nrom --quick", "bench: no op named 'rms_nrom'; Did you mean 'rms_norm'?"),
+        ("rms_nrom --quick", "bench: OP must be one of ; got 'rms_nrom'. Did you mean 'rms_norm'?"),
         ("swiglu --quick --backend refrence", "Did you mean 'reference'?"),
-        ("swiglu --quick --peer eagre", "bench: no library named 'eagre'; Did you mean 'eager'?"),
+        ("swiglu --quick --peer eagre", "bench: --peer must be one of eager, ; got 'eagre'. Did you mean 'eager'?"),
         ("swiglu --resume", "bench: --resume needs --out, the folder of the run to resume"),
     ],
 )
