@@ -275,7 +275,7 @@ def short_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder of a cache of its own, and a standard library of a few files."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     texts = [f"def function_{i}(argument):\n    return argument\n" * 20 for i in range(9)]
-    monkeypatch.setattr(text_of_runs, "library", lambda limit: texts)
+    monkeypatch.setattr(text_of_runs, "library", lambda: texts)
     return tmp_path / "cache" / "liger"
 
 
@@ -316,7 +316,7 @@ def test_another_text_or_vocabulary_has_tokens_of_its_own(
 ) -> None:
     read_library(small)
     read(replace(small, data="library"), vocabulary=350, own_tokenizer=False)
-    monkeypatch.setattr(text_of_runs, "library", lambda limit: ["other words\n" * 400])
+    monkeypatch.setattr(text_of_runs, "library", lambda: ["other words\n" * 400])
     read_library(small)
     assert len(list(short_library.iterdir())) == 3
 
