@@ -85,7 +85,17 @@ def vector(op: str, name: str, tensor: Tensor | None, width: int, of: str, ancho
 
 def mismatch(op: str, name: str, tensor: Tensor, wanted: object, of: str, anchor: Tensor) -> NoReturn:
     """Fail for a tensor whose shape does not match another one."""
-    fail(ShapeError, op, f"{name} must have shape {wanted} to match {of} {shape(anchor)}, got {shape(tensor)}")
+    misshapen(op, f"{name} must have shape {wanted} to match {of} {shape(anchor)}", tensor)
+
+
+def unlike(op: str, name: str, tensor: Tensor, first: str, anchor: Tensor, advice: str = "") -> NoReturn:
+    """Fail for a tensor that does not have the shape of the first."""
+    misshapen(op, f"{name} must have the shape of {first} {shape(anchor)}", tensor, advice)
+
+
+def misshapen(op: str, sentence: str, tensor: Tensor, advice: str = "") -> NoReturn:
+    """Fail for a tensor whose shape is not what the sentence says."""
+    fail(ShapeError, op, f"{sentence}, got {shape(tensor)}{advice}")
 
 
 def at_least_one_dimension(op: str, name: str, tensor: Tensor) -> None:

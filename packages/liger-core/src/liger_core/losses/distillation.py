@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.autograd import differentiable
-from liger_core.errors import OptionError, ShapeError
+from liger_core.errors import OptionError
 from liger_core.kernels import Outputs, multiply, reference_kernel
 from liger_core.op import accumulator
 from liger_core.ops import jsd, kl_div, total_variation
@@ -52,12 +52,8 @@ def topk_distillation(
     checks.floating(name, 2, log_prob=log_prob, teacher_log_prob=teacher_log_prob)
     checks.at_least_one_dimension(name, "log_prob", log_prob)
     if teacher_log_prob.shape != log_prob.shape or log_prob.shape[-1] == 0:
-        shape = checks.shape(log_prob)
-        checks.fail(
-            ShapeError,
-            name,
-            f"teacher_log_prob must have shape (..., K) like log_prob {shape}, got {checks.shape(teacher_log_prob)}",
-        )
+        sentence = f"teacher_log_prob must have shape (..., K) like log_prob {checks.shape(log_prob)}"
+        checks.misshapen(name, sentence, teacher_log_prob)
     checks.constant(name, teacher_log_prob=teacher_log_prob)
     checks.choice(name, "kind", kind, ("forward_kl", "reverse_kl", "jsd", "total_variation"))
     dtype = accumulator(log_prob.dtype)
@@ -114,11 +110,8 @@ def cosine_distillation(
     if weight is not None or teacher_weight is not None:
         checks.fail(OptionError, name, "weight and teacher_weight must be given together, got one of them")
     if teacher.shape != hidden.shape:
-        sentence = (
-            f"teacher must have shape {checks.shape(hidden)} like hidden, got {checks.shape(teacher)}; project one of "
-            "them"
-        )
-        checks.fail(ShapeError, name, sentence)
+        sentence = f"teacher must have shape {checks.shape(hidden)} like hidden"
+        checks.misshapen(name, sentence, teacher, "; project one of them")
     dtype = accumulator(hidden.dtype)
     sides = [side.to(dtype) for side in (hidden, teacher)]
     norms = [torch.linalg.vector_norm(side, dim=-1, keepdim=True) for side in sides]
@@ -131,11 +124,9 @@ def _check_heads(name: str, hidden: Tensor, teacher: Tensor, weight: Tensor, tea
     classes = weight.shape[0] if weight.dim() == 2 else "V"
     for label, head, side in (("weight", weight, hidden), ("teacher_weight", teacher_weight, teacher)):
         if head.dim() != 2 or head.shape != (classes, side.shape[-1]):
-            sentence = f"{label} must have shape ({classes}, {side.shape[-1]}), got {checks.shape(head)}"
-            checks.fail(ShapeError, name, sentence)
+            checks.misshapen(name, f"{label} must have shape ({classes}, {side.shape[-1]})", head)
     if teacher.shape[:-1] != hidden.shape[:-1]:
-        sentence = f"teacher must have the rows of hidden {checks.shape(hidden)}, got {checks.shape(teacher)}"
-        checks.fail(ShapeError, name, sentence)
+        checks.misshapen(name, f"teacher must have the rows of hidden {checks.shape(hidden)}", teacher)
 
 
 def _cosine_of_logits(hidden: Tensor, teacher: Tensor, weight: Tensor, teacher_weight: Tensor) -> Tensor:

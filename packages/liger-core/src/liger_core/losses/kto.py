@@ -73,11 +73,8 @@ def kto(
     ratio = log_ratio(name, tokens, reference, length_normalized)
     if isinstance(baseline, Tensor):
         if baseline.dim():
-            checks.fail(
-                ShapeError,
-                name,
-                f"baseline must be one number for the whole batch, got a tensor of shape {checks.shape(baseline)}",
-            )
+            got = f"got a tensor of shape {checks.shape(baseline)}"
+            checks.fail(ShapeError, name, f"baseline must be one number for the whole batch, {got}")
     else:
         checks.finite(name, "baseline", baseline)
     z = baseline.detach().to(ratio) if isinstance(baseline, Tensor) else ratio.new_full((), baseline)
@@ -112,11 +109,5 @@ def _check_desirable(name: str, desirable: Tensor, log_prob: Tensor) -> None:
     if desirable.dtype != torch.bool:
         checks.fail(DtypeError, name, f"desirable must be bool, got {desirable.dtype}")
     if desirable.shape != log_prob.shape[:1]:
-        checks.fail(
-            ShapeError,
-            name,
-            (
-                f"desirable must be ({log_prob.shape[0]},) to match policy {checks.shape(log_prob)}, got "
-                f"{checks.shape(desirable)}"
-            ),
-        )
+        sentence = f"desirable must be ({log_prob.shape[0]},) to match policy {checks.shape(log_prob)}"
+        checks.misshapen(name, sentence, desirable)

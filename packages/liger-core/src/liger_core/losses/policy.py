@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.errors import OptionError, ShapeError
+from liger_core.errors import OptionError
 from liger_core.losses.averaging import TOKEN, Averaging
 from liger_core.losses.head import LogProbs, LogProbsAndEntropy
 from liger_core.losses.numerics import ratio_of
@@ -46,6 +46,8 @@ class PolicyMetrics(NamedTuple):
 
 
 Result = tuple[Tensor, PolicyMetrics]
+# Policy, old, advantages and mask.
+_Batch = tuple[LogProbsAndEntropy, LogProbs | None, Tensor, Tensor | None]
 NONE = Penalty()
 
 
@@ -113,8 +115,7 @@ def grpo(
             "sampler as old"
         )
         checks.fail(OptionError, name, sentence)
-    batch = _Batch(policy, old, advantages, mask)
-    return _loss(name, batch, surrogate, averaging, penalty, off_policy)
+    return _loss(name, (policy, old, advantages, mask), surrogate, averaging, penalty, off_policy)
 
 
 def ppo(
@@ -142,14 +143,7 @@ def ppo(
     name = "losses.ppo"
     clip = Clip() if clip is None else clip
     checks.instance(name, "clip", clip, Clip)
-    return _loss(name, _Batch(policy, old, advantages, mask), clip, averaging, penalty, off_policy)
-
-
-class _Batch(NamedTuple):
-    policy: LogProbsAndEntropy
-    old: LogProbs | None
-    advantages: Tensor
-    mask: Tensor | None
+    return _loss(name, (policy, old, advantages, mask), clip, averaging, penalty, off_policy)
 
 
 def _loss(
@@ -164,8 +158,8 @@ def _loss(
     shape = tokens.log_prob.shape
     checks.floating(name, policy=tokens.log_prob, advantages=advantages)
     if advantages.shape not in (shape, shape[:1]):
-        sentence = f"advantages must be ({shape[0]},) or {tuple(shape)} to match policy, got {checks.shape(advantages)}"
-        checks.fail(ShapeError, name, sentence)
+        sentence = f"advantages must be ({shape[0]},) or {tuple(shape)} to match policy"
+        checks.misshapen(name, sentence, advantages)
     per_token = advantages.dim() == 2
     # Values at tokens that do not count may be NaN.
     counted = tokens.mask if per_token else tokens.mask.any(-1)

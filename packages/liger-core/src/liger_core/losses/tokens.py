@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.errors import DtypeError, OptionError, ShapeError
+from liger_core.errors import DtypeError, OptionError
 from liger_core.losses.head import Head, LogProbs, LogProbsAndEntropy
 from liger_core.op import accumulator
 
@@ -43,7 +43,7 @@ def tokens_of(name: str, policy: LogProbsAndEntropy, mask: Tensor | None, entrop
         _check_mask(name, mask, log_prob)
         mask = mask.bool()
     if log_prob.dim() != 2:
-        checks.fail(ShapeError, name, f"policy must be (sequences, tokens), got {checks.shape(log_prob)}")
+        checks.misshapen(name, "policy must be (sequences, tokens)", log_prob)
     if entropy and entropies is None:
         sentence = (
             "policy must bring its entropy: pass a Head, or the pair that linear_log_prob(…, return_entropy=True) "
@@ -60,11 +60,7 @@ def constants_of(name: str, argument: str, policy: LogProbs, tokens: Tokens) -> 
             policy, _ = policy.log_prob(tokens.mask)
     checks.floating(name, 2, policy=tokens.log_prob, **{argument: policy})
     if policy.shape != tokens.log_prob.shape:
-        checks.fail(
-            ShapeError,
-            name,
-            f"{argument} must have the shape of policy {checks.shape(tokens.log_prob)}, got {checks.shape(policy)}",
-        )
+        checks.unlike(name, argument, policy, "policy", tokens.log_prob)
     return masked(policy.detach().to(tokens.log_prob.dtype), tokens.mask)
 
 
@@ -75,11 +71,8 @@ def log_ratio(name: str, tokens: Tokens, reference: LogProbs, length_normalized:
     if isinstance(reference, Tensor) and reference.dim() == 1:
         checks.floating(name, policy=tokens.log_prob, reference=reference)
         if reference.shape != tokens.log_prob.shape[:1]:
-            sentence = (
-                f"reference must be (sequences, tokens) or (sequences,) like policy {checks.shape(tokens.log_prob)}, "
-                f"got {checks.shape(reference)}"
-            )
-            checks.fail(ShapeError, name, sentence)
+            like = f"like policy {checks.shape(tokens.log_prob)}"
+            checks.misshapen(name, f"reference must be (sequences, tokens) or (sequences,) {like}", reference)
         # Sums that were cached in float64 keep that precision in the difference.
         reference = wide(reference.detach())
         return (tokens.log_prob.sum(-1, dtype=reference.dtype) - reference).to(tokens.log_prob.dtype)
@@ -114,6 +107,4 @@ def _check_mask(name: str, mask: Tensor | None, like: Tensor) -> None:
     if mask.is_floating_point():
         checks.fail(DtypeError, name, f"mask must be bool or an integer, got {mask.dtype}")
     if mask.shape != like.shape:
-        checks.fail(
-            ShapeError, name, f"mask must have the shape of policy {checks.shape(like)}, got {checks.shape(mask)}"
-        )
+        checks.unlike(name, "mask", mask, "policy", like)
