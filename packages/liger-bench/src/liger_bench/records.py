@@ -64,7 +64,4 @@ def sizes_of(workload: str) -> str:
 
 def _latest(rows: list[Record], identity: tuple[str, ...]) -> list[Record]:
     """Return the rows, where a later measurement replaces the earlier one in its position."""
-    latest: dict[tuple[Any, ...], Record] = {}
-    for row in rows:
-        latest[tuple(row.get(name) for name in identity)] = row
-    return list(latest.values())
+    return list({tuple(row.get(name) for name in identity): row for row in rows}.values())

@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -276,20 +276,18 @@ class Bench:
     def _row(
         self, op: Op[..., Any], workload: Workload, implementation: str, kind: str, name: str, **figures: Any
     ) -> OpRow:
-        empty: dict[str, Any] = {column.name: None for column in fields(OpRow)}
-        empty |= {"overwrites": "", "graph_reason": "", "reason": "", "failed": False}
         axis, value = workload.axis or (None, None)
-        known = {
-            "op": op.name,
-            "workload": workload.name,
-            "axis": axis,
-            "axis_value": value,
-            "implementation": implementation,
-            "kind": kind,
-            "pass_": name,
-            "device": self.device.type,
-            "dtype": machine.dtype_name(self.dtype),
-            "copy_bytes_per_second": self.limits.bandwidth,
-            "product_flops_per_second": self.limits.rate,
-        }
-        return OpRow(**(empty | known | self.where | figures))
+        return OpRow(
+            op=op.name,
+            workload=workload.name,
+            axis=axis,
+            axis_value=value,
+            implementation=implementation,
+            kind=kind,
+            pass_=name,
+            device=self.device.type,
+            dtype=machine.dtype_name(self.dtype),
+            copy_bytes_per_second=self.limits.bandwidth,
+            product_flops_per_second=self.limits.rate,
+            **figures | self.where,
+        )

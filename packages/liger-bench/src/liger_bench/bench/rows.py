@@ -13,7 +13,7 @@ from liger_bench.machine import ENVIRONMENT
 from liger_bench.results import Columns
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OpRow:
     """One pass of one implementation on one workload.
 
@@ -42,31 +42,31 @@ class OpRow:
 
     op: str
     workload: str
-    axis: str | None
-    axis_value: int | None
+    axis: str | None = None
+    axis_value: int | None = None
     implementation: str
     kind: str
     pass_: str
     device: str
     dtype: str
-    median_ms: float | None
-    low_ms: float | None
-    high_ms: float | None
-    repetitions: int | None
-    enqueue_ms: float | None
-    graph_ms: float | None
-    graph_reason: str
-    limit_ms: float | None
-    copy_ms: float | None
-    share: float | None
-    peak_extra_bytes: int | None
-    peak_beyond_gradients_bytes: int | None
-    error_outputs: float | None
-    error_gradients: float | None
-    error_eager_ratio: float | None
-    overwrites: str
-    reason: str
-    failed: bool
+    median_ms: float | None = None
+    low_ms: float | None = None
+    high_ms: float | None = None
+    repetitions: int | None = None
+    enqueue_ms: float | None = None
+    graph_ms: float | None = None
+    graph_reason: str = ""
+    limit_ms: float | None = None
+    copy_ms: float | None = None
+    share: float | None = None
+    peak_extra_bytes: int | None = None
+    peak_beyond_gradients_bytes: int | None = None
+    error_outputs: float | None = None
+    error_gradients: float | None = None
+    error_eager_ratio: float | None = None
+    overwrites: str = ""
+    reason: str = ""
+    failed: bool = False
     copy_bytes_per_second: float
     product_flops_per_second: float
     machine: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -224,17 +225,6 @@ def kl_div(
     )
 
 
-def jsd(
-    student: Tensor,
-    teacher: Tensor,
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    reduction: str = "mean",
-    normalizer: Tensor | float | None = None,
-) -> Tensor:
-    return _divergence("jsd", student, teacher, beta, temperature, reduction, normalizer)
-
-
 def total_variation(
     student: Tensor,
     teacher: Tensor,
@@ -246,8 +236,8 @@ def total_variation(
 
 
 def _divergence(
-    kind: str, student: Tensor, teacher: Tensor, beta: float, temperature: float, reduction: str,
-    normalizer: Tensor | float | None,
+    kind: str, student: Tensor, teacher: Tensor, beta: float = 0.5, temperature: float = 1.0, reduction: str = "mean",
+    normalizer: Tensor | float | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute a divergence as trainers do: log-softmax of both sides in float32, then torch.nn.functional.kl_div."""
     log_q, log_p = (torch.log_softmax(x.float() / temperature, dim=-1) for x in (student, teacher))
@@ -280,5 +270,6 @@ def embedding(index: Tensor, weight: Tensor, padding_idx: int | None = None) -> 
 CALLS = (
     by_name(rms_norm, add_rms_norm, layer_norm, add_layer_norm, rope, qk_norm_rope, mix_streams, merge_streams)
     | by_name(swiglu, geglu, experts, embedding, lora_linear, lora_linears, cross_entropy, linear_cross_entropy)
-    | by_name(linear_log_prob, linear_divergence, kl_div, jsd, total_variation)
+    | by_name(linear_log_prob, linear_divergence, kl_div, total_variation)
+    | {"jsd": partial(_divergence, "jsd")}
 )
