@@ -101,19 +101,8 @@ def discopop(chosen: Tensor, rejected: Tensor, beta: float, tau: float = 0.05) -
     return torch.sigmoid(-x / tau) * -F.logsigmoid(x) + (F.logsigmoid(bounded / tau) - bounded).exp()
 
 
-VARIANTS: dict[str, Callable[..., Tensor]] = {
-    "sigmoid": sigmoid,
-    "robust": robust,
-    "hinge": hinge,
-    "ipo": ipo,
-    "exo": exo,
-    "nca": nca,
-    "sppo": sppo,
-    "bco": bco,
-    "apo-zero": apo_zero,
-    "apo-down": apo_down,
-    "discopop": discopop,
-}
+_FORMULAS = (sigmoid, robust, hinge, ipo, exo, nca, sppo, bco, apo_zero, apo_down, discopop)
+VARIANTS: dict[str, Callable[..., Tensor]] = {formula.__name__.replace("_", "-"): formula for formula in _FORMULAS}
 SMOOTHED = ("sigmoid", "robust", "exo")
 
 
