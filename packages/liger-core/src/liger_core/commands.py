@@ -193,10 +193,6 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _state(automatic: bool) -> str:
-    return "available" if automatic else "available, selected by name only"
-
-
 def _print_report(report: dict[str, Any]) -> None:
     console = output()
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if version)
@@ -219,7 +215,7 @@ def _print_report(report: dict[str, Any]) -> None:
             str(b["priority"]),
             str(len(b["ops"])),
             b["from"],
-            b["unavailable"] or _state(b["automatic"]),
+            b["unavailable"] or ("available" if b["automatic"] else "available, selected by name only"),
         ]
         for name, b in report["backends"].items()
     ]

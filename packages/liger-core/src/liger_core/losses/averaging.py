@@ -46,11 +46,8 @@ class Averaging:
         checks.choice(name, "over", self.over, RULES)
         for option, value, rule in (("group_size", self.group_size, "group"), ("length", self.length, "constant")):
             if (value is not None) != (self.over == rule):
-                checks.fail(
-                    OptionError,
-                    name,
-                    f"{option} must be given with over={rule!r}, and only there, got {value!r} with over={self.over!r}",
-                )
+                got = f"got {value!r} with over={self.over!r}"
+                checks.fail(OptionError, name, f"{option} must be given with over={rule!r}, and only there, {got}")
             if value is not None:
                 checks.integer(name, option, value)
                 checks.positive(name, option, value)
@@ -58,9 +55,8 @@ class Averaging:
             checks.fail(OptionError, name, f"count must be None with over='none', got {self.count!r}")
         if isinstance(self.count, Tensor):
             if self.count.dim():
-                checks.fail(
-                    ShapeError, name, f"count must be one number, got a tensor of shape {checks.shape(self.count)}"
-                )
+                got = f"a tensor of shape {checks.shape(self.count)}"
+                checks.fail(ShapeError, name, f"count must be one number, got {got}")
         elif self.count is not None:
             checks.not_negative(name, "count", self.count)
 
@@ -88,11 +84,8 @@ class Averaging:
     def _groups(self, x: Tensor) -> Tensor:
         (sequences, tokens), size = x.shape, self.group_size or 1
         if sequences % size:
-            checks.fail(
-                ShapeError,
-                "losses.Averaging",
-                f"sequences must come in groups of group_size={size}, got {sequences} sequences",
-            )
+            sentence = f"sequences must come in groups of group_size={size}, got {sequences} sequences"
+            checks.fail(ShapeError, "losses.Averaging", sentence)
         return x.reshape(sequences // size, size * tokens)
 
 

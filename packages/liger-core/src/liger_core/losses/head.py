@@ -27,14 +27,8 @@ class Head:
 
     def __init__(self, hidden: Tensor, weight: Tensor, target: Tensor, **options: Any) -> None:
         if options.get("return_statistics"):
-            checks.fail(
-                OptionError,
-                "losses.Head",
-                (
-                    "return_statistics must be False, since losses take log-probabilities and entropies, got True; "
-                    "call linear_log_prob for the rest"
-                ),
-            )
+            sentence = "return_statistics must be False, since losses take log-probabilities and entropies, got True"
+            checks.fail(OptionError, "losses.Head", f"{sentence}; call linear_log_prob for the rest")
         self.hidden, self.weight, self.target, self.options = hidden, weight, target, options
 
     @property

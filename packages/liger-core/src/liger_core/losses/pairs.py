@@ -117,20 +117,15 @@ def pair_losses(
             _check_smoothing(name, variant, label_smoothing)
             return VARIANTS[variant](chosen, rejected, beta, label_smoothing)
     if label_smoothing:
-        smoothed = ", ".join(SMOOTHED)
-        checks.fail(
-            OptionError,
-            name,
-            f"label_smoothing must be 0 with variant={variant!r}, got {label_smoothing}; {smoothed} have it",
-        )
+        sentence = f"label_smoothing must be 0 with variant={variant!r}, got {label_smoothing}"
+        checks.fail(OptionError, name, f"{sentence}; {', '.join(SMOOTHED)} have it")
     if isinstance(variant, str):
         return VARIANTS[variant](chosen, rejected, beta)
     losses = variant(chosen, rejected, beta)
     if not isinstance(losses, Tensor) or losses.shape != chosen.shape:
         got = f"shape {checks.shape(losses)}" if isinstance(losses, Tensor) else type(losses).__name__
-        checks.fail(
-            ShapeError, name, f"variant must return a loss of each pair, shape {checks.shape(chosen)}, got {got}"
-        )
+        sentence = f"variant must return a loss of each pair, shape {checks.shape(chosen)}, got {got}"
+        checks.fail(ShapeError, name, sentence)
     return losses
 
 
@@ -143,12 +138,8 @@ def _smoothed(share: float, flipped: float, x: Tensor) -> Tensor:
 def _check_smoothing(name: str, variant: str, label_smoothing: float) -> None:
     checks.fraction(name, "label_smoothing", label_smoothing)
     if variant == "robust" and label_smoothing >= 0.5:
-        checks.fail(
-            OptionError, name, f"label_smoothing must be below 0.5 with variant='robust', got {label_smoothing}"
-        )
+        sentence = f"label_smoothing must be below 0.5 with variant='robust', got {label_smoothing}"
+        checks.fail(OptionError, name, sentence)
     if variant == "exo" and not 0.0 < label_smoothing < 1.0:
-        checks.fail(
-            OptionError,
-            name,
-            f"label_smoothing must be between 0 and 1 with variant='exo', got {label_smoothing}; the paper takes 1e-3",
-        )
+        sentence = f"label_smoothing must be between 0 and 1 with variant='exo', got {label_smoothing}"
+        checks.fail(OptionError, name, f"{sentence}; the paper takes 1e-3")

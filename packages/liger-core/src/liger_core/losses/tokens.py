@@ -35,11 +35,10 @@ def tokens_of(name: str, policy: LogProbsAndEntropy, mask: Tensor | None, entrop
         log_prob, entropies = policy if isinstance(policy, tuple) else (policy, None)
         checks.floating(name, policy=log_prob, entropy=entropies)
         if mask is None:
-            checks.fail(
-                OptionError,
-                name,
-                "mask must be given with log-probabilities: True for the tokens that count; only a Head has its own",
+            sentence = (
+                "mask must be given with log-probabilities: True for the tokens that count; only a Head has its own"
             )
+            checks.fail(OptionError, name, sentence)
         _check_mask(name, mask, log_prob)
         mask = mask.bool()
     if log_prob.dim() != 2:
