@@ -310,17 +310,8 @@ def _cute() -> dict[str, Callable[..., Any]]:
     ) -> Any:
         return dispatched.fused_add_rms_norm(x, residual, weight, eps, weight_offset, _casting(cast), False, **name)
 
-    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Any:
-        return dispatched.layer_norm(x, weight, bias, eps, **name)
-
     def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
         return dispatched.rope(q, k, cos[None] if cos.dim() == 2 else cos, sin[None] if sin.dim() == 2 else sin, **name)
-
-    def swiglu(gate: Tensor, up: Tensor) -> Any:
-        return dispatched.swiglu(gate, up, **name)
-
-    def geglu(gate: Tensor, up: Tensor) -> Any:
-        return dispatched.geglu(gate, up, **name)
 
     def cross_entropy(logits: Tensor, target: Tensor, **options: Any) -> Any:
         return dispatched.cross_entropy(logits, target, **options, **name)[0]
@@ -330,5 +321,10 @@ def _cute() -> dict[str, Callable[..., Any]]:
     ) -> Any:
         return sm90.liger_fused_linear_cross_entropy_sm90(hidden, weight, target, ignore_index, reduction)
 
-    calls = by_name(rms_norm, add_rms_norm, layer_norm, rope, swiglu, geglu, linear_cross_entropy)
-    return calls | {"cross_entropy": _loss(cross_entropy)}
+    same_arguments: dict[str, Callable[..., Any]] = {
+        "layer_norm": lambda x, weight, bias=None, eps=1e-5: dispatched.layer_norm(x, weight, bias, eps, **name),
+        "swiglu": lambda gate, up: dispatched.swiglu(gate, up, **name),
+        "geglu": lambda gate, up: dispatched.geglu(gate, up, **name),
+    }
+    calls = by_name(rms_norm, add_rms_norm, rope, linear_cross_entropy)
+    return same_arguments | calls | {"cross_entropy": _loss(cross_entropy)}
