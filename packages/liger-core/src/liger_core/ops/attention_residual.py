@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import ROWS, WIDTHS, misuses_of, normal, normals, sized, workload
+from liger_core.ops._inputs import ROWS, WIDTHS, misuse_table, normal, normals, sized, workload
 
 
 def check(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> None:
@@ -74,22 +74,19 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
-    misuse = misuses_of("attention_residual")
     layers, query = torch.zeros(3, 2, 8, device=device), torch.zeros(8, device=device)
     dimensions = "layers must have the dimensions (depth ≥ 1, ..., width), got"
-    yield misuse("integers", (layers.int(), query), DtypeError, "layers must have a floating dtype, got torch.int32")
-    yield misuse("vector", (query, query), ShapeError, f"{dimensions} (8,)")
-    yield misuse("no_layers", (layers[:0], query), ShapeError, f"{dimensions} (0, 2, 8)")
-    yield misuse(
-        "query_shape", (layers, query[1:]), ShapeError, "query must have shape (8,) to match layers (3, 2, 8), got (7,)"
-    )
-    yield misuse(
-        "weight_shape",
-        (layers, query, query[1:]),
-        ShapeError,
-        "weight must have shape (8,) to match layers (3, 2, 8), got (7,)",
-    )
-    yield misuse("eps", (layers, query, query, 0.0), OptionError, "eps must be a finite number > 0, got 0.0")
+    yield from misuse_table(
+        "attention_residual", (layers, query),
+        ("integers", DtypeError, "layers must have a floating dtype, got torch.int32", {}, layers.int(), query),
+        ("vector", ShapeError, f"{dimensions} (8,)", {}, query, query),
+        ("no_layers", ShapeError, f"{dimensions} (0, 2, 8)", {}, layers[:0], query),
+        ("query_shape", ShapeError, "query must have shape (8,) to match layers (3, 2, 8), got (7,)",
+         {}, layers, query[1:]),
+        ("weight_shape", ShapeError, "weight must have shape (8,) to match layers (3, 2, 8), got (7,)",
+         {}, layers, query, query[1:]),
+        ("eps", OptionError, "eps must be a finite number > 0, got 0.0", {}, layers, query, query, 0.0),
+    )  # fmt: skip
 
 
 def workloads() -> Iterator[Workload]:

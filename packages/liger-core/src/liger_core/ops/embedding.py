@@ -15,7 +15,7 @@ from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, 
 from liger_core.kernels import Outputs, reference_kernel
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import integers, misuses_of, normal, normals, workload
+from liger_core.ops._inputs import integers, misuse_table, normal, normals, workload
 
 # The reference sums the gradient of so many columns in float32 at a time, a fraction of the table.
 COLUMNS = 512
@@ -75,27 +75,21 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
-    misuse = misuses_of("embedding")
     index, weight = torch.zeros(3, dtype=torch.int64, device=device), torch.zeros(7, 8, device=device)
-    yield misuse(
-        "float_index",
-        (index.float(), weight),
-        DtypeError,
-        "index must have dtype torch.int64 or torch.int32, got torch.float32",
-    )
-    yield misuse(
-        "integer_table", (index, weight.int()), DtypeError, "weight must have a floating dtype, got torch.int32"
-    )
-    yield misuse("dimensions", (index, weight[0]), ShapeError, "weight must have shape (rows, width), got (8,)")
-    message = "padding_idx must be a row of weight, in [0, 7), got 7"
-    yield misuse("padding", (index, weight), OptionError, message, padding_idx=7)
-    yield misuse(
-        "padding_kind", (index, weight), OptionError, "padding_idx must be an integer, got 1.5", padding_idx=1.5
-    )
     elsewhere = torch.zeros(7, 8, device="meta")
-    yield misuse("device", (index, elsewhere), DeviceError, f"weight must be on {index.device} like index, got meta")
+    yield from misuse_table(
+        "embedding", (index, weight),
+        ("float_index", DtypeError, "index must have dtype torch.int64 or torch.int32, got torch.float32",
+         {}, index.float(), weight),
+        ("integer_table", DtypeError, "weight must have a floating dtype, got torch.int32", {}, index, weight.int()),
+        ("dimensions", ShapeError, "weight must have shape (rows, width), got (8,)", {}, index, weight[0]),
+        ("padding", OptionError, "padding_idx must be a row of weight, in [0, 7), got 7", {"padding_idx": 7}),
+        ("padding_kind", OptionError, "padding_idx must be an integer, got 1.5", {"padding_idx": 1.5}),
+        ("device", DeviceError, f"weight must be on {index.device} like index, got meta", {}, index, elsewhere),
+    )  # fmt: skip
     if device.type == "cpu":
-        yield misuse("out_of_range", (index + 7, weight), TargetError, "every index must be in [0, 7), got 7")
+        row = ("out_of_range", TargetError, "every index must be in [0, 7), got 7", {})
+        yield from misuse_table("embedding", (index + 7, weight), row)
 
 
 def workloads() -> Iterator[Workload]:

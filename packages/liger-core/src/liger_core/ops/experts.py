@@ -17,7 +17,7 @@ from liger_core.layout import Layout
 from liger_core.op import Dtypes, Misuse, Product, Sample, Work, Workload, accumulator, op
 from liger_core.ops._gated import Activation, joined_gate
 from liger_core.ops._grouped import adapted_linear, grouped
-from liger_core.ops._inputs import integers, misuses_of, normal, sample_table, workload
+from liger_core.ops._inputs import integers, misuse_table, normal, sample_table, workload
 
 MATRICES = ("x", "gate_up", "down", "gate_up_bias", "down_bias", "gate_up_a", "gate_up_b", "down_a", "down_b")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu_squared")
@@ -210,51 +210,47 @@ def _samples_of_indices(device: torch.device, call: Callable[..., list[Any]]) ->
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
-    misuse = misuses_of("experts")
     x, gate_up, down = (torch.zeros(*shape, device=device) for shape in ((3, 8), (4, 12, 8), (4, 8, 6)))
     index, weight = torch.zeros(3, 2, dtype=torch.int64, device=device), torch.zeros(3, 2, device=device)
     good = (x, gate_up, down, index, weight)
-    yield misuse("no_tensor", (None, *good[1:]), DtypeError, "x must be a tensor, got NoneType")
     elsewhere = torch.zeros(3, 2, dtype=torch.int64, device="meta")
-    message = f"index must be on {x.device} like x, got meta"
-    yield misuse("device", (x, gate_up, down, elsewhere, weight), DeviceError, message)
-    message = "down must have dtype torch.float32 like x, got torch.bfloat16; cast one of them"
-    yield misuse("dtypes", (x, gate_up, down.bfloat16(), index, weight), DtypeError, message)
-    yield misuse(
-        "float_index", (*good[:3], weight, weight), DtypeError, "index must have an integer dtype, got torch.float32"
-    )
-    message = "x must be (tokens, hidden), got (1, 3, 8); flatten its leading dimensions"
-    yield misuse("dimensions", (x[None], *good[1:]), ShapeError, message)
-    message = "index must be (tokens, k) with the tokens of x (3, 8), got (2, 2)"
-    yield misuse("tokens", (*good[:3], index[:2], weight), ShapeError, message)
-    message = "weight must have the shape of index (3, 2), got (3, 1)"
-    yield misuse("router", (*good[:4], weight[:, :1]), ShapeError, message)
-    message = "down must be (experts, 8, inner) to match x (3, 8), got (4, 6, 8)"
-    yield misuse("down", (x, gate_up, down.mT, index, weight), ShapeError, message)
-    message = "gate_up must be (4, 12, 8), or (4, 6, 8) without a gate, to match down (4, 8, 6), got (4, 8, 12)"
-    yield misuse("gate_up", (x, gate_up.mT, down, index, weight), ShapeError, message)
-    message = "down_bias must have shape (4, 8) to match down (4, 8, 6), got (8,)"
-    yield misuse("bias", (*good, None, down[0, :, 0]), ShapeError, message)
-    message = "activation must be one of 'silu', 'gelu', 'gelu_tanh', 'relu_squared', got 'relu'"
-    yield misuse("activation", good, OptionError, message, activation="relu")
-    yield misuse("limit", good, OptionError, "limit must be a finite number > 0, got 0", limit=0)
-    message = "alpha must be 1 with activation='gelu', got 2.0; only silu has a slope"
-    yield misuse("alpha", good, OptionError, message, activation="gelu", alpha=2.0)
-    message = "interleaved and shift need a gate, but gate_up has as many rows as down has columns"
     half = torch.zeros(4, 2, 8, device=device)
-    yield misuse(
-        "half_an_adapter",
-        good,
-        OptionError,
-        "gate_up_a and gate_up_b must be given together, got gate_up_a alone",
-        gate_up_a=half,
-    )
-    message = "down_a must be (4, rank, 6) to match down (4, 8, 6), got (4, 2, 8)"
-    yield misuse("adapter_a", good, ShapeError, message, down_a=half, down_b=half.mT)
-    message = "gate_up_b must be (4, 12, 2) to match gate_up (4, 12, 8) and gate_up_a (4, 2, 8), got (4, 8, 2)"
-    yield misuse("adapter_b", good, ShapeError, message, gate_up_a=half, gate_up_b=half.mT)
-    message = "interleaved and shift need a gate, but gate_up has as many rows as down has columns"
-    yield misuse("no_gate", (x, gate_up[:, :6], down, index, weight), OptionError, message, interleaved=True)
+    yield from misuse_table(
+        "experts", good,
+        ("no_tensor", DtypeError, "x must be a tensor, got NoneType", {}, None, *good[1:]),
+        ("device", DeviceError, f"index must be on {x.device} like x, got meta",
+         {}, *good[:3], elsewhere, weight),
+        ("dtypes", DtypeError, "down must have dtype torch.float32 like x, got torch.bfloat16; cast one of them",
+         {}, x, gate_up, down.bfloat16(), index, weight),
+        ("float_index", DtypeError, "index must have an integer dtype, got torch.float32",
+         {}, *good[:3], weight, weight),
+        ("dimensions", ShapeError, "x must be (tokens, hidden), got (1, 3, 8); flatten its leading dimensions",
+         {}, x[None], *good[1:]),
+        ("tokens", ShapeError, "index must be (tokens, k) with the tokens of x (3, 8), got (2, 2)",
+         {}, *good[:3], index[:2], weight),
+        ("router", ShapeError, "weight must have the shape of index (3, 2), got (3, 1)", {}, *good[:4], weight[:, :1]),
+        ("down", ShapeError, "down must be (experts, 8, inner) to match x (3, 8), got (4, 6, 8)",
+         {}, x, gate_up, down.mT, index, weight),
+        ("gate_up", ShapeError,
+         "gate_up must be (4, 12, 8), or (4, 6, 8) without a gate, to match down (4, 8, 6), got (4, 8, 12)",
+         {}, x, gate_up.mT, down, index, weight),
+        ("bias", ShapeError, "down_bias must have shape (4, 8) to match down (4, 8, 6), got (8,)",
+         {}, *good, None, down[0, :, 0]),
+        ("activation", OptionError, "activation must be one of 'silu', 'gelu', 'gelu_tanh', 'relu_squared', got 'relu'",
+         {"activation": "relu"}),
+        ("limit", OptionError, "limit must be a finite number > 0, got 0", {"limit": 0}),
+        ("alpha", OptionError, "alpha must be 1 with activation='gelu', got 2.0; only silu has a slope",
+         {"activation": "gelu", "alpha": 2.0}),
+        ("half_an_adapter", OptionError, "gate_up_a and gate_up_b must be given together, got gate_up_a alone",
+         {"gate_up_a": half}),
+        ("adapter_a", ShapeError, "down_a must be (4, rank, 6) to match down (4, 8, 6), got (4, 2, 8)",
+         {"down_a": half, "down_b": half.mT}),
+        ("adapter_b", ShapeError,
+         "gate_up_b must be (4, 12, 2) to match gate_up (4, 12, 8) and gate_up_a (4, 2, 8), got (4, 8, 2)",
+         {"gate_up_a": half, "gate_up_b": half.mT}),
+        ("no_gate", OptionError, "interleaved and shift need a gate, but gate_up has as many rows as down has columns",
+         {"interleaved": True}, x, gate_up[:, :6], down, index, weight),
+    )  # fmt: skip
 
 
 def workloads() -> Iterator[Workload]:

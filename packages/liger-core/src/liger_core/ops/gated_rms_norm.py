@@ -14,7 +14,7 @@ from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import misuses_of, normal, normals, row_workloads
+from liger_core.ops._inputs import misuse_table, normal, normals, row_workloads
 
 Activation = Literal["silu", "sigmoid"]
 
@@ -97,18 +97,16 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
-    misuse = misuses_of("gated_rms_norm")
     x, weight = torch.zeros(2, 8, device=device), torch.zeros(8, device=device)
-    yield misuse("integers", (x.int(), x), DtypeError, "x must have a floating dtype, got torch.int32")
-    yield misuse("gate_shape", (x, x[:1]), ShapeError, "gate must have the shape of x (2, 8), got (1, 8)")
-    yield misuse(
-        "weight_shape", (x, x, weight[1:]), ShapeError, "weight must have shape (8,) to match x (2, 8), got (7,)"
-    )
-    yield misuse(
-        "activation", (x, x), OptionError, "activation must be one of 'silu', 'sigmoid', got 'gelu'", activation="gelu"
-    )
-    yield misuse("group_size", (x, x), OptionError, "group_size must divide the width of x (2, 8), got 3", group_size=3)
-    yield misuse("offset", (x, x), OptionError, "weight_offset must be 0 without a weight, got 1.0", weight_offset=1.0)
+    yield from misuse_table(
+        "gated_rms_norm", (x, x),
+        ("integers", DtypeError, "x must have a floating dtype, got torch.int32", {}, x.int(), x),
+        ("gate_shape", ShapeError, "gate must have the shape of x (2, 8), got (1, 8)", {}, x, x[:1]),
+        ("weight_shape", ShapeError, "weight must have shape (8,) to match x (2, 8), got (7,)", {}, x, x, weight[1:]),
+        ("activation", OptionError, "activation must be one of 'silu', 'sigmoid', got 'gelu'", {"activation": "gelu"}),
+        ("group_size", OptionError, "group_size must divide the width of x (2, 8), got 3", {"group_size": 3}),
+        ("offset", OptionError, "weight_offset must be 0 without a weight, got 1.0", {"weight_offset": 1.0}),
+    )  # fmt: skip
 
 
 def workloads() -> Iterator[Workload]:

@@ -16,7 +16,7 @@ from liger_core.layout import Layout
 from liger_core.op import Dtypes, Misuse, Product, Sample, Work, Workload, accumulator, autocast_dtype
 from liger_core.ops._adapter import check_dtypes, check_shapes, no_bias_beside
 from liger_core.ops._composed import Supported, composed_op
-from liger_core.ops._inputs import misuses_of, normal, sample_table, workload
+from liger_core.ops._inputs import misuse_table, normal, sample_table, workload
 from liger_core.ops._low_rank import TORCH_PASSES, low_rank
 
 NAME = "lora_linear"
@@ -135,57 +135,39 @@ def _samples_of_columns(
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
-    misuse = misuses_of(NAME)
     x, w = torch.zeros(3, 8, device=device), torch.zeros(10, 8, device=device)
-    a, b = torch.zeros(4, 8, device=device), torch.zeros(10, 4, device=device)
-    yield misuse(
-        "a_shape", (x, w, a[:, :7], b), ShapeError, "a must have shape (rank, 8) to match x (3, 8), got (4, 7)"
-    )
-    yield misuse(
-        "b_shape", (x, w, a, b[:, :3]), ShapeError, "b must have shape (outputs, 4) to match a (4, 8), got (10, 3)"
-    )
-    yield misuse(
-        "weight_shape", (x, w[:9], a, b), ShapeError, "weight must have shape (10, 8) to match b and x, got (9, 8)"
-    )
-    yield misuse(
-        "bias_shape", (x, w, a, b), ShapeError, "bias must have shape (10,) to match b (10, 4), got (8,)", bias=x[0]
-    )
-    yield misuse(
-        "base_shape", (x, None, a, b), ShapeError, "base must have shape (3, 10) to match x and b, got (3, 8)", base=x
-    )
-    yield misuse("neither", (x, None, a, b), OptionError, "either weight or base must be given, got neither")
-    yield misuse(
-        "both",
-        (x, w, a, b),
-        OptionError,
-        "either weight or base must be given, got both",
-        base=torch.zeros(3, 10, device=device),
-    )
-    message = "bias must be None where base is given, which has it already"
-    yield misuse(
-        "base_and_bias", (x, None, a, b), OptionError, message, base=torch.zeros(3, 10, device=device), bias=w[:, 0]
-    )
-    yield misuse(
-        "column_scale_shape",
-        (x, w, a, b),
-        ShapeError,
-        "column_scale must have shape (10,) to match b (10, 4), got (8,)",
-        column_scale=x[0],
-    )
-    message = "column_scale must have dtype torch.float32 like x, or torch.float32, got torch.bfloat16; cast it"
-    yield misuse(
-        "column_scale_dtype", (x, w, a, b), DtypeError, message, column_scale=torch.ones(10, device=device).bfloat16()
-    )
-    message = "weight must have dtype torch.float32 like x, got torch.bfloat16; cast one of them"
-    yield misuse("weight_dtype", (x, w.bfloat16(), a, b), DtypeError, message)
-    message = "b must have dtype torch.float32 like a, got torch.float64; cast one of them"
-    yield misuse("adapter_dtypes", (x, w, a, b.double()), DtypeError, message)
-    message = "base must have dtype torch.float32 like x, or torch.float32, got torch.float64; cast it"
-    yield misuse("base_dtype", (x, None, a, b), DtypeError, message, base=torch.zeros(3, 10, device=device).double())
-    message = "a and b must have dtype torch.float32 like x, or torch.float32, got torch.bfloat16; cast them"
-    yield misuse("low_adapter", (x, w, a.bfloat16(), b.bfloat16()), DtypeError, message)
-    yield misuse("integers", (x.int(), w, a, b), DtypeError, "x must have a floating dtype, got torch.int32")
-    yield misuse("scale", (x, w, a, b), OptionError, "scale must be a finite number, got nan", scale=float("nan"))
+    a, b, base = torch.zeros(4, 8, device=device), torch.zeros(10, 4, device=device), torch.zeros(3, 10, device=device)
+    yield from misuse_table(
+        NAME, (x, w, a, b),
+        ("a_shape", ShapeError, "a must have shape (rank, 8) to match x (3, 8), got (4, 7)", {}, x, w, a[:, :7], b),
+        ("b_shape", ShapeError, "b must have shape (outputs, 4) to match a (4, 8), got (10, 3)", {}, x, w, a, b[:, :3]),
+        ("weight_shape", ShapeError, "weight must have shape (10, 8) to match b and x, got (9, 8)", {}, x, w[:9], a, b),
+        ("bias_shape", ShapeError, "bias must have shape (10,) to match b (10, 4), got (8,)", {"bias": x[0]}),
+        ("base_shape", ShapeError, "base must have shape (3, 10) to match x and b, got (3, 8)",
+         {"base": x}, x, None, a, b),
+        ("neither", OptionError, "either weight or base must be given, got neither", {}, x, None, a, b),
+        ("both", OptionError, "either weight or base must be given, got both", {"base": base}),
+        ("base_and_bias", OptionError, "bias must be None where base is given, which has it already",
+         {"base": base, "bias": w[:, 0]}, x, None, a, b),
+        ("column_scale_shape", ShapeError, "column_scale must have shape (10,) to match b (10, 4), got (8,)",
+         {"column_scale": x[0]}),
+        ("column_scale_dtype", DtypeError,
+         "column_scale must have dtype torch.float32 like x, or torch.float32, got torch.bfloat16; cast it",
+         {"column_scale": torch.ones(10, device=device).bfloat16()}),
+        ("weight_dtype", DtypeError,
+         "weight must have dtype torch.float32 like x, got torch.bfloat16; cast one of them",
+         {}, x, w.bfloat16(), a, b),
+        ("adapter_dtypes", DtypeError, "b must have dtype torch.float32 like a, got torch.float64; cast one of them",
+         {}, x, w, a, b.double()),
+        ("base_dtype", DtypeError,
+         "base must have dtype torch.float32 like x, or torch.float32, got torch.float64; cast it",
+         {"base": base.double()}, x, None, a, b),
+        ("low_adapter", DtypeError,
+         "a and b must have dtype torch.float32 like x, or torch.float32, got torch.bfloat16; cast them",
+         {}, x, w, a.bfloat16(), b.bfloat16()),
+        ("integers", DtypeError, "x must have a floating dtype, got torch.int32", {}, x.int(), w, a, b),
+        ("scale", OptionError, "scale must be a finite number, got nan", {"scale": float("nan")}),
+    )  # fmt: skip
 
 
 def workloads() -> Iterator[Workload]:

@@ -13,7 +13,7 @@ from liger_core.errors import DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
 from liger_core.ops import _streams
-from liger_core.ops._inputs import misuses_of, normal, normals
+from liger_core.ops._inputs import misuse_table, normal, normals
 
 
 def check(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None = None) -> None:
@@ -71,23 +71,18 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
-    misuse = misuses_of("merge_streams")
     x, y, post = torch.zeros(2, 4, 8, device=device), torch.zeros(2, 8, device=device), torch.zeros(2, 4, device=device)
     res = torch.zeros(2, 4, 4, device=device)
-    yield misuse("integers", (x, y.int(), post), DtypeError, "y must have a floating dtype, got torch.int32")
-    yield misuse("vector", (y[0], y, post), ShapeError, "x must have the dimensions (..., streams, width), got (8,)")
-    yield misuse(
-        "y_shape", (x, y[:, 1:], post), ShapeError, "y must have shape (2, 8) to match x (2, 4, 8), got (2, 7)"
-    )
-    yield misuse(
-        "post_shape", (x, y, post[:, 1:]), ShapeError, "post must have shape (2, 4) to match x (2, 4, 8), got (2, 3)"
-    )
-    yield misuse(
-        "res_shape",
-        (x, y, post, res[:1]),
-        ShapeError,
-        "res must have shape (2, 4, 4) to match x (2, 4, 8), got (1, 4, 4)",
-    )
+    yield from misuse_table(
+        "merge_streams", (x, y, post),
+        ("integers", DtypeError, "y must have a floating dtype, got torch.int32", {}, x, y.int(), post),
+        ("vector", ShapeError, "x must have the dimensions (..., streams, width), got (8,)", {}, y[0], y, post),
+        ("y_shape", ShapeError, "y must have shape (2, 8) to match x (2, 4, 8), got (2, 7)", {}, x, y[:, 1:], post),
+        ("post_shape", ShapeError, "post must have shape (2, 4) to match x (2, 4, 8), got (2, 3)",
+         {}, x, y, post[:, 1:]),
+        ("res_shape", ShapeError, "res must have shape (2, 4, 4) to match x (2, 4, 8), got (1, 4, 4)",
+         {}, x, y, post, res[:1]),
+    )  # fmt: skip
 
 
 def workloads() -> Iterator[Workload]:

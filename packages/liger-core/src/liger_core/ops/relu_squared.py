@@ -13,7 +13,7 @@ from liger_core.errors import DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Dtypes, Misuse, Sample, Work, Workload, accumulator, op
 from liger_core.ops._gated import joined_gate
-from liger_core.ops._inputs import misuses_of, normal, normals, row_workloads
+from liger_core.ops._inputs import misuse_table, normal, normals, row_workloads
 
 
 def check(x: Tensor, up: Tensor | None = None) -> None:
@@ -55,18 +55,15 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
-    misuse = misuses_of("relu_squared")
-    yield misuse(
-        "integers",
-        (torch.zeros(2, 8, device=device).int(),),
-        DtypeError,
-        "x must have a floating dtype, got torch.int32",
-    )
-    yield misuse("no_tensor", (None,), DtypeError, "x must be a tensor, got NoneType")
     x = torch.zeros(2, 8, device=device)
-    yield misuse("up_shape", (x, x[:1]), ShapeError, "up must have the shape of x (2, 8), got (1, 8)")
-    message = "up must have dtype torch.float32 like x, got torch.bfloat16; cast one of them"
-    yield misuse("up_dtype", (x, x.bfloat16()), DtypeError, message)
+    yield from misuse_table(
+        "relu_squared", (x,),
+        ("integers", DtypeError, "x must have a floating dtype, got torch.int32", {}, x.int()),
+        ("no_tensor", DtypeError, "x must be a tensor, got NoneType", {}, None),
+        ("up_shape", ShapeError, "up must have the shape of x (2, 8), got (1, 8)", {}, x, x[:1]),
+        ("up_dtype", DtypeError, "up must have dtype torch.float32 like x, got torch.bfloat16; cast one of them",
+         {}, x, x.bfloat16()),
+    )  # fmt: skip
 
 
 def workloads() -> Iterator[Workload]:
