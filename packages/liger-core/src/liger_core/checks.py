@@ -70,11 +70,8 @@ def same_dtype(op: str, first: str, anchor: Tensor, **tensors: Tensor | None) ->
     """Check that every tensor, if not None, has the dtype of the first; nothing is cast silently."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype != anchor.dtype:
-            fail(
-                DtypeError,
-                op,
-                f"{name} must have dtype {anchor.dtype} like {first}, got {tensor.dtype}; cast one of them",
-            )
+            wanted = f"{anchor.dtype} like {first}"
+            fail(DtypeError, op, f"{name} must have dtype {wanted}, got {tensor.dtype}; cast one of them")
 
 
 def vector(op: str, name: str, tensor: Tensor | None, width: int, of: str, anchor: Tensor) -> None:
@@ -144,14 +141,8 @@ def integer(op: str, name: str, value: Any) -> None:
 def without_overlap(op: str, name: str, tensor: Tensor) -> None:
     """Check that every element has memory of its own, so that it can be overwritten."""
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
-        fail(
-            OptionError,
-            op,
-            (
-                f"inplace=True needs {name} with memory for every element, got an expanded tensor; pass "
-                f"{name}.contiguous()"
-            ),
-        )
+        needed = f"inplace=True needs {name} with memory for every element"
+        fail(OptionError, op, f"{needed}, got an expanded tensor; pass {name}.contiguous()")
 
 
 def choice(op: str, name: str, value: Any, allowed: tuple[Any, ...]) -> None:
@@ -181,11 +172,8 @@ def constant(op: str, **tensors: Any) -> None:
     """Refuse tensors that require a gradient the op does not define: they would silently stay untrained."""
     for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
-            fail(
-                OptionError,
-                op,
-                f"{name} must not require a gradient, since the op does not define one; pass {name}.detach()",
-            )
+            because = "since the op does not define one"
+            fail(OptionError, op, f"{name} must not require a gradient, {because}; pass {name}.detach()")
 
 
 def not_plain(op: str, arguments: Mapping[str, Any], problem: Exception) -> None:

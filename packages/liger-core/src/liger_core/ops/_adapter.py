@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.errors import DtypeError, OptionError, ShapeError
+from liger_core.errors import DtypeError, OptionError
 from liger_core.op import accumulator, autocast_dtype
 
 
@@ -23,20 +25,18 @@ def check_shapes(
 ) -> None:
     """Check the shapes of a layer and its adapter; `suffix` follows the names of the layer's tensors."""
     if a.dim() != 2 or a.shape[1] != x.shape[-1]:
-        wanted = f"a{suffix} must have shape (rank, {x.shape[-1]}) to match x {checks.shape(x)}"
-        checks.fail(ShapeError, op, f"{wanted}, got {checks.shape(a)}")
+        checks.mismatch(op, f"a{suffix}", a, f"(rank, {x.shape[-1]})", "x", x)
     if b.dim() != 2 or b.shape[1] != a.shape[0]:
-        wanted = f"b{suffix} must have shape (outputs, {a.shape[0]}) to match a{suffix} {checks.shape(a)}"
-        checks.fail(ShapeError, op, f"{wanted}, got {checks.shape(b)}")
+        checks.mismatch(op, f"b{suffix}", b, f"(outputs, {a.shape[0]})", f"a{suffix}", a)
     if (weight is None) == (base is None):
         got = "neither" if base is None else "both"
         checks.fail(OptionError, op, f"either weight{suffix} or base{suffix} must be given, got {got}")
     if weight is not None and weight.shape != (b.shape[0], x.shape[-1]):
-        wanted = f"weight{suffix} must have shape {(b.shape[0], x.shape[-1])} to match b{suffix} and x"
-        checks.fail(ShapeError, op, f"{wanted}, got {checks.shape(weight)}")
+        wanted = (b.shape[0], x.shape[-1])
+        checks.misshapen(op, f"weight{suffix} must have shape {wanted} to match b{suffix} and x", weight)
     if base is not None and base.shape != (*x.shape[:-1], b.shape[0]):
-        wanted = f"base{suffix} must have shape {(*x.shape[:-1], b.shape[0])} to match x and b{suffix}"
-        checks.fail(ShapeError, op, f"{wanted}, got {checks.shape(base)}")
+        rows = (*x.shape[:-1], b.shape[0])
+        checks.misshapen(op, f"base{suffix} must have shape {rows} to match x and b{suffix}", base)
     checks.vector(op, f"bias{suffix}", bias, b.shape[0], f"b{suffix}", b)
 
 
@@ -60,18 +60,15 @@ def check_dtypes(
         checks.same_dtype(op, "x", x, **{f"weight{suffix}": weight, f"bias{suffix}": bias})
     expected = low or x.dtype
     if base is not None and base.dtype not in (expected, accumulator(expected)):
-        checks.fail(
-            DtypeError,
-            op,
-            f"base{suffix} must have dtype {expected} like x, or {accumulator(expected)}, got {base.dtype}; cast it",
-        )
+        fail_dtype(op, f"base{suffix}", expected, base)
     # Outside autocast, b has the dtype of a.
     for factor in (a,) if low is None else (a, b):
         if factor.dtype not in (expected, accumulator(expected)) and not (
             low is not None and factor.dtype in (torch.float32, x.dtype)
         ):
-            sentence = (
-                f"a{suffix} and b{suffix} must have dtype {expected} like x, or {accumulator(expected)}, "
-                f"got {factor.dtype}; cast them"
-            )
-            checks.fail(DtypeError, op, sentence)
+            fail_dtype(op, f"a{suffix} and b{suffix}", expected, factor, "them")
+
+
+def fail_dtype(op: str, names: str, expected: torch.dtype, tensor: Tensor, them: str = "it") -> NoReturn:
+    wanted = f"{expected} like x, or {accumulator(expected)}"
+    checks.fail(DtypeError, op, f"{names} must have dtype {wanted}, got {tensor.dtype}; cast {them}")

@@ -24,10 +24,10 @@ def check(op: str, gate: Tensor, up: Tensor | None) -> None:
     checks.at_least_one_dimension(op, "gate", gate)
     if up is None:
         if gate.shape[-1] % 2:
-            checks.fail(ShapeError, op, f"a packed gate must have an even last dimension, got {checks.shape(gate)}")
+            checks.misshapen(op, "a packed gate must have an even last dimension", gate)
         return
     if gate.shape != up.shape:
-        checks.fail(ShapeError, op, f"up must have the shape of gate {checks.shape(gate)}, got {checks.shape(up)}")
+        checks.unlike(op, "up", up, "gate", gate)
 
 
 DTYPES = Dtypes((("gate", "up"),))

@@ -53,10 +53,9 @@ def logit_divergence(
             checks.floating(name, 2, student=student, teacher=teacher)
             checks.at_least_one_dimension(name, "student", student)
             if student.shape[-1] == 0:
-                checks.fail(ShapeError, name, f"student must have at least one class, got {checks.shape(student)}")
+                checks.misshapen(name, "student must have at least one class", student)
             if teacher.shape != student.shape:
-                sentence = f"teacher must have shape {checks.shape(student)} like student, got {checks.shape(teacher)}"
-                checks.fail(ShapeError, name, sentence)
+                checks.misshapen(name, f"teacher must have shape {checks.shape(student)} like student", teacher)
             checks.constant(name, teacher=teacher)
             checks.positive(name, "temperature", temperature, ", since the logits are divided by it")
             check_reduction(name, student, reduction, normalizer, "classes")

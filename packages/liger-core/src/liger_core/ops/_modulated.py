@@ -17,18 +17,12 @@ from liger_core.ops._inputs import misuses_of, normal, normals, sized, workload
 def check(op: str, x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tensor | None, eps: float) -> None:
     checks.floating(op, 2, x=x, scale=scale, shift=shift, weight=weight)
     if x.dim() < 2:
-        checks.fail(ShapeError, op, f"x must be (…, tokens, width), got {checks.shape(x)}")
+        checks.misshapen(op, "x must be (…, tokens, width)", x)
     wanted = (*x.shape[:-2], x.shape[-1])
     for name, tensor in (("scale", scale), ("shift", shift)):
         if tensor is not None and tensor.shape != wanted:
-            checks.fail(
-                ShapeError,
-                op,
-                (
-                    f"{name} must have shape {tuple(wanted)}, one row for all tokens of a sample of x "
-                    f"{checks.shape(x)}, got {checks.shape(tensor)}"
-                ),
-            )
+            one_row = f"one row for all tokens of a sample of x {checks.shape(x)}"
+            checks.misshapen(op, f"{name} must have shape {tuple(wanted)}, {one_row}", tensor)
     checks.vector(op, "weight", weight, x.shape[-1], "x", x)
     checks.positive(op, "eps", eps)
 

@@ -21,29 +21,22 @@ def check_rotary(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Non
     checks.floating(op, 4, q=q, k=k, cos=cos, sin=sin)
     for name, tensor in (("q", q), ("k", k)):
         if tensor.dim() != 4:
-            checks.fail(
-                ShapeError, op, f"{name} must have shape (batch, heads, tokens, width), got {checks.shape(tensor)}"
-            )
+            checks.misshapen(op, f"{name} must have shape (batch, heads, tokens, width)", tensor)
     batch, _, tokens, width = q.shape
     of_batch, _, of_tokens, of_width = k.shape
     if of_batch != batch or of_tokens != tokens or of_width != width:
-        wanted = f"({batch}, heads, {tokens}, {width})"
-        checks.fail(ShapeError, op, f"k must have shape {wanted} to match q {checks.shape(q)}, got {checks.shape(k)}")
+        checks.mismatch(op, "k", k, f"({batch}, heads, {tokens}, {width})", "q", q)
     dimensions = cos.dim()
     rotary = cos.size(-1) if dimensions else 0
     if dimensions not in (2, 3) or cos.size(-2) != tokens or (dimensions == 3 and cos.size(0) not in (1, batch)):
         # With a single sample, two of these shapes are the same.
         *shapes, last = dict.fromkeys((f"({tokens}, rotary)", f"(1, {tokens}, rotary)", f"({batch}, {tokens}, rotary)"))
-        wanted = f"{', '.join(shapes)} or {last}"
-        checks.fail(
-            ShapeError, op, f"cos must have shape {wanted} to match q {checks.shape(q)}, got {checks.shape(cos)}"
-        )
+        checks.mismatch(op, "cos", cos, f"{', '.join(shapes)} or {last}", "q", q)
     if rotary % 2 or rotary > width or rotary == 0:
-        checks.fail(
-            ShapeError, op, f"the rotary width of cos must be even and at most {width}, the width of q, got {rotary}"
-        )
+        wanted = f"even and at most {width}, the width of q"
+        checks.fail(ShapeError, op, f"the rotary width of cos must be {wanted}, got {rotary}")
     if sin.shape != cos.shape:
-        checks.fail(ShapeError, op, f"sin must have the shape of cos {checks.shape(cos)}, got {checks.shape(sin)}")
+        checks.unlike(op, "sin", sin, "cos", cos)
 
 
 def heads_of_tokens(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

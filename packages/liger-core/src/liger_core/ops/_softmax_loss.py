@@ -222,8 +222,7 @@ def check_row_options(
     if class_weight is not None:
         checks.floating(name, **{weight_name: class_weight})
         if class_weight.shape != (classes,):
-            sentence = f"{weight_name} must have shape ({classes},), one per class, got {checks.shape(class_weight)}"
-            checks.fail(ShapeError, name, sentence)
+            checks.misshapen(name, f"{weight_name} must have shape ({classes},), one per class", class_weight)
         checks.constant(name, **{weight_name: class_weight})
     check_reduction(name, target, reduction, normalizer)
     check_target(name, target, classes, ignore_index)
@@ -240,8 +239,8 @@ def check_reduction(name: str, rows: Tensor, reduction: str, normalizer: Tensor 
         checks.positive(name, "normalizer", normalizer)
         return
     if normalizer.dim() != 0:
-        sentence = f"normalizer must be a number or a scalar tensor, got shape {checks.shape(normalizer)}"
-        checks.fail(ShapeError, name, sentence)
+        got = checks.shape(normalizer)
+        checks.fail(ShapeError, name, f"normalizer must be a number or a scalar tensor, got shape {got}")
     checks.same_device(name, "target", rows, normalizer=normalizer)
     checks.constant(name, normalizer=normalizer)
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from liger_core import checks
-from liger_core.errors import ShapeError
 from liger_core.op import Workload
 from liger_core.ops._inputs import ROWS, WIDTHS, workload
 
@@ -18,7 +17,7 @@ Maker = Callable[[torch.device, torch.dtype, int, int, int], tuple[Tensor, ...]]
 
 def check(name: str, x: Tensor) -> None:
     if x.dim() < 2:
-        checks.fail(ShapeError, name, f"x must have the dimensions (..., streams, width), got {checks.shape(x)}")
+        checks.misshapen(name, "x must have the dimensions (..., streams, width)", x)
 
 
 def check_shape(name: str, argument: str, value: Tensor | None, shape: tuple[int, ...], x: Tensor) -> None:

@@ -23,11 +23,7 @@ def check(
     checks.floating(name, 2, x=x, residual=residual, weight=weight, bias=bias)
     checks.at_least_one_dimension(name, "x", x)
     if x.shape != residual.shape:
-        checks.fail(
-            ShapeError,
-            name,
-            f"residual must have the shape of x {checks.shape(x)}, got {checks.shape(residual)}; expand it",
-        )
+        checks.unlike(name, "residual", residual, "x", x, "; expand it")
     checks.vector(name, "weight", weight, x.shape[-1], "x", x)
     checks.vector(name, "bias", bias, x.shape[-1], "x", x)
     checks.positive(name, "eps", eps)

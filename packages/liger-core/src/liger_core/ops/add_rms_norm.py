@@ -28,11 +28,7 @@ def check(
 ) -> None:
     checks.floating("add_rms_norm", 2, x=x, residual=residual)
     if x.shape != residual.shape:
-        checks.fail(
-            ShapeError,
-            "add_rms_norm",
-            f"residual must have the shape of x {checks.shape(x)}, got {checks.shape(residual)}; expand it",
-        )
+        checks.unlike("add_rms_norm", "residual", residual, "x", x, "; expand it")
     checks.scaling("add_rms_norm", x, weight, eps, weight_offset, cast)
 
 

@@ -18,9 +18,7 @@ def check(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: floa
     name = "attention_residual"
     checks.floating(name, 2, layers=layers, query=query, weight=weight)
     if layers.dim() < 2 or not layers.shape[0]:
-        checks.fail(
-            ShapeError, name, f"layers must have the dimensions (depth ≥ 1, ..., width), got {checks.shape(layers)}"
-        )
+        checks.misshapen(name, "layers must have the dimensions (depth ≥ 1, ..., width)", layers)
     checks.vector(name, "query", query, layers.shape[-1], "layers", layers)
     checks.vector(name, "weight", weight, layers.shape[-1], "layers", layers)
     checks.positive(name, "eps", eps)

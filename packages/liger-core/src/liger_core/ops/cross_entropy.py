@@ -43,7 +43,7 @@ def check(
     if target.shape != logits.shape[:-1]:
         checks.mismatch(name, "target", target, tuple(logits.shape[:-1]), "logits", logits)
     if classes == 0:
-        checks.fail(ShapeError, name, f"logits must have at least one class, got {checks.shape(logits)}")
+        checks.misshapen(name, "logits must have at least one class", logits)
     checks.same_device(name, "logits", logits, target=target, weight=weight)
     checks.positive(name, "temperature", temperature, ", since the logits are divided by it")
     check_row_options(name, target, classes, class_weight=weight, weight_name="weight", **options)

@@ -19,7 +19,7 @@ def check(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor |
     checks.floating("dyt", 2, x=x, alpha=alpha, weight=weight, bias=bias)
     checks.at_least_one_dimension("dyt", "x", x)
     if alpha.shape not in ((), (1,)):
-        checks.fail(ShapeError, "dyt", f"alpha must have one element, shape () or (1,), got {checks.shape(alpha)}")
+        checks.misshapen("dyt", "alpha must have one element, shape () or (1,)", alpha)
     checks.vector("dyt", "weight", weight, x.shape[-1], "x", x)
     checks.vector("dyt", "bias", bias, x.shape[-1], "x", x)
 

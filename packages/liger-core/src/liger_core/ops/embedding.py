@@ -28,15 +28,14 @@ def check(index: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> N
     checks.tensor("embedding", "weight", weight)
     checks.floating("embedding", weight=weight)
     if weight.dim() != 2:
-        checks.fail(ShapeError, "embedding", f"weight must have shape (rows, width), got {checks.shape(weight)}")
+        checks.misshapen("embedding", "weight must have shape (rows, width)", weight)
     checks.same_device("embedding", "index", index, weight=weight)
     rows = weight.shape[0]
     if padding_idx is not None:
         checks.integer("embedding", "padding_idx", padding_idx)
         if not 0 <= padding_idx < rows:
-            checks.fail(
-                OptionError, "embedding", f"padding_idx must be a row of weight, in [0, {rows}), got {padding_idx}"
-            )
+            wanted = f"a row of weight, in [0, {rows})"
+            checks.fail(OptionError, "embedding", f"padding_idx must be {wanted}, got {padding_idx}")
     if checks.readable(index):
         wrong = (index < 0) | (index >= rows)
         if bool(wrong.any()):
@@ -88,8 +87,8 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
         ("device", DeviceError, f"weight must be on {index.device} like index, got meta", {}, index, elsewhere),
     )  # fmt: skip
     if device.type == "cpu":
-        row = ("out_of_range", TargetError, "every index must be in [0, 7), got 7", {})
-        yield from misuse_table("embedding", (index + 7, weight), row)
+        message = "every index must be in [0, 7), got 7"
+        yield from misuse_table("embedding", (index + 7, weight), ("out_of_range", TargetError, message, {}))
 
 
 def workloads() -> Iterator[Workload]:

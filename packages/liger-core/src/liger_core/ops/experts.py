@@ -31,34 +31,17 @@ def check(
 ) -> None:  # fmt: skip
     name = "experts"
     adapters = {"gate_up_a": gate_up_a, "gate_up_b": gate_up_b, "down_a": down_a, "down_b": down_b}
-    checks.floating(
-        name,
-        4,
-        x=x,
-        gate_up=gate_up,
-        down=down,
-        weight=weight,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-        **adapters,
-    )
+    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    checks.floating(name, 4, x=x, gate_up=gate_up, down=down, weight=weight, **biases, **adapters)
     checks.same_device(name, "x", x, index=index)
     if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
         checks.fail(DtypeError, name, f"index must have an integer dtype, got {index.dtype}")
     if x.dim() != 2:
-        checks.fail(
-            ShapeError, name, f"x must be (tokens, hidden), got {checks.shape(x)}; flatten its leading dimensions"
-        )
+        checks.misshapen(name, "x must be (tokens, hidden)", x, "; flatten its leading dimensions")
     if index.dim() != 2 or index.shape[0] != x.shape[0]:
-        checks.fail(
-            ShapeError,
-            name,
-            f"index must be (tokens, k) with the tokens of x {checks.shape(x)}, got {checks.shape(index)}",
-        )
+        checks.misshapen(name, f"index must be (tokens, k) with the tokens of x {checks.shape(x)}", index)
     if weight.shape != index.shape:
-        checks.fail(
-            ShapeError, name, f"weight must have the shape of index {checks.shape(index)}, got {checks.shape(weight)}"
-        )
+        checks.unlike(name, "weight", weight, "index", index)
     _check_matrices(name, x, gate_up, down, gate_up_bias, down_bias)
     _check_adapter(name, "gate_up", gate_up, gate_up_a, gate_up_b)
     _check_adapter(name, "down", down, down_a, down_b)
@@ -68,13 +51,11 @@ def check(
     checks.finite(name, "alpha", alpha)
     checks.finite(name, "shift", shift)
     if activation != "silu" and alpha != 1.0:
-        checks.fail(
-            OptionError, name, f"alpha must be 1 with activation={activation!r}, got {alpha!r}; only silu has a slope"
-        )
+        wanted = f"alpha must be 1 with activation={activation!r}"
+        checks.fail(OptionError, name, f"{wanted}, got {alpha!r}; only silu has a slope")
     if gate_up.shape[1] == down.shape[2] and (interleaved or shift):
-        checks.fail(
-            OptionError, name, "interleaved and shift need a gate, but gate_up has as many rows as down has columns"
-        )
+        sentence = "interleaved and shift need a gate, but gate_up has as many rows as down has columns"
+        checks.fail(OptionError, name, sentence)
 
 
 def _check_matrices(
@@ -82,11 +63,7 @@ def _check_matrices(
 ) -> None:
     hidden = x.shape[1]
     if down.dim() != 3 or down.shape[1] != hidden or not down.shape[0]:
-        checks.fail(
-            ShapeError,
-            name,
-            f"down must be (experts, {hidden}, inner) to match x {checks.shape(x)}, got {checks.shape(down)}",
-        )
+        checks.misshapen(name, f"down must be (experts, {hidden}, inner) to match x {checks.shape(x)}", down)
     count, _, inner = down.shape
     if (
         gate_up.dim() != 3
@@ -94,37 +71,27 @@ def _check_matrices(
         or gate_up.shape[1] not in (inner, 2 * inner)
     ):
         wanted = f"({count}, {2 * inner}, {hidden}), or ({count}, {inner}, {hidden}) without a gate,"
-        checks.fail(
-            ShapeError,
-            name,
-            f"gate_up must be {wanted} to match down {checks.shape(down)}, got {checks.shape(gate_up)}",
-        )
+        checks.misshapen(name, f"gate_up must be {wanted} to match down {checks.shape(down)}", gate_up)
     for which, bias, of, matrices in (
         ("gate_up_bias", gate_up_bias, "gate_up", gate_up),
         ("down_bias", down_bias, "down", down),
     ):
         if bias is not None and bias.shape != matrices.shape[:2]:
-            wanted = f"{which} must have shape {checks.shape(matrices[:, :, 0])} to match {of}"
-            checks.fail(ShapeError, name, f"{wanted} {checks.shape(matrices)}, got {checks.shape(bias)}")
+            checks.mismatch(name, which, bias, checks.shape(matrices[:, :, 0]), of, matrices)
 
 
 def _check_adapter(name: str, of: str, matrices: Tensor, a: Tensor | None, b: Tensor | None) -> None:
     if a is None and b is None:
         return
     if a is None or b is None:
-        checks.fail(
-            OptionError, name, f"{of}_a and {of}_b must be given together, got {of}_{'b' if a is None else 'a'} alone"
-        )
+        alone = "b" if a is None else "a"
+        checks.fail(OptionError, name, f"{of}_a and {of}_b must be given together, got {of}_{alone} alone")
     count, outer, inner = matrices.shape
     if a.dim() != 3 or (a.shape[0], a.shape[2]) != (count, inner):
-        wanted = f"{of}_a must be ({count}, rank, {inner}) to match {of} {checks.shape(matrices)}"
-        checks.fail(ShapeError, name, f"{wanted}, got {checks.shape(a)}")
+        checks.misshapen(name, f"{of}_a must be ({count}, rank, {inner}) to match {of} {checks.shape(matrices)}", a)
     if b.shape != (count, outer, a.shape[1]):
-        wanted = (
-            f"{of}_b must be {(count, outer, a.shape[1])} to match {of} {checks.shape(matrices)} and {of}_a "
-            f"{checks.shape(a)}"
-        )
-        checks.fail(ShapeError, name, f"{wanted}, got {checks.shape(b)}")
+        wanted = f"{(count, outer, a.shape[1])} to match {of} {checks.shape(matrices)} and {of}_a {checks.shape(a)}"
+        checks.misshapen(name, f"{of}_b must be {wanted}", b)
 
 
 def _calls(device: torch.device, dtype: torch.dtype) -> Callable[..., list[Any]]:

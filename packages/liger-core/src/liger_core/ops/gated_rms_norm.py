@@ -27,7 +27,7 @@ def check(
     checks.floating(name, 2, x=x, gate=gate, weight=weight)
     checks.at_least_one_dimension(name, "x", x)
     if x.shape != gate.shape:
-        checks.fail(ShapeError, name, f"gate must have the shape of x {checks.shape(x)}, got {checks.shape(gate)}")
+        checks.unlike(name, "gate", gate, "x", x)
     checks.vector(name, "weight", weight, x.shape[-1], "x", x)
     checks.positive(name, "eps", eps)
     checks.choice(name, "activation", activation, ("silu", "sigmoid"))

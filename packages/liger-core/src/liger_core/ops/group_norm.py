@@ -21,19 +21,11 @@ def check(
     name = "group_norm"
     checks.floating(name, x=x)
     if x.dim() < 2:
-        checks.fail(ShapeError, name, f"x must be (samples, channels, …), got {checks.shape(x)}")
+        checks.misshapen(name, "x must be (samples, channels, …)", x)
     checks.floating(name, x=x, weight=weight, bias=bias)
     channels = x.shape[1]
-    for key, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.shape != (channels,):
-            checks.fail(
-                ShapeError,
-                name,
-                (
-                    f"{key} must have shape ({channels},) to match the channels of x {checks.shape(x)}, got "
-                    f"{checks.shape(tensor)}"
-                ),
-            )
+    checks.vector(name, "weight", weight, channels, "the channels of x", x)
+    checks.vector(name, "bias", bias, channels, "the channels of x", x)
     checks.integer(name, "num_groups", num_groups)
     if num_groups < 1 or channels % num_groups or not channels:
         checks.fail(OptionError, name, f"num_groups must divide the channels of x {checks.shape(x)}, got {num_groups}")

@@ -73,9 +73,8 @@ def _check_teacher(name: str, head: Head, teacher: Teacher) -> None:
         checks.mismatch(name, "teacher_hidden", hidden, wanted, "hidden", head.hidden)
     shape = (head.weight.shape[0], hidden.shape[-1])
     if weight.shape != shape:
-        sentence = f"teacher_weight must have shape {shape}: the classes of weight {checks.shape(head.weight)} and the"
-        sentence += f" width of teacher_hidden {checks.shape(hidden)}, got {checks.shape(weight)}"
-        checks.fail(ShapeError, name, sentence)
+        wanted = f"{shape}: the classes of weight {checks.shape(head.weight)} and the width of teacher_hidden"
+        checks.misshapen(name, f"teacher_weight must have shape {wanted} {checks.shape(hidden)}", weight)
     checks.vector(name, "teacher_bias", bias, weight.shape[0], "teacher_weight", weight)
     if autocast_dtype(hidden.device.type) is None:
         checks.same_dtype(name, "teacher_hidden", hidden, teacher_weight=weight, teacher_bias=bias)

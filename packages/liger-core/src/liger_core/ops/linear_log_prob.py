@@ -72,10 +72,8 @@ def check(
     if logits_dtype not in (None, hidden.dtype, wide):
         checks.fail(DtypeError, name, f"logits_dtype must be {wide} or None, got {logits_dtype}")
     if batch_invariant and (vocab is not None or any(p.is_shard() for p in getattr(weight, "placements", ()))):
-        sentence = (
-            "batch_invariant needs all classes on one rank, got a shard; gather weight or leave batch_invariant out"
-        )
-        checks.fail(OptionError, name, sentence)
+        wanted = "batch_invariant needs all classes on one rank"
+        checks.fail(OptionError, name, f"{wanted}, got a shard; gather weight or leave batch_invariant out")
     if allowed is not None:
         _check_allowed(name, allowed, hidden, target, return_statistics)
 
@@ -98,14 +96,14 @@ def _check_allowed(name: str, allowed: Tensor, hidden: Tensor, target: Tensor, r
         sentence = "return_statistics is about all classes, got it with allowed; take return_entropy"
         checks.fail(OptionError, name, sentence)
     if target.dim() == hidden.dim():
-        checks.fail(ShapeError, name, f"allowed needs one target a row, got {checks.shape(target)}")
+        checks.misshapen(name, "allowed needs one target a row", target)
     checks.tensor(name, "allowed", allowed)
     checks.same_device(name, "hidden", hidden, allowed=allowed)
     if allowed.dtype != torch.int64:
         checks.fail(DtypeError, name, f"allowed must have dtype torch.int64, got {allowed.dtype}")
     if allowed.dim() != hidden.dim() or allowed.shape[:-1] != target.shape:
-        wanted = f"allowed must have shape ({', '.join(map(str, (*target.shape, 'M')))}) to match target"
-        checks.fail(ShapeError, name, f"{wanted}, got {checks.shape(allowed)}")
+        wanted = f"({', '.join(map(str, (*target.shape, 'M')))})"
+        checks.misshapen(name, f"allowed must have shape {wanted} to match target", allowed)
 
 
 # Options in the order in which they apply to a logit.

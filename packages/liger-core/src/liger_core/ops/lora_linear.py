@@ -14,7 +14,7 @@ from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Dtypes, Misuse, Product, Sample, Work, Workload, accumulator, autocast_dtype
-from liger_core.ops._adapter import check_dtypes, check_shapes, no_bias_beside
+from liger_core.ops._adapter import check_dtypes, check_shapes, fail_dtype, no_bias_beside
 from liger_core.ops._composed import Supported, composed_op
 from liger_core.ops._inputs import misuse_table, normal, sample_table, workload
 from liger_core.ops._low_rank import TORCH_PASSES, low_rank
@@ -38,11 +38,7 @@ def check(
     check_dtypes(NAME, x, weight, a, b, bias, base)
     low = autocast_dtype(x.device.type)
     if column_scale is not None and column_scale.dtype not in (x.dtype, accumulator(x.dtype)) and low is None:
-        sentence = (
-            f"column_scale must have dtype {x.dtype} like x, or {accumulator(x.dtype)}, got {column_scale.dtype}; cast "
-            "it"
-        )
-        checks.fail(DtypeError, NAME, sentence)
+        fail_dtype(NAME, "column_scale", x.dtype, column_scale)
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -19,11 +19,9 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e
     checks.floating("poly_norm", 2, x=x, weight=weight, bias=bias)
     checks.at_least_one_dimension("poly_norm", "x", x)
     if weight.shape != (3,):
-        checks.fail(
-            ShapeError, "poly_norm", f"weight must have shape (3,), one factor a power, got {checks.shape(weight)}"
-        )
+        checks.misshapen("poly_norm", "weight must have shape (3,), one factor a power", weight)
     if bias is not None and bias.shape not in ((), (1,)):
-        checks.fail(ShapeError, "poly_norm", f"bias must have one element, shape () or (1,), got {checks.shape(bias)}")
+        checks.misshapen("poly_norm", "bias must have one element, shape () or (1,)", bias)
     checks.positive("poly_norm", "eps", eps)
 
 

@@ -18,12 +18,8 @@ from liger_core.ops._inputs import misuse_table, normal, normals, row_workloads
 
 def check(x: Tensor, up: Tensor | None = None) -> None:
     checks.floating("relu_squared", x=x, up=up)
-    if up is None:
-        return
-    if x.shape != up.shape:
-        checks.fail(
-            ShapeError, "relu_squared", f"up must have the shape of x {checks.shape(x)}, got {checks.shape(up)}"
-        )
+    if up is not None and x.shape != up.shape:
+        checks.unlike("relu_squared", "up", up, "x", x)
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

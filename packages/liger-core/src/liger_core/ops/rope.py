@@ -24,14 +24,8 @@ def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool =
         for name, tensor in (("q", q), ("k", k)):
             checks.without_overlap("rope", name, tensor)
             if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():
-                checks.fail(
-                    OptionError,
-                    "rope",
-                    (
-                        f"inplace=True must not overwrite a leaf that requires a gradient, got such a {name}; pass "
-                        "inplace=False"
-                    ),
-                )
+                sentence = "inplace=True must not overwrite a leaf that requires a gradient"
+                checks.fail(OptionError, "rope", f"{sentence}, got such a {name}; pass inplace=False")
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

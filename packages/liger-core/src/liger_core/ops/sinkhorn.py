@@ -19,7 +19,7 @@ def check(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> None:
     name = "sinkhorn"
     checks.floating(name, x=x)
     if x.dim() < 2 or x.shape[-1] != x.shape[-2]:
-        checks.fail(ShapeError, name, f"x must hold square matrices (..., n, n), got {checks.shape(x)}")
+        checks.misshapen(name, "x must hold square matrices (..., n, n)", x)
     checks.integer(name, "iterations", iterations)
     if iterations < 1:
         checks.fail(OptionError, name, f"iterations must be at least 1, got {iterations}")

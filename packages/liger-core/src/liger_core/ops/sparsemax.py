@@ -19,7 +19,7 @@ from liger_core.ops._inputs import misuses_of, normal, normals, row_samples, row
 def check(x: Tensor) -> None:
     checks.floating("sparsemax", x=x)
     if x.dim() == 0 or x.shape[-1] == 0:
-        checks.fail(ShapeError, "sparsemax", f"x must have at least one column, got {checks.shape(x)}")
+        checks.misshapen("sparsemax", "x must have at least one column", x)
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

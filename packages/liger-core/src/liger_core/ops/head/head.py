@@ -159,7 +159,7 @@ def check_head(
     checks.floating(name, 2, hidden=hidden, weight=weight, bias=bias)
     checks.at_least_one_dimension(name, "hidden", hidden)
     if hidden.shape[-1] == 0:
-        checks.fail(ShapeError, name, f"hidden must have a width of at least 1, got {checks.shape(hidden)}")
+        checks.misshapen(name, "hidden must have a width of at least 1", hidden)
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or (vocab is None and not weight.shape[0]):
         checks.mismatch(name, "weight", weight, f"(classes, {hidden.shape[-1]})", "hidden", hidden)
     check_rows(name, "target", target, hidden, several)
@@ -209,9 +209,8 @@ def _check_chunks(
     if main_grad is None:
         return
     if main_grad.shape != weight.shape or not main_grad.is_contiguous():
-        sentence = f"main_grad must be contiguous and have shape {checks.shape(weight)} like weight, got"
-        strides = "" if main_grad.is_contiguous() else " with other strides"
-        checks.fail(ShapeError, name, f"{sentence} {checks.shape(main_grad)}{strides}")
+        sentence = f"main_grad must be contiguous and have shape {checks.shape(weight)} like weight"
+        checks.misshapen(name, sentence, main_grad, "" if main_grad.is_contiguous() else " with other strides")
     if main_grad.dtype != torch.float32:
         checks.fail(DtypeError, name, f"main_grad must have dtype torch.float32, got {main_grad.dtype}")
     # The kernels' schemas do not declare the addition: functionalization of an op that both mutates and returns
