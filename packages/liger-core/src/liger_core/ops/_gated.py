@@ -14,7 +14,7 @@ from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Dtypes, Misuse, Sample, Work, Workload
-from liger_core.ops._inputs import misuses_of, normal, normals, row_workloads
+from liger_core.ops._inputs import misuses_of, normals, tensor_workloads
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu_squared"]
 
@@ -107,11 +107,8 @@ def misuses(op: str, device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
-        return normal(device, dtype, rows, width), normal(device, dtype, rows, width)
-
     # The first shape is host-bound on a GPU.
-    return row_workloads(draw, "NI", ((2048, 4096), (16384, 4096), (16384, 14336)), columns=14336)
+    return tensor_workloads("NI", ((2048, 4096), (16384, 4096), (16384, 14336)), columns=14336, matrices=2)
 
 
 def work(gate: Tensor, up: Tensor | None = None, **options: Any) -> Work:

@@ -116,6 +116,18 @@ def row_workloads(
         yield of_size(count, width, axis, quick=count * width <= 1024 * 4096)
 
 
+def tensor_workloads(
+    axes: str, usual: Sequence[tuple[int, int]], matrices: int = 1, vectors: int = 0, **sizes: Any
+) -> Iterator[Workload]:
+    """Yield `row_workloads` of an op whose arguments are tensors (rows, columns), then vectors of so many columns."""
+
+    def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
+        shapes = [(rows, width)] * matrices + [(width,)] * vectors
+        return tuple(normal(device, dtype, *shape) for shape in shapes)
+
+    return row_workloads(draw, axes, usual, **sizes)
+
+
 def misuses_of(op: str) -> Callable[..., Misuse]:
     """Return a function that makes the misuses of an op.
 

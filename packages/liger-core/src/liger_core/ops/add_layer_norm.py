@@ -12,7 +12,7 @@ from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Dtypes, Misuse, Sample, Workload, op
-from liger_core.ops._inputs import misuses_of, normal, normals, row_work, row_workloads, sized
+from liger_core.ops._inputs import misuses_of, normal, normals, row_work, sized, tensor_workloads
 from liger_core.ops.layer_norm import layer_norm
 
 
@@ -86,11 +86,7 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
-        pair = normal(device, dtype, rows, width), normal(device, dtype, rows, width)
-        return *pair, normal(device, dtype, width), normal(device, dtype, width)
-
-    return row_workloads(draw, "NH", ((2048, 4096), (32768, 4096), (16384, 8192)))
+    return tensor_workloads("NH", ((2048, 4096), (32768, 4096), (16384, 8192)), matrices=2, vectors=2)
 
 
 @op(

@@ -13,7 +13,7 @@ from liger_core.checks import Cast
 from liger_core.errors import DeviceError, DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Dtypes, Misuse, Sample, Workload, op
-from liger_core.ops._inputs import misuses_of, normal, normals, row_work, row_workloads, scaling_misuses, sized
+from liger_core.ops._inputs import misuses_of, normals, row_work, scaling_misuses, sized, tensor_workloads
 from liger_core.ops.rms_norm import rms_norm
 
 
@@ -76,7 +76,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     )
     yield Sample("transposed", (n(40, 6).t(), n(6, 40), n(40)), why="the last dimension of x is not contiguous")
     yield Sample(
-        "float32_weight", (*pair(5, 72), normal(device, torch.float32, 72)), why="the weight has another dtype than x"
+        "float32_weight", (*pair(5, 72), normals(device, torch.float32)(72)), why="the weight has another dtype than x"
     )
     yield Sample("one_row", (*pair(1, 200), n(200)), why="a single row")
     yield Sample(
@@ -102,11 +102,10 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
-        return normal(device, dtype, rows, width), normal(device, dtype, rows, width), normal(device, dtype, width)
-
     # The first shape is host-bound on a GPU.
-    return row_workloads(draw, "NH", ((2048, 4096), (32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384)))
+    return tensor_workloads(
+        "NH", ((2048, 4096), (32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384)), matrices=2, vectors=1
+    )
 
 
 @op(

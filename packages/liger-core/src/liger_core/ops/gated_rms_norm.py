@@ -14,7 +14,7 @@ from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import misuse_table, normal, normals, row_workloads
+from liger_core.ops._inputs import misuse_table, normal, normals, tensor_workloads
 
 Activation = Literal["silu", "sigmoid"]
 
@@ -110,11 +110,8 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
-        return normal(device, dtype, rows, width), normal(device, dtype, rows, width), normal(device, dtype, width)
-
     # Heads of Qwen3-Next (8192 tokens of 32), rows of Mamba 2.
-    return row_workloads(draw, "NH", ((262144, 128), (16384, 4096), (16384, 8192)))
+    return tensor_workloads("NH", ((262144, 128), (16384, 4096), (16384, 8192)), matrices=2, vectors=1)
 
 
 def work(x: Tensor, gate: Tensor, *rest: Any, **options: Any) -> Work:

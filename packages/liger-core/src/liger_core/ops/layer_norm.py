@@ -12,7 +12,7 @@ from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Workload, accumulator, op
-from liger_core.ops._inputs import misuses_of, normal, normals, row_work, row_workloads, sized
+from liger_core.ops._inputs import misuses_of, normal, normals, row_work, sized, tensor_workloads
 
 
 def check(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> None:
@@ -90,11 +90,8 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
-        return normal(device, dtype, rows, width), normal(device, dtype, width), normal(device, dtype, width)
-
     # The first shape is host-bound on a GPU.
-    return row_workloads(draw, "NH", ((2048, 4096), (32768, 4096), (16384, 8192), (8192, 16384)))
+    return tensor_workloads("NH", ((2048, 4096), (32768, 4096), (16384, 8192), (8192, 16384)), vectors=2)
 
 
 @op(

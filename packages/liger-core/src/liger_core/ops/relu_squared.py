@@ -13,7 +13,7 @@ from liger_core.errors import DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Dtypes, Misuse, Sample, Work, Workload, accumulator, op
 from liger_core.ops._gated import joined_gate
-from liger_core.ops._inputs import misuse_table, normal, normals, row_workloads
+from liger_core.ops._inputs import misuse_table, normals, tensor_workloads
 
 
 def check(x: Tensor, up: Tensor | None = None) -> None:
@@ -63,10 +63,7 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
-        return (normal(device, dtype, rows, width),)
-
-    return row_workloads(draw, "NI", ((2048, 4096), (16384, 4096), (16384, 24576)), columns=24576)
+    return tensor_workloads("NI", ((2048, 4096), (16384, 4096), (16384, 24576)), columns=24576)
 
 
 def work(x: Tensor, up: Tensor | None = None) -> Work:

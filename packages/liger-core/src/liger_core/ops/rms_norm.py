@@ -13,7 +13,7 @@ from liger_core.checks import Cast
 from liger_core.errors import DeviceError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Workload, accumulator, op
-from liger_core.ops._inputs import misuses_of, normal, normals, row_work, row_workloads, scaling_misuses, sized
+from liger_core.ops._inputs import misuses_of, normals, row_work, scaling_misuses, sized, tensor_workloads
 
 
 def check(
@@ -55,7 +55,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield Sample("strided_rows", (n(5, 160)[:, :80], n(80)), why="rows are read through their stride")
     yield Sample("transposed", (n(40, 6).t(), n(40)), why="the last dimension is not contiguous")
     yield Sample(
-        "float32_weight", (n(5, 72), normal(device, torch.float32, 72)), why="the weight has another dtype than x"
+        "float32_weight", (n(5, 72), normals(device, torch.float32)(72)), why="the weight has another dtype than x"
     )
     yield Sample("one_row", (n(1, 200), n(200)), why="a single row")
     yield Sample(
@@ -81,12 +81,9 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
-        return normal(device, dtype, rows, width), normal(device, dtype, width)
-
     # The first two shapes are host-bound on a GPU.
-    return row_workloads(
-        draw, "NH", ((256, 1024), (2048, 4096), (32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384))
+    return tensor_workloads(
+        "NH", ((256, 1024), (2048, 4096), (32768, 1024), (32768, 4096), (16384, 8192), (8192, 16384)), vectors=1
     )
 
 

@@ -12,7 +12,7 @@ from liger_core import checks
 from liger_core.errors import DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Workload, op
-from liger_core.ops._inputs import misuses_of, normal, normals, row_samples, row_work, row_workloads
+from liger_core.ops._inputs import misuses_of, normals, row_samples, row_work, tensor_workloads
 
 
 def check(x: Tensor) -> None:
@@ -39,10 +39,7 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def draw(device: torch.device, dtype: torch.dtype, rows: int, width: int) -> tuple[Tensor, ...]:
-        return (normal(device, dtype, rows, width),)
-
-    return row_workloads(draw, "NV", ((32768, 1024), (32768, 4096), (16384, 8192), (4096, 32768), (2048, 128256)))
+    return tensor_workloads("NV", ((32768, 1024), (32768, 4096), (16384, 8192), (4096, 32768), (2048, 128256)))
 
 
 @op(
