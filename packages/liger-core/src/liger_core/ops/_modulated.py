@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.op import Misuse, Sample, Workload
-from liger_core.ops._inputs import misuses_of, normal, normals, sized, workload
+from liger_core.ops._inputs import misuses_of, normal, normals, sample_table, sized, workload
 
 
 def check(op: str, x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tensor | None, eps: float) -> None:
@@ -30,38 +30,29 @@ def check(op: str, x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tenso
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     n = normals(device, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    yield Sample("one_block", (n(2, 3, 64), n(2, 64), n(2, 64)), why="the width is a power of two")
-    yield Sample("odd_width", (n(3, 5, 100), n(3, 100), n(3, 100)), why="masked lanes must not enter the statistics")
-    yield Sample(
-        "many_tokens",
-        (n(1, sized(device, 420, 40), 12300), n(1, 12300), n(1, 12300)),
-        why="programs walk several rows of one sample",
-    )
-    yield Sample("many_samples", (n(70, 2, 24), n(70, 24), n(70, 24)), why="more samples than programs")
-    yield Sample("one_sample", (n(9, 40), n(40), n(40)), why="no sample dimension")
-    yield Sample("two_dimensions", (n(2, 3, 4, 40), n(2, 3, 40), n(2, 3, 40)), why="samples have two dimensions")
-    yield Sample("whole_row", (n(1, 3, 4096), n(1, 4096), n(1, 4096)), why="every chunk of a row is full")
-    yield Sample("last_chunk", (n(2, 5, 1100), n(2, 1100), n(2, 1100)), why="only the last chunk of a row is masked")
-    yield Sample("several_warps", (n(1, 3, 2200), n(1, 2200)), why="several warps hold a row, and no shift")
-    yield Sample("no_shift", (n(2, 6, 96), n(2, 96)), why="scale without shift")
-    yield Sample(
-        "frozen_modulation", (n(2, 6, 96), n(2, 96), n(2, 96)), frozen=("scale", "shift"), why="only the gradient of x"
-    )
-    yield Sample(
-        "frozen_input", (n(2, 6, 96), n(2, 96), n(2, 96)), frozen=("x",), why="only the gradients of the modulation"
-    )
-    yield Sample("frozen_scale", (n(2, 6, 96), n(2, 96), n(2, 96)), frozen=("scale",), why="only the shift of the two")
-    yield Sample(
-        "chunks", (n(3, 5, 80), *n(3, 240).chunk(3, dim=-1)[1:]), why="scale and shift are slices of one projection"
-    )
-    yield Sample("strided_rows", (n(3, 5, 160)[..., :80], n(3, 80), n(3, 80)), why="rows are read through their stride")
-    yield Sample("transposed", (n(6, 3, 40).transpose(0, 1), n(3, 40), n(3, 40)), why="samples are not dense")
-    yield Sample(
-        "float32_modulation",
-        (n(2, 5, 72), *(normal(device, wide, 2, 72) for _ in range(2))),
-        why="of another dtype than x",
-    )
-    yield Sample("empty", (n(2, 0, 64), n(2, 64), n(2, 64)), why="no rows: nothing is launched, gradients are zero")
+    yield from sample_table(
+        (),
+        ("one_block", (n(2, 3, 64), n(2, 64), n(2, 64)), {}, "the width is a power of two"),
+        ("odd_width", (n(3, 5, 100), n(3, 100), n(3, 100)), {}, "masked lanes must not enter the statistics"),
+        ("many_tokens", (n(1, sized(device, 420, 40), 12300), n(1, 12300), n(1, 12300)), {},
+         "programs walk several rows of one sample"),
+        ("many_samples", (n(70, 2, 24), n(70, 24), n(70, 24)), {}, "more samples than programs"),
+        ("one_sample", (n(9, 40), n(40), n(40)), {}, "no sample dimension"),
+        ("two_dimensions", (n(2, 3, 4, 40), n(2, 3, 40), n(2, 3, 40)), {}, "samples have two dimensions"),
+        ("whole_row", (n(1, 3, 4096), n(1, 4096), n(1, 4096)), {}, "every chunk of a row is full"),
+        ("last_chunk", (n(2, 5, 1100), n(2, 1100), n(2, 1100)), {}, "only the last chunk of a row is masked"),
+        ("several_warps", (n(1, 3, 2200), n(1, 2200)), {}, "several warps hold a row, and no shift"),
+        ("no_shift", (n(2, 6, 96), n(2, 96)), {}, "scale without shift"),
+        ("frozen_modulation", (n(2, 6, 96), n(2, 96), n(2, 96)), {}, "only the gradient of x", "scale", "shift"),
+        ("frozen_input", (n(2, 6, 96), n(2, 96), n(2, 96)), {}, "only the gradients of the modulation", "x"),
+        ("frozen_scale", (n(2, 6, 96), n(2, 96), n(2, 96)), {}, "only the shift of the two", "scale"),
+        ("chunks", (n(3, 5, 80), *n(3, 240).chunk(3, dim=-1)[1:]), {}, "scale and shift are slices of one projection"),
+        ("strided_rows", (n(3, 5, 160)[..., :80], n(3, 80), n(3, 80)), {}, "rows are read through their stride"),
+        ("transposed", (n(6, 3, 40).transpose(0, 1), n(3, 40), n(3, 40)), {}, "samples are not dense"),
+        ("float32_modulation", (n(2, 5, 72), *(normal(device, wide, 2, 72) for _ in range(2))), {},
+         "of another dtype than x"),
+        ("empty", (n(2, 0, 64), n(2, 64), n(2, 64)), {}, "no rows: nothing is launched, gradients are zero"),
+    )  # fmt: skip
 
 
 def misuses(op: str, device: torch.device) -> Iterator[Misuse]:

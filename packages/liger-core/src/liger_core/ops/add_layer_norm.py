@@ -12,7 +12,7 @@ from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Dtypes, Misuse, Sample, Workload, op
-from liger_core.ops._inputs import misuses_of, normal, normals, row_work, sized, tensor_workloads
+from liger_core.ops._inputs import misuses_of, normal, normals, row_work, sample_table, sized, tensor_workloads
 from liger_core.ops.layer_norm import layer_norm
 
 
@@ -32,44 +32,32 @@ def check(
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     n = normals(device, dtype)
     long = sized(device, 2100, 600)
-    yield Sample("one_block", (n(2, 3, 64), n(2, 3, 64), n(64), n(64)), why="the width is a power of two: no mask")
-    yield Sample("odd_width", (n(5, 100), n(5, 100), n(100), n(100)), why="masked lanes must not enter the variance")
-    yield Sample(
-        "many_rows", (n(600, 24), n(600, 24), n(24), n(24)), why="every program of the backward walks several rows"
-    )
-    yield Sample(
-        "many_long_rows",
-        (n(530, long), n(530, long), n(long), n(long)),
-        why="one row a program, and every program walks several",
-    )
-    yield Sample("whole_row", (n(3, 4096), n(3, 4096), n(4096), n(4096)), why="one row a program, as wide as its block")
-    yield Sample("wide", (n(2, 20000), n(2, 20000), n(20000), n(20000)), why="the row is longer than one block")
-    yield Sample("no_bias", (n(6, 96), n(6, 96), n(96)), why="weight without bias")
-    yield Sample("plain", (n(6, 96), n(6, 96)), why="neither weight nor bias")
-    yield Sample(
-        "frozen_affine", (n(6, 96), n(6, 96), n(96), n(96)), frozen=("weight", "bias"), why="no work for either"
-    )
-    yield Sample(
-        "frozen_sum", (n(6, 96), n(6, 96), n(96), n(96)), frozen=("x", "residual"), why="only the affine gradients"
-    )
-    yield Sample(
-        "frozen_x",
-        (n(6, 96), n(6, 96), n(96), n(96)),
-        frozen=("x",),
-        why="the one gradient of the sum goes to residual alone",
-    )
-    yield Sample("large_mean", (n(4, 96) + 30, n(4, 96) + 20, n(96), n(96)), why="the variance is taken about the mean")
-    yield Sample(
-        "large_eps", (n(4, 48, scale=0.01), n(4, 48, scale=0.01), n(48), n(48), 0.1), why="eps dominates the variance"
-    )
-    yield Sample(
-        "strided_rows",
-        (n(5, 160)[:, :80], n(5, 240)[:, :80], n(80), n(80)),
-        why="both are read through strides of their own",
-    )
+    yield from sample_table(
+        (),
+        ("one_block", (n(2, 3, 64), n(2, 3, 64), n(64), n(64)), {}, "the width is a power of two: no mask"),
+        ("odd_width", (n(5, 100), n(5, 100), n(100), n(100)), {}, "masked lanes must not enter the variance"),
+        ("many_rows", (n(600, 24), n(600, 24), n(24), n(24)), {}, "every program of the backward walks several rows"),
+        ("many_long_rows", (n(530, long), n(530, long), n(long), n(long)), {},
+         "one row a program, and every program walks several"),
+        ("whole_row", (n(3, 4096), n(3, 4096), n(4096), n(4096)), {}, "one row a program, as wide as its block"),
+        ("wide", (n(2, 20000), n(2, 20000), n(20000), n(20000)), {}, "the row is longer than one block"),
+        ("no_bias", (n(6, 96), n(6, 96), n(96)), {}, "weight without bias"),
+        ("plain", (n(6, 96), n(6, 96)), {}, "neither weight nor bias"),
+        ("frozen_affine", (n(6, 96), n(6, 96), n(96), n(96)), {}, "no work for either", "weight", "bias"),
+        ("frozen_sum", (n(6, 96), n(6, 96), n(96), n(96)), {}, "only the affine gradients", "x", "residual"),
+        ("frozen_x", (n(6, 96), n(6, 96), n(96), n(96)), {}, "the one gradient of the sum goes to residual alone", "x"),
+        ("large_mean", (n(4, 96) + 30, n(4, 96) + 20, n(96), n(96)), {}, "the variance is taken about the mean"),
+        ("large_eps", (n(4, 48, scale=0.01), n(4, 48, scale=0.01), n(48), n(48), 0.1), {},
+         "eps dominates the variance"),
+        ("strided_rows", (n(5, 160)[:, :80], n(5, 240)[:, :80], n(80), n(80)), {},
+         "both are read through strides of their own"),
+    )  # fmt: skip
     affine = [normal(device, torch.float32, 72) for _ in range(2)]
-    yield Sample("float32_weight", (n(5, 72), n(5, 72), *affine), why="weight and bias have another dtype than x")
-    yield Sample("empty", (n(0, 64), n(0, 64), n(64), n(64)), why="no rows: nothing is launched, gradients are zero")
+    yield from sample_table(
+        (),
+        ("float32_weight", (n(5, 72), n(5, 72), *affine), {}, "weight and bias have another dtype than x"),
+        ("empty", (n(0, 64), n(0, 64), n(64), n(64)), {}, "no rows: nothing is launched, gradients are zero"),
+    )  # fmt: skip
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:

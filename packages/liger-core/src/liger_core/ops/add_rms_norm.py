@@ -13,7 +13,7 @@ from liger_core.checks import Cast
 from liger_core.errors import DeviceError, DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Dtypes, Misuse, Sample, Workload, op
-from liger_core.ops._inputs import misuses_of, normals, row_work, scaling_misuses, sized, tensor_workloads
+from liger_core.ops._inputs import misuses_of, normals, row_work, sample_table, scaling_misuses, sized, tensor_workloads
 from liger_core.ops.rms_norm import rms_norm
 
 
@@ -39,54 +39,37 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     def pair(*shape: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
         return n(*shape, scale=scale), n(*shape, scale=scale)
 
-    yield Sample("one_block", (*pair(2, 3, 64), n(64)), why="the width is a power of two: no mask")
-    yield Sample("odd_width", (*pair(5, 100), n(100)), why="mask on the last block")
-    yield Sample("small_width", (*pair(37, 24), n(24)), why="many rows per program, rows not a multiple of them")
-    yield Sample("many_rows", (*pair(600, 24), n(24)), why="every program of the backward walks several rows")
-    yield Sample(
-        "many_long_rows", (*pair(530, long), n(long)), why="one row a program, and every program walks several"
-    )
-    yield Sample("whole_row", (*pair(3, 4096), n(4096)), why="one row a program, as wide as its block: no mask")
-    yield Sample("whole_blocks", (*pair(8, 256), n(256)), why="several rows per program, all full: no mask")
-    yield Sample("longest_block", (*pair(2, 9000), n(9000)), why="one row takes most of the registers")
-    yield Sample(
-        "gemma",
-        (*pair(6, 96), n(96)),
-        {"weight_offset": 1.0, "cast": "float32"},
-        why="1 + weight, multiplied in float32",
-    )
-    yield Sample(
-        "cast_input", (*pair(6, 96, scale=30), n(96)), {"cast": "input"}, why="Llama casting rounds before the weight"
-    )
-    yield Sample("weightless", pair(6, 96), why="no weight and no weight gradient")
-    yield Sample(
-        "large_residual", (n(6, 96), n(6, 96, scale=300), n(96)), why="the sum is rounded before it is normalized"
-    )
-    yield Sample("frozen_weight", (*pair(6, 96), n(96)), frozen=("weight",), why="no work for the weight gradient")
-    yield Sample(
-        "frozen_residual",
-        (*pair(6, 96), n(96)),
-        frozen=("residual",),
-        why="the one gradient of the sum goes to x alone",
-    )
-    yield Sample("frozen_sum", (*pair(6, 96), n(96)), frozen=("x", "residual"), why="only the weight gradient")
-    yield Sample("large_eps", (*pair(4, 48, scale=0.01), n(48)), {"eps": 0.1}, why="eps dominates the mean square")
-    yield Sample(
-        "strided_rows", (n(5, 160)[:, :80], n(5, 240)[:, :80], n(80)), why="both are read through strides of their own"
-    )
-    yield Sample("transposed", (n(40, 6).t(), n(6, 40), n(40)), why="the last dimension of x is not contiguous")
-    yield Sample(
-        "float32_weight", (*pair(5, 72), normals(device, torch.float32)(72)), why="the weight has another dtype than x"
-    )
-    yield Sample("one_row", (*pair(1, 200), n(200)), why="a single row")
-    yield Sample(
-        "one_column",
-        (*pair(9, 1), n(1), 0.5),
-        why="a single column; with a small eps its gradient would be pure cancellation",
-    )
-    yield Sample("vector", (*pair(33), n(33)), why="no leading dimension")
-    yield Sample("wide", (*pair(3, 20000), n(20000)), why="the row is longer than one block")
-    yield Sample("empty", (*pair(0, 64), n(64)), why="no rows: nothing is launched, gradients are zero")
+    yield from sample_table(
+        (),
+        ("one_block", (*pair(2, 3, 64), n(64)), {}, "the width is a power of two: no mask"),
+        ("odd_width", (*pair(5, 100), n(100)), {}, "mask on the last block"),
+        ("small_width", (*pair(37, 24), n(24)), {}, "many rows per program, rows not a multiple of them"),
+        ("many_rows", (*pair(600, 24), n(24)), {}, "every program of the backward walks several rows"),
+        ("many_long_rows", (*pair(530, long), n(long)), {}, "one row a program, and every program walks several"),
+        ("whole_row", (*pair(3, 4096), n(4096)), {}, "one row a program, as wide as its block: no mask"),
+        ("whole_blocks", (*pair(8, 256), n(256)), {}, "several rows per program, all full: no mask"),
+        ("longest_block", (*pair(2, 9000), n(9000)), {}, "one row takes most of the registers"),
+        ("gemma", (*pair(6, 96), n(96)), {"weight_offset": 1.0, "cast": "float32"},
+         "1 + weight, multiplied in float32"),
+        ("cast_input", (*pair(6, 96, scale=30), n(96)), {"cast": "input"}, "Llama casting rounds before the weight"),
+        ("weightless", pair(6, 96), {}, "no weight and no weight gradient"),
+        ("large_residual", (n(6, 96), n(6, 96, scale=300), n(96)), {}, "the sum is rounded before it is normalized"),
+        ("frozen_weight", (*pair(6, 96), n(96)), {}, "no work for the weight gradient", "weight"),
+        ("frozen_residual", (*pair(6, 96), n(96)), {}, "the one gradient of the sum goes to x alone", "residual"),
+        ("frozen_sum", (*pair(6, 96), n(96)), {}, "only the weight gradient", "x", "residual"),
+        ("large_eps", (*pair(4, 48, scale=0.01), n(48)), {"eps": 0.1}, "eps dominates the mean square"),
+        ("strided_rows", (n(5, 160)[:, :80], n(5, 240)[:, :80], n(80)), {},
+         "both are read through strides of their own"),
+        ("transposed", (n(40, 6).t(), n(6, 40), n(40)), {}, "the last dimension of x is not contiguous"),
+        ("float32_weight", (*pair(5, 72), normals(device, torch.float32)(72)), {},
+         "the weight has another dtype than x"),
+        ("one_row", (*pair(1, 200), n(200)), {}, "a single row"),
+        ("one_column", (*pair(9, 1), n(1), 0.5), {},
+         "a single column; with a small eps its gradient would be pure cancellation"),
+        ("vector", (*pair(33), n(33)), {}, "no leading dimension"),
+        ("wide", (*pair(3, 20000), n(20000)), {}, "the row is longer than one block"),
+        ("empty", (*pair(0, 64), n(64)), {}, "no rows: nothing is launched, gradients are zero"),
+    )  # fmt: skip
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:

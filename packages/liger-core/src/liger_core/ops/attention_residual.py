@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import ROWS, WIDTHS, misuse_table, normal, normals, sized, workload
+from liger_core.ops._inputs import ROWS, WIDTHS, misuse_table, normal, normals, sample_table, sized, workload
 
 
 def check(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> None:
@@ -32,43 +32,32 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         return n(depth, rows, width), n(width, scale=2.5 / width**0.5), n(width)
 
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    # Some of 48 rows have close scores, and gradients beyond round-off even if scores are thirty times as large.
-    yield Sample("one_block", (n(3, 4, 12, 64), n(64, scale=0.3), n(64)), why="the width is a power of two")
-    yield Sample("odd_width", call(4, 5, 100), why="masks on rows and columns")
-    yield Sample("many_rows", call(2, sized(device, 420, 40), 2600), why="programs of the backward walk several rows")
-    yield Sample("whole_row", call(3, 6, 4096), why="every chunk of a row is full")
-    yield Sample("last_chunk", call(3, 3, 2200), why="only the last chunk of a row is masked")
-    yield Sample(
-        "one_layer", call(1, 5, 40), why="a softmax of one score: y is the layer, and the query has no gradient"
-    )
-    yield Sample("deep", call(17, 3, 40), why="many layers, one after the other")
-    yield Sample("weightless", call(3, 48, 72)[:2], why="keys are normalized without a weight")
-    yield Sample(
-        "zero_query",
-        (n(3, 5, 72), torch.zeros_like(n(72)), n(72)),
-        why="the initial query of the paper: a mean over layers",
-    )
-    yield Sample("sharp", (n(3, 48, 72), n(72, scale=2), n(72)), why="one layer gets nearly all attention")
-    yield Sample("large_eps", (n(3, 5, 72, scale=0.01), n(72), n(72), 0.1), why="eps dominates the mean square")
-    yield Sample(
-        "float32_weights",
-        (n(3, 5, 72), normal(device, wide, 72, scale=0.3), normal(device, wide, 72)),
-        why="float32 parameters",
-    )
-    yield Sample("frozen_query", call(3, 48, 72), frozen=("query",), why="the gradient of the weight alone")
-    yield Sample("frozen_weights", call(3, 48, 72), frozen=("query", "weight"), why="no work for weight gradients")
-    yield Sample("frozen_layers", call(3, 48, 72), frozen=("layers",), why="only weight gradients")
-    yield Sample(
-        "strided_rows", (n(3, 5, 160)[..., :72], *call(3, 5, 72)[1:]), why="a slice is read through its strides"
-    )
-    yield Sample(
-        "depth_inside", (n(5, 3, 72).transpose(0, 1), *call(3, 5, 72)[1:]), why="the layers of a row are neighbors"
-    )
-    yield Sample(
-        "transposed", (n(3, 72, 5).mT, *call(3, 5, 72)[1:]), why="the last dimension of layers is not contiguous"
-    )
-    yield Sample("one_row", (n(3, 40), n(40, scale=0.3), n(40)), why="no dimension between depth and width")
-    yield Sample("empty", (n(3, 0, 64), n(64), n(64)), why="no rows: nothing is launched, gradients are zero")
+    yield from sample_table(
+        (),
+        # Some of 48 rows have close scores, and gradients beyond round-off even if scores are thirty times as large.
+        ("one_block", (n(3, 4, 12, 64), n(64, scale=0.3), n(64)), {}, "the width is a power of two"),
+        ("odd_width", call(4, 5, 100), {}, "masks on rows and columns"),
+        ("many_rows", call(2, sized(device, 420, 40), 2600), {}, "programs of the backward walk several rows"),
+        ("whole_row", call(3, 6, 4096), {}, "every chunk of a row is full"),
+        ("last_chunk", call(3, 3, 2200), {}, "only the last chunk of a row is masked"),
+        ("one_layer", call(1, 5, 40), {}, "a softmax of one score: y is the layer, and the query has no gradient"),
+        ("deep", call(17, 3, 40), {}, "many layers, one after the other"),
+        ("weightless", call(3, 48, 72)[:2], {}, "keys are normalized without a weight"),
+        ("zero_query", (n(3, 5, 72), torch.zeros_like(n(72)), n(72)), {},
+         "the initial query of the paper: a mean over layers"),
+        ("sharp", (n(3, 48, 72), n(72, scale=2), n(72)), {}, "one layer gets nearly all attention"),
+        ("large_eps", (n(3, 5, 72, scale=0.01), n(72), n(72), 0.1), {}, "eps dominates the mean square"),
+        ("float32_weights", (n(3, 5, 72), normal(device, wide, 72, scale=0.3), normal(device, wide, 72)), {},
+         "float32 parameters"),
+        ("frozen_query", call(3, 48, 72), {}, "the gradient of the weight alone", "query"),
+        ("frozen_weights", call(3, 48, 72), {}, "no work for weight gradients", "query", "weight"),
+        ("frozen_layers", call(3, 48, 72), {}, "only weight gradients", "layers"),
+        ("strided_rows", (n(3, 5, 160)[..., :72], *call(3, 5, 72)[1:]), {}, "a slice is read through its strides"),
+        ("depth_inside", (n(5, 3, 72).transpose(0, 1), *call(3, 5, 72)[1:]), {}, "the layers of a row are neighbors"),
+        ("transposed", (n(3, 72, 5).mT, *call(3, 5, 72)[1:]), {}, "the last dimension of layers is not contiguous"),
+        ("one_row", (n(3, 40), n(40, scale=0.3), n(40)), {}, "no dimension between depth and width"),
+        ("empty", (n(3, 0, 64), n(64), n(64)), {}, "no rows: nothing is launched, gradients are zero"),
+    )  # fmt: skip
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:

@@ -12,7 +12,7 @@ from liger_core import checks
 from liger_core.errors import DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Workload, accumulator, op
-from liger_core.ops._inputs import misuses_of, normal, normals, row_work, row_workloads
+from liger_core.ops._inputs import misuses_of, normal, normals, row_work, row_workloads, sample_table
 
 
 def check(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> None:
@@ -27,38 +27,30 @@ def check(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor |
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     n = normals(device, dtype)
     half = torch.full((1,), 0.5, device=device, dtype=dtype)
-    yield Sample("one_block", (n(2, 4, 64), half, n(64), n(64)), why="the width is a power of two: no mask")
-    yield Sample("odd_width", (n(5, 101), half, n(101), n(101)), why="masks on rows and columns")
-    yield Sample("many_rows", (n(600, 24), half, n(24), n(24)), why="every program of the backward walks several rows")
-    yield Sample("several_tiles", (n(70, 2500), half, n(2500), n(2500)), why="a row takes several column tiles")
-    yield Sample("no_bias", (n(6, 96), half, n(96)), why="weight without bias")
-    yield Sample("bias_only", (n(6, 96), half, None, n(96)), why="bias without weight")
-    yield Sample("plain", (n(6, 96), half), why="neither weight nor bias")
-    yield Sample(
-        "scalar_alpha", (n(12, 96), half[0], n(96), n(96)), why="alpha has no dimension, and neither has its gradient"
-    )
-    yield Sample("negative_alpha", (n(6, 96), -3 * half, n(96), n(96)), why="the tanh is turned around")
-    yield Sample("large_values", (n(6, 96, scale=30), half, n(96), n(96)), why="the tanh saturates on both sides")
-    yield Sample(
-        "small_values", (n(6, 96, scale=1e-3), half, n(96)), why="near zero, where a tanh of exponentials cancels"
-    )
-    yield Sample(
-        "frozen_affine",
-        (n(6, 96), half, n(96), n(96)),
-        frozen=("weight", "bias"),
-        why="only the gradients of x and alpha",
-    )
-    yield Sample("frozen_input", (n(6, 96), half, n(96), n(96)), frozen=("x",), why="only the gradients of the weights")
-    yield Sample("frozen_alpha", (n(6, 96), half, n(96), n(96)), frozen=("alpha",), why="no sum over everything")
-    yield Sample("strided_rows", (n(5, 160)[:, :80], half, n(80), n(80)), why="rows are read through their stride")
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    yield Sample(
-        "float32_weight",
-        (n(5, 72), half.to(wide), *(normal(device, wide, 72) for _ in range(2))),
-        why="weights of another dtype than x",
-    )
-    yield Sample("vector", (n(33), half, n(33), n(33)), why="no leading dimension")
-    yield Sample("empty", (n(0, 64), half, n(64), n(64)), why="no rows: nothing is launched, gradients are zero")
+    yield from sample_table(
+        (),
+        ("one_block", (n(2, 4, 64), half, n(64), n(64)), {}, "the width is a power of two: no mask"),
+        ("odd_width", (n(5, 101), half, n(101), n(101)), {}, "masks on rows and columns"),
+        ("many_rows", (n(600, 24), half, n(24), n(24)), {}, "every program of the backward walks several rows"),
+        ("several_tiles", (n(70, 2500), half, n(2500), n(2500)), {}, "a row takes several column tiles"),
+        ("no_bias", (n(6, 96), half, n(96)), {}, "weight without bias"),
+        ("bias_only", (n(6, 96), half, None, n(96)), {}, "bias without weight"),
+        ("plain", (n(6, 96), half), {}, "neither weight nor bias"),
+        ("scalar_alpha", (n(12, 96), half[0], n(96), n(96)), {},
+         "alpha has no dimension, and neither has its gradient"),
+        ("negative_alpha", (n(6, 96), -3 * half, n(96), n(96)), {}, "the tanh is turned around"),
+        ("large_values", (n(6, 96, scale=30), half, n(96), n(96)), {}, "the tanh saturates on both sides"),
+        ("small_values", (n(6, 96, scale=1e-3), half, n(96)), {}, "near zero, where a tanh of exponentials cancels"),
+        ("frozen_affine", (n(6, 96), half, n(96), n(96)), {}, "only the gradients of x and alpha", "weight", "bias"),
+        ("frozen_input", (n(6, 96), half, n(96), n(96)), {}, "only the gradients of the weights", "x"),
+        ("frozen_alpha", (n(6, 96), half, n(96), n(96)), {}, "no sum over everything", "alpha"),
+        ("strided_rows", (n(5, 160)[:, :80], half, n(80), n(80)), {}, "rows are read through their stride"),
+        ("float32_weight", (n(5, 72), half.to(wide), *(normal(device, wide, 72) for _ in range(2))), {},
+         "weights of another dtype than x"),
+        ("vector", (n(33), half, n(33), n(33)), {}, "no leading dimension"),
+        ("empty", (n(0, 64), half, n(64), n(64)), {}, "no rows: nothing is launched, gradients are zero"),
+    )  # fmt: skip
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:

@@ -14,7 +14,7 @@ from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import misuse_table, normal, normals, tensor_workloads
+from liger_core.ops._inputs import misuse_table, normal, normals, sample_table, tensor_workloads
 
 Activation = Literal["silu", "sigmoid"]
 
@@ -48,52 +48,35 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         return n(*shape), n(*shape)
 
     first, wide = {"gate_first": True}, torch.float64 if dtype == torch.float64 else torch.float32
-    yield Sample("one_block", (*pair(2, 3, 64), n(64)), why="the width is a power of two")
-    yield Sample("odd_width", (*pair(5, 100), n(100)), why="masks on rows and columns")
-    yield Sample("many_rows", (*pair(600, 24), n(24)), why="every program of the backward walks several rows")
-    yield Sample("whole_row", (*pair(3, 4096), n(4096)), why="one row a program")
-    yield Sample("sigmoid", (*pair(6, 96), n(96)), {"activation": "sigmoid"}, why="the gate is a sigmoid")
-    yield Sample("gate_first", (*pair(6, 96), n(96)), first, why="what is normalized is already gated")
-    yield Sample(
-        "groups",
-        (*pair(6, 96), n(96)),
-        {**first, "group_size": 24},
-        why="four norms a row, each with a part of the weight",
-    )
-    yield Sample(
-        "many_groups", (*pair(300, 96), n(96)), {"group_size": 12}, why="programs of one group walk several rows"
-    )
-    yield Sample(
-        "first_sigmoid",
-        (*pair(5, 40), n(40)),
-        {**first, "activation": "sigmoid", "weight_offset": 1.0},
-        why="1 + weight",
-    )
-    yield Sample("offset", (*pair(5, 40), n(40)), {"weight_offset": 1.0}, why="1 + weight after the norm")
-    yield Sample("weightless", pair(6, 96), why="no weight and no weight gradient")
-    yield Sample("weightless_groups", pair(6, 96), {**first, "group_size": 32}, why="groups without a weight")
-    yield Sample("frozen_gate", (*pair(6, 96), n(96)), frozen=("gate",), why="no gradient of the gate")
-    yield Sample("frozen_weight", (*pair(6, 96), n(96)), frozen=("weight",), why="no work for the weight gradient")
-    yield Sample(
-        "frozen_input", (*pair(6, 96), n(96)), first, frozen=("x",), why="only the gradients of gate and weight"
-    )
-    yield Sample("large_gate", (n(6, 96), n(6, 96, scale=30), n(96)), why="the gate saturates on both sides")
-    yield Sample("large_eps", (n(4, 48, scale=0.01), n(4, 48), n(48), 0.1), why="eps dominates the mean square")
-    yield Sample(
-        "strided_rows",
-        (n(5, 160)[:, :80], n(5, 240)[:, 80:160], n(80)),
-        first,
-        why="both are slices, read through their strides",
-    )
-    yield Sample("transposed", (n(40, 6).t(), n(6, 40), n(40)), why="the last dimension of x is not contiguous")
-    yield Sample(
-        "wide_rows",
-        (normal(device, wide, 5, 72), n(5, 72), n(72)),
-        first,
-        why="float32 rows of a scan, beside a narrow gate",
-    )
-    yield Sample("vector", (*pair(33), n(33)), why="no leading dimension")
-    yield Sample("empty", (*pair(0, 64), n(64)), why="no rows: nothing is launched, gradients are zero")
+    yield from sample_table(
+        (),
+        ("one_block", (*pair(2, 3, 64), n(64)), {}, "the width is a power of two"),
+        ("odd_width", (*pair(5, 100), n(100)), {}, "masks on rows and columns"),
+        ("many_rows", (*pair(600, 24), n(24)), {}, "every program of the backward walks several rows"),
+        ("whole_row", (*pair(3, 4096), n(4096)), {}, "one row a program"),
+        ("sigmoid", (*pair(6, 96), n(96)), {"activation": "sigmoid"}, "the gate is a sigmoid"),
+        ("gate_first", (*pair(6, 96), n(96)), first, "what is normalized is already gated"),
+        ("groups", (*pair(6, 96), n(96)), {**first, "group_size": 24},
+         "four norms a row, each with a part of the weight"),
+        ("many_groups", (*pair(300, 96), n(96)), {"group_size": 12}, "programs of one group walk several rows"),
+        ("first_sigmoid", (*pair(5, 40), n(40)), {**first, "activation": "sigmoid", "weight_offset": 1.0},
+         "1 + weight"),
+        ("offset", (*pair(5, 40), n(40)), {"weight_offset": 1.0}, "1 + weight after the norm"),
+        ("weightless", pair(6, 96), {}, "no weight and no weight gradient"),
+        ("weightless_groups", pair(6, 96), {**first, "group_size": 32}, "groups without a weight"),
+        ("frozen_gate", (*pair(6, 96), n(96)), {}, "no gradient of the gate", "gate"),
+        ("frozen_weight", (*pair(6, 96), n(96)), {}, "no work for the weight gradient", "weight"),
+        ("frozen_input", (*pair(6, 96), n(96)), first, "only the gradients of gate and weight", "x"),
+        ("large_gate", (n(6, 96), n(6, 96, scale=30), n(96)), {}, "the gate saturates on both sides"),
+        ("large_eps", (n(4, 48, scale=0.01), n(4, 48), n(48), 0.1), {}, "eps dominates the mean square"),
+        ("strided_rows", (n(5, 160)[:, :80], n(5, 240)[:, 80:160], n(80)), first,
+         "both are slices, read through their strides"),
+        ("transposed", (n(40, 6).t(), n(6, 40), n(40)), {}, "the last dimension of x is not contiguous"),
+        ("wide_rows", (normal(device, wide, 5, 72), n(5, 72), n(72)), first,
+         "float32 rows of a scan, beside a narrow gate"),
+        ("vector", (*pair(33), n(33)), {}, "no leading dimension"),
+        ("empty", (*pair(0, 64), n(64)), {}, "no rows: nothing is launched, gradients are zero"),
+    )  # fmt: skip
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:

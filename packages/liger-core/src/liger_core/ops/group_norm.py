@@ -12,7 +12,7 @@ from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Workload, accumulator, op
-from liger_core.ops._inputs import misuses_of, normal, normals, row_work, workload
+from liger_core.ops._inputs import misuses_of, normal, normals, row_work, sample_table, workload
 
 
 def check(
@@ -35,53 +35,40 @@ def check(
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     n = normals(device, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    yield Sample("one_block", (n(2, 8, 4, 16), 2, n(8), n(8)), why="channels are a power of two")
-    yield Sample("odd_sizes", (n(3, 6, 5, 7), 3, n(6), n(6)), why="masked lanes must not enter the variance")
-    yield Sample("no_space", (n(40, 12), 4, n(12), n(12)), why="a channel is one element")
-    yield Sample("one_group", (n(2, 6, 10), 1, n(6), n(6)), why="one group: a layer norm over channels and space")
-    yield Sample("instance", (n(2, 6, 10), 6, n(6), n(6)), why="a group for each channel: an instance norm")
-    yield Sample(
-        "long_channels",
-        (n(1, 2, 70, 70), 1, n(2), n(2)),
-        why="a channel takes several tiles, and a group several programs",
-    )
-    yield Sample(
-        "whole_tiles", (n(1, 4, 128, 64), 2, n(4), n(4)), why="every tile lies in one channel: no mask, one weight"
-    )
-    yield Sample(
-        "several_tiles",
-        (n(1, 16, 50, 50), 1, n(16), n(16)),
-        why="a program walks a channel in several tiles, one masked",
-    )
-    yield Sample(
-        "long_groups", (n(2, 3, 130, 127), 1, n(3), n(3)), why="no program holds a group: one walks each twice"
-    )
+    yield from sample_table(
+        (),
+        ("one_block", (n(2, 8, 4, 16), 2, n(8), n(8)), {}, "channels are a power of two"),
+        ("odd_sizes", (n(3, 6, 5, 7), 3, n(6), n(6)), {}, "masked lanes must not enter the variance"),
+        ("no_space", (n(40, 12), 4, n(12), n(12)), {}, "a channel is one element"),
+        ("one_group", (n(2, 6, 10), 1, n(6), n(6)), {}, "one group: a layer norm over channels and space"),
+        ("instance", (n(2, 6, 10), 6, n(6), n(6)), {}, "a group for each channel: an instance norm"),
+        ("long_channels", (n(1, 2, 70, 70), 1, n(2), n(2)), {},
+         "a channel takes several tiles, and a group several programs"),
+        ("whole_tiles", (n(1, 4, 128, 64), 2, n(4), n(4)), {}, "every tile lies in one channel: no mask, one weight"),
+        ("several_tiles", (n(1, 16, 50, 50), 1, n(16), n(16)), {},
+         "a program walks a channel in several tiles, one masked"),
+        ("long_groups", (n(2, 3, 130, 127), 1, n(3), n(3)), {}, "no program holds a group: one walks each twice"),
+    )  # fmt: skip
     held = n(67, 8, 5, 211), 2, n(8), n(8)
-    yield Sample(
-        "held_groups", held, why="groups for a whole GPU, each held by a program in several tiles, the last one masked"
-    )
-    yield Sample(
-        "many_channels",
-        (n(1, 1100, 2), 1, n(1100), n(1100)),
-        why="a group has more channels than a program adds at once",
-    )
-    yield Sample("many_rows", (n(33, 8, 9), 4, n(8), n(8)), why="more groups than programs")
-    yield Sample("plain", (n(3, 6, 20), 2), why="neither weight nor bias")
-    yield Sample("no_bias", (n(3, 6, 20), 2, n(6)), why="weight without bias")
-    yield Sample("bias_only", (n(3, 6, 20), 2, None, n(6)), why="bias without weight")
-    yield Sample("frozen_affine", (n(3, 6, 20), 2, n(6), n(6)), frozen=("weight", "bias"), why="no work for either")
-    yield Sample("frozen_input", (n(3, 6, 20), 2, n(6), n(6)), frozen=("x",), why="only the affine gradients")
-    yield Sample("large_mean", (n(3, 6, 20) + 50, 2, n(6), n(6)), why="the variance is taken about the mean")
-    yield Sample("large_eps", (n(3, 6, 20, scale=0.01), 2, n(6), n(6), 0.1), why="eps dominates the variance")
-    yield Sample(
-        "channels_last", (n(3, 5, 5, 6).permute(0, 3, 1, 2), 2, n(6), n(6)), why="channels are adjacent in memory"
-    )
-    yield Sample(
-        "float32_weight",
-        (n(2, 4, 9), 2, normal(device, wide, 4), normal(device, wide, 4)),
-        why="weights of another dtype than x",
-    )
-    yield Sample("empty", (n(0, 4, 9), 2, n(4), n(4)), why="no samples: nothing is launched, gradients are zero")
+    yield from sample_table(
+        (),
+        ("held_groups", held, {},
+         "groups for a whole GPU, each held by a program in several tiles, the last one masked"),
+        ("many_channels", (n(1, 1100, 2), 1, n(1100), n(1100)), {},
+         "a group has more channels than a program adds at once"),
+        ("many_rows", (n(33, 8, 9), 4, n(8), n(8)), {}, "more groups than programs"),
+        ("plain", (n(3, 6, 20), 2), {}, "neither weight nor bias"),
+        ("no_bias", (n(3, 6, 20), 2, n(6)), {}, "weight without bias"),
+        ("bias_only", (n(3, 6, 20), 2, None, n(6)), {}, "bias without weight"),
+        ("frozen_affine", (n(3, 6, 20), 2, n(6), n(6)), {}, "no work for either", "weight", "bias"),
+        ("frozen_input", (n(3, 6, 20), 2, n(6), n(6)), {}, "only the affine gradients", "x"),
+        ("large_mean", (n(3, 6, 20) + 50, 2, n(6), n(6)), {}, "the variance is taken about the mean"),
+        ("large_eps", (n(3, 6, 20, scale=0.01), 2, n(6), n(6), 0.1), {}, "eps dominates the variance"),
+        ("channels_last", (n(3, 5, 5, 6).permute(0, 3, 1, 2), 2, n(6), n(6)), {}, "channels are adjacent in memory"),
+        ("float32_weight", (n(2, 4, 9), 2, normal(device, wide, 4), normal(device, wide, 4)), {},
+         "weights of another dtype than x"),
+        ("empty", (n(0, 4, 9), 2, n(4), n(4)), {}, "no samples: nothing is launched, gradients are zero"),
+    )  # fmt: skip
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:

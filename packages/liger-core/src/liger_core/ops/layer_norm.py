@@ -12,7 +12,7 @@ from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Workload, accumulator, op
-from liger_core.ops._inputs import misuses_of, normal, normals, row_work, sized, tensor_workloads
+from liger_core.ops._inputs import misuses_of, normal, normals, row_work, sample_table, sized, tensor_workloads
 
 
 def check(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> None:
@@ -26,54 +26,48 @@ def check(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, e
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     n = normals(device, dtype)
     long = sized(device, 2100, 600)
-    yield Sample("one_block", (n(2, 3, 64), n(64), n(64)), why="the width is a power of two: no mask")
-    yield Sample(
-        "odd_width", (n(5, 100), n(100), n(100)), why="mask on the last block, which must not enter the variance"
-    )
-    yield Sample("small_width", (n(37, 24), n(24), n(24)), why="many rows per program, rows not a multiple of them")
-    yield Sample("many_rows", (n(600, 24), n(24), n(24)), why="every program of the backward walks several rows")
-    yield Sample(
-        "many_long_rows", (n(530, long), n(long), n(long)), why="one row a program, and every program walks several"
-    )
-    yield Sample("whole_row", (n(3, 4096), n(4096), n(4096)), why="one row a program, as wide as its block: no mask")
-    yield Sample("whole_blocks", (n(8, 256), n(256), n(256)), why="several rows per program, all full: no mask")
-    yield Sample("whole_chunks", (n(2, 5120), n(5120), n(5120)), why="chunks that fill a row: no mask")
-    yield Sample("whole_tiles", (n(2, 9216), n(9216), n(9216)), why="tiles that fill a row")
-    yield Sample(
-        "longest_block", (n(2, 9000), n(9000), n(9000)), why="one row and two column sums take most of the registers"
-    )
-    yield Sample("no_bias", (n(6, 96), n(96)), why="weight without bias")
-    yield Sample("bias_only", (n(6, 96), None, n(96)), why="bias without weight")
-    yield Sample("plain", (n(6, 96),), why="neither weight nor bias")
-    yield Sample("frozen_weight", (n(6, 96), n(96), n(96)), frozen=("weight",), why="only the bias gradient of the two")
-    yield Sample("frozen_affine", (n(6, 96), n(96), n(96)), frozen=("weight", "bias"), why="no work for either")
-    yield Sample("frozen_input", (n(6, 96), n(96), n(96)), frozen=("x",), why="only the affine gradients")
-    yield Sample(
-        "large_mean",
-        (n(4, 96) + 50, n(96), n(96)),
-        why="the variance is taken about the mean, not as a difference of squares",
-    )
-    yield Sample("large_eps", (n(4, 48, scale=0.01), n(48), n(48), 0.1), why="eps dominates the variance")
-    yield Sample(
-        "huge_values",
-        (n(4, 64, scale=3e4 if dtype == torch.float16 else 1e18), n(64), n(64)),
-        why="the cube of their inverse underflows",
-    )
+    yield from sample_table(
+        (),
+        ("one_block", (n(2, 3, 64), n(64), n(64)), {}, "the width is a power of two: no mask"),
+        ("odd_width", (n(5, 100), n(100), n(100)), {}, "mask on the last block, which must not enter the variance"),
+        ("small_width", (n(37, 24), n(24), n(24)), {}, "many rows per program, rows not a multiple of them"),
+        ("many_rows", (n(600, 24), n(24), n(24)), {}, "every program of the backward walks several rows"),
+        ("many_long_rows", (n(530, long), n(long), n(long)), {}, "one row a program, and every program walks several"),
+        ("whole_row", (n(3, 4096), n(4096), n(4096)), {}, "one row a program, as wide as its block: no mask"),
+        ("whole_blocks", (n(8, 256), n(256), n(256)), {}, "several rows per program, all full: no mask"),
+        ("whole_chunks", (n(2, 5120), n(5120), n(5120)), {}, "chunks that fill a row: no mask"),
+        ("whole_tiles", (n(2, 9216), n(9216), n(9216)), {}, "tiles that fill a row"),
+        ("longest_block", (n(2, 9000), n(9000), n(9000)), {}, "one row and two column sums take most of the registers"),
+        ("no_bias", (n(6, 96), n(96)), {}, "weight without bias"),
+        ("bias_only", (n(6, 96), None, n(96)), {}, "bias without weight"),
+        ("plain", (n(6, 96),), {}, "neither weight nor bias"),
+        ("frozen_weight", (n(6, 96), n(96), n(96)), {}, "only the bias gradient of the two", "weight"),
+        ("frozen_affine", (n(6, 96), n(96), n(96)), {}, "no work for either", "weight", "bias"),
+        ("frozen_input", (n(6, 96), n(96), n(96)), {}, "only the affine gradients", "x"),
+        ("large_mean", (n(4, 96) + 50, n(96), n(96)), {},
+         "the variance is taken about the mean, not as a difference of squares"),
+        ("large_eps", (n(4, 48, scale=0.01), n(48), n(48), 0.1), {}, "eps dominates the variance"),
+        ("huge_values", (n(4, 64, scale=3e4 if dtype == torch.float16 else 1e18), n(64), n(64)), {},
+         "the cube of their inverse underflows"),
+    )  # fmt: skip
     constant = torch.cat((torch.full_like(n(2, 1100), 3.0), n(3, 1100)))
-    yield Sample(
-        "constant_long_rows",
-        (constant, n(1100), n(1100)),
-        why="beside 1 / sqrt(eps), round-off of the sums over a row would be large",
-    )
-    yield Sample("strided_rows", (n(5, 160)[:, :80], n(80), n(80)), why="rows are read through their stride")
-    yield Sample("transposed", (n(40, 6).t(), n(40), n(40)), why="the last dimension is not contiguous")
+    yield from sample_table(
+        (),
+        ("constant_long_rows", (constant, n(1100), n(1100)), {},
+         "beside 1 / sqrt(eps), round-off of the sums over a row would be large"),
+        ("strided_rows", (n(5, 160)[:, :80], n(80), n(80)), {}, "rows are read through their stride"),
+        ("transposed", (n(40, 6).t(), n(40), n(40)), {}, "the last dimension is not contiguous"),
+    )  # fmt: skip
     affine = [normal(device, torch.float32, 72) for _ in range(2)]
-    yield Sample("float32_weight", (n(5, 72), *affine), why="weight and bias have another dtype than x")
-    yield Sample("one_row", (n(1, 200), n(200), n(200)), why="a single row")
-    # A small eps would leave a thousandth of the gradient, where errors of equally exact formulas differ by half.
-    yield Sample("two_columns", (n(9, 2), n(2), n(2), 0.1), why="the fewest columns with a variance")
-    yield Sample("wide", (n(3, 20000), n(20000), n(20000)), why="the row is longer than one block")
-    yield Sample("empty", (n(0, 64), n(64), n(64)), why="no rows: nothing is launched, gradients are zero")
+    yield from sample_table(
+        (),
+        ("float32_weight", (n(5, 72), *affine), {}, "weight and bias have another dtype than x"),
+        ("one_row", (n(1, 200), n(200), n(200)), {}, "a single row"),
+        # A small eps would leave a thousandth of the gradient, where errors of equally exact formulas differ by half.
+        ("two_columns", (n(9, 2), n(2), n(2), 0.1), {}, "the fewest columns with a variance"),
+        ("wide", (n(3, 20000), n(20000), n(20000)), {}, "the row is longer than one block"),
+        ("empty", (n(0, 64), n(64), n(64)), {}, "no rows: nothing is launched, gradients are zero"),
+    )  # fmt: skip
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:

@@ -13,7 +13,7 @@ from liger_core.errors import DtypeError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
 from liger_core.ops import _streams
-from liger_core.ops._inputs import misuse_table, normal, normals
+from liger_core.ops._inputs import misuse_table, normal, normals, sample_table
 
 
 def check(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None = None) -> None:
@@ -33,41 +33,34 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     coefficients = normal(device, wide, 5, 24)
-    yield Sample(
-        "one_block", (n(2, 3, 4, 64), n(2, 3, 64), n(2, 3, 4), n(2, 3, 4, 4)), why="streams and width are powers of two"
-    )
-    yield Sample("odd_width", call(5, 3, 100), why="masks on streams and columns")
-    yield Sample("wide", call(2, 4, 2100), why="several tiles of columns, which a coefficient's gradient sums")
-    yield Sample("one_stream", call(4, 1, 40), why="an ordinary residual with two factors")
-    yield Sample("eight_streams", call(3, 8, 40), why="the most streams in registers")
-    yield Sample("unmixed", call(5, 4, 72)[:3], why="the streams are kept as they are")
-    yield Sample("unmixed_wide", call(2, 3, 2100)[:3], why="the streams are kept, in several tiles")
-    yield Sample(
-        "float32_coefficients", (n(5, 4, 72), n(5, 72), coefficients[:, 4:8],
-            coefficients[:, 8:].unflatten(-1, (4, 4))),
-        why="parts of one float32 projection, read through their strides",
+    yield from sample_table(
+        (),
+        ("one_block", (n(2, 3, 4, 64), n(2, 3, 64), n(2, 3, 4), n(2, 3, 4, 4)), {},
+         "streams and width are powers of two"),
+        ("odd_width", call(5, 3, 100), {}, "masks on streams and columns"),
+        ("wide", call(2, 4, 2100), {}, "several tiles of columns, which a coefficient's gradient sums"),
+        ("one_stream", call(4, 1, 40), {}, "an ordinary residual with two factors"),
+        ("eight_streams", call(3, 8, 40), {}, "the most streams in registers"),
+        ("unmixed", call(5, 4, 72)[:3], {}, "the streams are kept as they are"),
+        ("unmixed_wide", call(2, 3, 2100)[:3], {}, "the streams are kept, in several tiles"),
+        ("float32_coefficients",
+         (n(5, 4, 72), n(5, 72), coefficients[:, 4:8], coefficients[:, 8:].unflatten(-1, (4, 4))), {},
+         "parts of one float32 projection, read through their strides"),
+        ("transposed_res", (*call(5, 4, 72)[:3], n(5, 4, 4).mT), {}, "the matrix is read through its strides"),
+        ("frozen_res", call(5, 4, 72), {}, "x is not read again", "res"),
+        ("frozen_coefficients", call(5, 4, 72), {}, "only sums over streams", "post", "res"),
+        ("frozen_x", call(5, 4, 72), {}, "no gradient of the streams", "x"),
+        ("frozen_y", call(5, 4, 72), {}, "no gradient of the layer's output", "y"),
+        ("only_post", call(5, 4, 72), {}, "only the sum over columns of y", "x", "y", "res"),
+        ("wide_output", (n(5, 4, 72), normal(device, wide, 5, 72), n(5, 4), n(5, 4, 4)), {},
+         "a float32 layer over narrow streams"),
+        ("strided_rows", (n(5, 4, 160)[..., :72], n(5, 160)[:, :72], *call(5, 4, 1)[2:]), {},
+         "slices are read in place"),
+        ("transposed", (n(5, 72, 4).mT, n(72, 5).t(), *call(5, 4, 72)[2:]), {},
+         "the last dimension of x is not contiguous"),
+        ("one_position", (n(4, 40), n(40), n(4), n(4, 4)), {}, "no leading dimension"),
+        ("empty", call(0, 4, 64), {}, "no positions: nothing is launched"),
     )  # fmt: skip
-    yield Sample("transposed_res", (*call(5, 4, 72)[:3], n(5, 4, 4).mT), why="the matrix is read through its strides")
-    yield Sample("frozen_res", call(5, 4, 72), frozen=("res",), why="x is not read again")
-    yield Sample("frozen_coefficients", call(5, 4, 72), frozen=("post", "res"), why="only sums over streams")
-    yield Sample("frozen_x", call(5, 4, 72), frozen=("x",), why="no gradient of the streams")
-    yield Sample("frozen_y", call(5, 4, 72), frozen=("y",), why="no gradient of the layer's output")
-    yield Sample("only_post", call(5, 4, 72), frozen=("x", "y", "res"), why="only the sum over columns of y")
-    yield Sample(
-        "wide_output",
-        (n(5, 4, 72), normal(device, wide, 5, 72), n(5, 4), n(5, 4, 4)),
-        why="a float32 layer over narrow streams",
-    )
-    yield Sample(
-        "strided_rows", (n(5, 4, 160)[..., :72], n(5, 160)[:, :72], *call(5, 4, 1)[2:]), why="slices are read in place"
-    )
-    yield Sample(
-        "transposed",
-        (n(5, 72, 4).mT, n(72, 5).t(), *call(5, 4, 72)[2:]),
-        why="the last dimension of x is not contiguous",
-    )
-    yield Sample("one_position", (n(4, 40), n(40), n(4), n(4, 4)), why="no leading dimension")
-    yield Sample("empty", call(0, 4, 64), why="no positions: nothing is launched")
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:

@@ -13,7 +13,7 @@ from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
 from liger_core.ops import _streams
-from liger_core.ops._inputs import misuses_of, normal, normals
+from liger_core.ops._inputs import misuses_of, normal, normals, sample_table
 
 
 def check(x: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
@@ -28,29 +28,25 @@ def check(x: Tensor, weight: Tensor, eps: float = 1e-6) -> None:
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     n = normals(device, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    yield Sample("one_block", (n(2, 3, 4, 64), n(24, 256, scale=0.1)), why="columns are a power of two")
-    yield Sample("odd_width", (n(5, 3, 33), n(15, 99, scale=0.1)), why="masks on rows, columns and coefficients")
-    yield Sample(
-        "many_rows", (n(150, 2, 24), n(8, 48, scale=0.2)), why="several blocks of rows, which the weight gradient sums"
-    )
-    yield Sample("wide", (n(3, 4, 300), n(24, 1200, scale=0.03)), why="columns are shared among programs")
-    yield Sample("one_coefficient", (n(4, 1, 40), n(1, 40, scale=0.2)), why="a single logit of a single stream")
-    yield Sample(
-        "float32_weight",
-        (n(5, 4, 24), normal(device, wide, 24, 96, scale=0.1)),
-        why="float32 parameters, split into three numbers",
-    )
-    yield Sample("large_eps", (n(4, 2, 24, scale=0.01), n(8, 48), 0.1), why="eps dominates the mean square")
-    yield Sample("frozen_weight", (n(5, 4, 24), n(24, 96, scale=0.1)), frozen=("weight",), why="no sums over rows")
-    yield Sample("frozen_x", (n(5, 4, 24), n(24, 96, scale=0.1)), frozen=("x",), why="only sums over rows")
-    yield Sample(
-        "strided_rows", (n(5, 192)[:, :96].unflatten(-1, (4, 24)), n(24, 160)[:, 64:]), why="slices are read in place"
-    )
-    yield Sample("transposed", (n(5, 24, 4).mT, n(96, 24, scale=0.1).t()), why="columns are not adjacent")
-    yield Sample("one_position", (n(4, 24), n(24, 96, scale=0.1)), why="no leading dimension")
-    yield Sample(
-        "empty", (n(0, 4, 24), n(24, 96)), why="no positions: nothing is launched, the weight gradient is zero"
-    )
+    yield from sample_table(
+        (),
+        ("one_block", (n(2, 3, 4, 64), n(24, 256, scale=0.1)), {}, "columns are a power of two"),
+        ("odd_width", (n(5, 3, 33), n(15, 99, scale=0.1)), {}, "masks on rows, columns and coefficients"),
+        ("many_rows", (n(150, 2, 24), n(8, 48, scale=0.2)), {},
+         "several blocks of rows, which the weight gradient sums"),
+        ("wide", (n(3, 4, 300), n(24, 1200, scale=0.03)), {}, "columns are shared among programs"),
+        ("one_coefficient", (n(4, 1, 40), n(1, 40, scale=0.2)), {}, "a single logit of a single stream"),
+        ("float32_weight", (n(5, 4, 24), normal(device, wide, 24, 96, scale=0.1)), {},
+         "float32 parameters, split into three numbers"),
+        ("large_eps", (n(4, 2, 24, scale=0.01), n(8, 48), 0.1), {}, "eps dominates the mean square"),
+        ("frozen_weight", (n(5, 4, 24), n(24, 96, scale=0.1)), {}, "no sums over rows", "weight"),
+        ("frozen_x", (n(5, 4, 24), n(24, 96, scale=0.1)), {}, "only sums over rows", "x"),
+        ("strided_rows", (n(5, 192)[:, :96].unflatten(-1, (4, 24)), n(24, 160)[:, 64:]), {},
+         "slices are read in place"),
+        ("transposed", (n(5, 24, 4).mT, n(96, 24, scale=0.1).t()), {}, "columns are not adjacent"),
+        ("one_position", (n(4, 24), n(24, 96, scale=0.1)), {}, "no leading dimension"),
+        ("empty", (n(0, 4, 24), n(24, 96)), {}, "no positions: nothing is launched, the weight gradient is zero"),
+    )  # fmt: skip
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:

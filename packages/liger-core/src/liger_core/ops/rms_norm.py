@@ -13,7 +13,7 @@ from liger_core.checks import Cast
 from liger_core.errors import DeviceError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Workload, accumulator, op
-from liger_core.ops._inputs import misuses_of, normals, row_work, scaling_misuses, sized, tensor_workloads
+from liger_core.ops._inputs import misuses_of, normals, row_work, sample_table, scaling_misuses, sized, tensor_workloads
 
 
 def check(
@@ -25,51 +25,38 @@ def check(
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     n = normals(device, dtype)
     long = sized(device, 2100, 600)
-    yield Sample("one_block", (n(2, 3, 64), n(64)), why="the width is a power of two: no mask")
-    yield Sample("odd_width", (n(5, 100), n(100)), why="mask on the last block")
-    yield Sample(
-        "per_head", (n(2, 7, 3, 64), n(64)), why="small widths: many rows per program, rows not a multiple of them"
-    )
-    yield Sample("many_rows", (n(600, 24), n(24)), why="every program of the backward walks several rows")
-    yield Sample("many_long_rows", (n(530, long), n(long)), why="one row a program, and every program walks several")
-    yield Sample("whole_row", (n(3, 4096), n(4096)), why="one row a program, as wide as its block: no mask")
-    yield Sample("whole_blocks", (n(8, 256), n(256)), why="several rows per program, all full: no mask")
-    yield Sample("whole_chunks", (n(2, 5120), n(5120)), why="chunks that fill a row: no mask")
-    yield Sample("whole_tiles", (n(2, 9216), n(9216)), why="tiles that fill a row")
-    yield Sample("longest_block", (n(2, 9000), n(9000)), why="one row takes most of the registers")
-    yield Sample(
-        "gemma", (n(6, 96), n(96)), {"weight_offset": 1.0, "cast": "float32"}, why="1 + weight, multiplied in float32"
-    )
-    yield Sample(
-        "cast_input", (n(6, 96, scale=30), n(96)), {"cast": "input"}, why="Llama casting rounds before the weight"
-    )
-    yield Sample("weightless", (n(6, 96),), why="no weight and no weight gradient")
-    yield Sample("frozen_weight", (n(6, 96), n(96)), frozen=("weight",), why="no work for the weight gradient")
-    yield Sample("frozen_input", (n(6, 96), n(96)), frozen=("x",), why="only the weight gradient")
-    yield Sample("large_eps", (n(4, 48, scale=0.01), n(48)), {"eps": 0.1}, why="eps dominates the mean square")
-    yield Sample(
-        "huge_values",
-        (n(4, 64, scale=3e4 if dtype == torch.float16 else 1e18), n(64)),
-        why="the cube of their inverse underflows",
-    )
-    yield Sample("strided_rows", (n(5, 160)[:, :80], n(80)), why="rows are read through their stride")
-    yield Sample("transposed", (n(40, 6).t(), n(40)), why="the last dimension is not contiguous")
-    yield Sample(
-        "float32_weight", (n(5, 72), normals(device, torch.float32)(72)), why="the weight has another dtype than x"
-    )
-    yield Sample("one_row", (n(1, 200), n(200)), why="a single row")
-    yield Sample(
-        "one_column",
-        (n(9, 1), n(1), 0.5),
-        why="a single column; with a small eps its gradient would be pure cancellation",
-    )
-    yield Sample("vector", (n(33), n(33)), why="no leading dimension")
-    yield Sample("wide", (n(3, 20000), n(20000)), why="the row is longer than one block")
-    yield Sample("widest", (n(2, 65536), n(65536)), why="the widest documented row")
-    yield Sample("empty", (n(0, 64), n(64)), why="no rows: nothing is launched, gradients are zero")
-    yield Sample(
-        "zeros", (torch.zeros(3, 64, device=device, dtype=dtype), n(64)), why="the mean square is zero: eps alone"
-    )
+    yield from sample_table(
+        (),
+        ("one_block", (n(2, 3, 64), n(64)), {}, "the width is a power of two: no mask"),
+        ("odd_width", (n(5, 100), n(100)), {}, "mask on the last block"),
+        ("per_head", (n(2, 7, 3, 64), n(64)), {}, "small widths: many rows per program, rows not a multiple of them"),
+        ("many_rows", (n(600, 24), n(24)), {}, "every program of the backward walks several rows"),
+        ("many_long_rows", (n(530, long), n(long)), {}, "one row a program, and every program walks several"),
+        ("whole_row", (n(3, 4096), n(4096)), {}, "one row a program, as wide as its block: no mask"),
+        ("whole_blocks", (n(8, 256), n(256)), {}, "several rows per program, all full: no mask"),
+        ("whole_chunks", (n(2, 5120), n(5120)), {}, "chunks that fill a row: no mask"),
+        ("whole_tiles", (n(2, 9216), n(9216)), {}, "tiles that fill a row"),
+        ("longest_block", (n(2, 9000), n(9000)), {}, "one row takes most of the registers"),
+        ("gemma", (n(6, 96), n(96)), {"weight_offset": 1.0, "cast": "float32"}, "1 + weight, multiplied in float32"),
+        ("cast_input", (n(6, 96, scale=30), n(96)), {"cast": "input"}, "Llama casting rounds before the weight"),
+        ("weightless", (n(6, 96),), {}, "no weight and no weight gradient"),
+        ("frozen_weight", (n(6, 96), n(96)), {}, "no work for the weight gradient", "weight"),
+        ("frozen_input", (n(6, 96), n(96)), {}, "only the weight gradient", "x"),
+        ("large_eps", (n(4, 48, scale=0.01), n(48)), {"eps": 0.1}, "eps dominates the mean square"),
+        ("huge_values", (n(4, 64, scale=3e4 if dtype == torch.float16 else 1e18), n(64)), {},
+         "the cube of their inverse underflows"),
+        ("strided_rows", (n(5, 160)[:, :80], n(80)), {}, "rows are read through their stride"),
+        ("transposed", (n(40, 6).t(), n(40)), {}, "the last dimension is not contiguous"),
+        ("float32_weight", (n(5, 72), normals(device, torch.float32)(72)), {}, "the weight has another dtype than x"),
+        ("one_row", (n(1, 200), n(200)), {}, "a single row"),
+        ("one_column", (n(9, 1), n(1), 0.5), {},
+         "a single column; with a small eps its gradient would be pure cancellation"),
+        ("vector", (n(33), n(33)), {}, "no leading dimension"),
+        ("wide", (n(3, 20000), n(20000)), {}, "the row is longer than one block"),
+        ("widest", (n(2, 65536), n(65536)), {}, "the widest documented row"),
+        ("empty", (n(0, 64), n(64)), {}, "no rows: nothing is launched, gradients are zero"),
+        ("zeros", (torch.zeros(3, 64, device=device, dtype=dtype), n(64)), {}, "the mean square is zero: eps alone"),
+    )  # fmt: skip
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:

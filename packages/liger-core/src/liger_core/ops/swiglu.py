@@ -12,7 +12,7 @@ from liger_core import checks
 from liger_core.errors import OptionError
 from liger_core.op import Misuse, Sample, accumulator, op
 from liger_core.ops import _gated
-from liger_core.ops._inputs import misuses_of, normals
+from liger_core.ops._inputs import misuses_of, normals, sample_table
 
 
 def check(
@@ -32,27 +32,16 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     n = normals(device, dtype)
     yield from _gated.samples(device, dtype)
     gpt_oss = {"limit": 1.0, "alpha": 1.702, "shift": 1.0}
-    yield Sample(
-        "limited", (n(5, 101), n(5, 101)), {"limit": 1.0}, why="the gate is clipped from above, up on both sides"
-    )
-    yield Sample("gpt_oss", (n(5, 101), n(5, 101)), gpt_oss, why="a steeper sigmoid, and up + 1")
-    yield Sample("gpt_oss_packed", (n(4, 3, 2 * 77),), gpt_oss, why="the same of halves of one tensor")
-    yield Sample(
-        "limited_frozen_gate",
-        (n(4, 40), n(4, 40)),
-        gpt_oss,
-        frozen=("gate",),
-        why="up's gradient alone is cut at the limit",
-    )
-    yield Sample(
-        "multipliers",
-        (n(5, 101), n(5, 101)),
-        {"gate_scale": 0.37, "scale": -2.5},
-        why="Falcon-H1 scales the gate and the result",
-    )
-    yield Sample(
-        "scaled_limit", (n(5, 64), n(5, 64)), {"gate_scale": 3.0, "limit": 1.5}, why="the limit is of the scaled gate"
-    )
+    yield from sample_table(
+        (),
+        ("limited", (n(5, 101), n(5, 101)), {"limit": 1.0}, "the gate is clipped from above, up on both sides"),
+        ("gpt_oss", (n(5, 101), n(5, 101)), gpt_oss, "a steeper sigmoid, and up + 1"),
+        ("gpt_oss_packed", (n(4, 3, 2 * 77),), gpt_oss, "the same of halves of one tensor"),
+        ("limited_frozen_gate", (n(4, 40), n(4, 40)), gpt_oss, "up's gradient alone is cut at the limit", "gate"),
+        ("multipliers", (n(5, 101), n(5, 101)), {"gate_scale": 0.37, "scale": -2.5},
+         "Falcon-H1 scales the gate and the result"),
+        ("scaled_limit", (n(5, 64), n(5, 64)), {"gate_scale": 3.0, "limit": 1.5}, "the limit is of the scaled gate"),
+    )  # fmt: skip
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
