@@ -38,7 +38,7 @@ def sized(device: torch.device, on_gpus: int, elsewhere: int) -> int:
     return on_gpus if device.type == "cuda" else elsewhere
 
 
-def sample_table(constants: tuple[str, ...], *rows: tuple[Any, ...]) -> Iterator[Sample]:
+def sample_table(*rows: tuple[Any, ...], constants: tuple[str, ...] = ()) -> Iterator[Sample]:
     """Yield the samples of rows (name, args, options, why, *frozen); constants are frozen in all of them."""
     for name, args, options, why, *frozen in rows:
         yield Sample(name, tuple(args), options, why, (*constants, *frozen))

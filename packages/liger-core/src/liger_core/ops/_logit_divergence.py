@@ -80,7 +80,7 @@ def logit_pairs(device: torch.device, dtype: torch.dtype) -> Callable[..., tuple
     return pair
 
 
-logit_samples = functools.partial(sample_table, ("teacher", "normalizer"))
+logit_samples = functools.partial(sample_table, constants=("teacher", "normalizer"))
 
 
 def _samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

@@ -31,7 +31,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     n = normals(device, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     yield from sample_table(
-        (),
         ("one_block", (n(2, 3, 64), n(2, 64), n(2, 64)), {}, "the width is a power of two"),
         ("odd_width", (n(3, 5, 100), n(3, 100), n(3, 100)), {}, "masked lanes must not enter the statistics"),
         ("many_tokens", (n(1, sized(device, 420, 40), 12300), n(1, 12300), n(1, 12300)), {},

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import ShapeError
 from liger_core.op import Dtypes
+from liger_core.ops._inputs import sample_table
 
 HEADS, TABLE = "batch heads tokens (width)", "batch tokens (width)"
-
-
 DTYPES = Dtypes((("q", "k"), ("cos", "sin")))
+
+rotary_samples = functools.partial(sample_table, constants=("cos", "sin"))
 
 
 def check_rotary(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

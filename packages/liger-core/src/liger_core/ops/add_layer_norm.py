@@ -33,7 +33,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     n = normals(device, dtype)
     long = sized(device, 2100, 600)
     yield from sample_table(
-        (),
         ("one_block", (n(2, 3, 64), n(2, 3, 64), n(64), n(64)), {}, "the width is a power of two: no mask"),
         ("odd_width", (n(5, 100), n(5, 100), n(100), n(100)), {}, "masked lanes must not enter the variance"),
         ("many_rows", (n(600, 24), n(600, 24), n(24), n(24)), {}, "every program of the backward walks several rows"),
@@ -54,7 +53,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     )  # fmt: skip
     affine = [normal(device, torch.float32, 72) for _ in range(2)]
     yield from sample_table(
-        (),
         ("float32_weight", (n(5, 72), n(5, 72), *affine), {}, "weight and bias have another dtype than x"),
         ("empty", (n(0, 64), n(0, 64), n(64), n(64)), {}, "no rows: nothing is launched, gradients are zero"),
     )  # fmt: skip

@@ -40,7 +40,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         return n(*shape, scale=scale), n(*shape, scale=scale)
 
     yield from sample_table(
-        (),
         ("one_block", (*pair(2, 3, 64), n(64)), {}, "the width is a power of two: no mask"),
         ("odd_width", (*pair(5, 100), n(100)), {}, "mask on the last block"),
         ("small_width", (*pair(37, 24), n(24)), {}, "many rows per program, rows not a multiple of them"),

@@ -33,7 +33,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     yield from sample_table(
-        (),
         # Some of 48 rows have close scores, and gradients beyond round-off even if scores are thirty times as large.
         ("one_block", (n(3, 4, 12, 64), n(64, scale=0.3), n(64)), {}, "the width is a power of two"),
         ("odd_width", call(4, 5, 100), {}, "masks on rows and columns"),

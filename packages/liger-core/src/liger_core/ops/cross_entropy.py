@@ -51,7 +51,7 @@ def check(
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     n, i = functools.partial(normal, device, dtype), functools.partial(integers, device)
-    table = functools.partial(sample_table, ("weight", "normalizer"))
+    table = functools.partial(sample_table, constants=("weight", "normalizer"))
     yield from table(
         ("one_block", (n(4, 64), i(64, 4)), {}, "the vocabulary is one block"),
         ("odd_width", (n(5, 101), i(101, 5)), {}, "mask on the last block"),

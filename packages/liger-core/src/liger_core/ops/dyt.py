@@ -29,7 +29,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     half = torch.full((1,), 0.5, device=device, dtype=dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     yield from sample_table(
-        (),
         ("one_block", (n(2, 4, 64), half, n(64), n(64)), {}, "the width is a power of two: no mask"),
         ("odd_width", (n(5, 101), half, n(101), n(101)), {}, "masks on rows and columns"),
         ("many_rows", (n(600, 24), half, n(24), n(24)), {}, "every program of the backward walks several rows"),

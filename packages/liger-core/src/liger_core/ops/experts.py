@@ -114,7 +114,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     call, n = _calls(device, dtype), functools.partial(normal, device, dtype)
     usual, biased = functools.partial(call, 30, 8, 10, 32, 64), functools.partial(call, 30, 8, 10, 32, 64, biased=True)
     yield from sample_table(
-        (),
         ("one_block", call(24, 8, 16, 32, 64), {}, "all sizes are powers of two"),
         ("odd_sizes", call(45, 4, 5, 24, 300), {}, "masks on rows and columns; several column tiles are activated"),
         ("unaligned", call(31, 8, 9, 21, 93), {}, "rows do not begin at multiples of 16 bytes"),
@@ -129,7 +128,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     why, below = "matrices are stored transposed; gate and up interleave, with limits and biases", ("x", "gate_up")
     matrices, biases = ("gate_up", "down"), ("gate_up_bias", "down_bias")
     yield from sample_table(
-        (),
         ("gpt_oss", stored, {**gpt_oss, "interleaved": True}, why),
         ("gelu", exact, {"activation": "gelu"}, "the exact GELU"),
         ("gelu_tanh", gated, clipped, f"GELU's tanh form; both clipped, {far}"),
@@ -142,7 +140,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     half = {"down_a": n(10, 5, 64, scale=0.1), "down_b": n(10, 32, 5)}
     factors |= half
     yield from sample_table(
-        (),
         ("adapters", usual(), factors, "low-rank adapters on both matrices"),
         ("adapter_of_down", biased(), half, "an adapter on one of the matrices, beside biases"),
         ("frozen_below_adapters", usual(), factors, "adapters on frozen matrices", *matrices),
@@ -151,7 +148,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     around[1:3] = [t.permute(1, 2, 0).contiguous().permute(2, 0, 1) for t in around[1:3]]
     sliced[0], sliced[4] = n(36, 40)[:, 3:35], n(36, 20)[:, 1:9]
     yield from sample_table(
-        (),
         ("experts_last", around, {}, "the same element of all experts is adjacent, and no row or column"),
         ("strided_rows", sliced, {}, "x and the router weights are slices, read through their strides"),
         ("one_token", call(1, 8, 9, 56, 96), {}, "a single token; no gradient of its router weights", "weight"),
@@ -168,7 +164,6 @@ def _samples_of_indices(device: torch.device, call: Callable[..., list[Any]]) ->
     mixed[3:] = [mixed[3].int(), mixed[4].float()]
     tiles = "two experts have several tiles of rows, one of them two rows of each token, and the others none"
     yield from sample_table(
-        (),
         ("skewed", skewed, {}, tiles),
         ("outside", outside, {}, "some indices are of no expert of this rank"),
         ("nowhere", nowhere, {}, "no expert has any row"),

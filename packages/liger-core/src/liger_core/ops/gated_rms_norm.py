@@ -49,7 +49,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
     first, wide = {"gate_first": True}, torch.float64 if dtype == torch.float64 else torch.float32
     yield from sample_table(
-        (),
         ("one_block", (*pair(2, 3, 64), n(64)), {}, "the width is a power of two"),
         ("odd_width", (*pair(5, 100), n(100)), {}, "masks on rows and columns"),
         ("many_rows", (*pair(600, 24), n(24)), {}, "every program of the backward walks several rows"),

@@ -36,7 +36,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     n = normals(device, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     yield from sample_table(
-        (),
         ("one_block", (n(2, 8, 4, 16), 2, n(8), n(8)), {}, "channels are a power of two"),
         ("odd_sizes", (n(3, 6, 5, 7), 3, n(6), n(6)), {}, "masked lanes must not enter the variance"),
         ("no_space", (n(40, 12), 4, n(12), n(12)), {}, "a channel is one element"),
@@ -51,7 +50,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     )  # fmt: skip
     held = n(67, 8, 5, 211), 2, n(8), n(8)
     yield from sample_table(
-        (),
         ("held_groups", held, {},
          "groups for a whole GPU, each held by a program in several tiles, the last one masked"),
         ("many_channels", (n(1, 1100, 2), 1, n(1100), n(1100)), {},

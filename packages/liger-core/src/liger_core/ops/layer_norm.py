@@ -27,7 +27,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     n = normals(device, dtype)
     long = sized(device, 2100, 600)
     yield from sample_table(
-        (),
         ("one_block", (n(2, 3, 64), n(64), n(64)), {}, "the width is a power of two: no mask"),
         ("odd_width", (n(5, 100), n(100), n(100)), {}, "mask on the last block, which must not enter the variance"),
         ("small_width", (n(37, 24), n(24), n(24)), {}, "many rows per program, rows not a multiple of them"),
@@ -52,7 +51,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     )  # fmt: skip
     constant = torch.cat((torch.full_like(n(2, 1100), 3.0), n(3, 1100)))
     yield from sample_table(
-        (),
         ("constant_long_rows", (constant, n(1100), n(1100)), {},
          "beside 1 / sqrt(eps), round-off of the sums over a row would be large"),
         ("strided_rows", (n(5, 160)[:, :80], n(80), n(80)), {}, "rows are read through their stride"),
@@ -60,7 +58,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     )  # fmt: skip
     affine = [normal(device, torch.float32, 72) for _ in range(2)]
     yield from sample_table(
-        (),
         ("float32_weight", (n(5, 72), *affine), {}, "weight and bias have another dtype than x"),
         ("one_row", (n(1, 200), n(200), n(200)), {}, "a single row"),
         # A small eps would leave a thousandth of the gradient, where errors of equally exact formulas differ by half.

@@ -69,7 +69,7 @@ def check(
 
 
 CONSTANTS = ("class_weight", "normalizer", "token_weight")
-table = functools.partial(sample_table, CONSTANTS)
+table = functools.partial(sample_table, constants=CONSTANTS)
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

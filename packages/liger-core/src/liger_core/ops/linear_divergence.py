@@ -82,7 +82,7 @@ def _check_teacher(name: str, head: Head, teacher: Teacher) -> None:
 
 
 CONSTANTS = ("teacher_hidden", "teacher_weight", "teacher_bias", "normalizer")
-table = functools.partial(sample_table, CONSTANTS)
+table = functools.partial(sample_table, constants=CONSTANTS)
 # Options that change the logits of each side.
 CAPS = {"logit_scale": 0.5, "softcap": 3.0, "teacher_logit_scale": -2.0, "teacher_softcap": 2.0, "temperature": 0.7}
 

@@ -109,7 +109,7 @@ def _check_allowed(name: str, allowed: Tensor, hidden: Tensor, target: Tensor, r
 # Options in the order in which they apply to a logit.
 ORDER = {"logit_scale": 2.0, "softcap": 5.0, "temperature": 0.7}
 ENTROPY, STATISTICS = {"return_entropy": True}, {"return_statistics": True}
-table = functools.partial(sample_table, ("temperature",))
+table = functools.partial(sample_table, constants=("temperature",))
 
 
 def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:

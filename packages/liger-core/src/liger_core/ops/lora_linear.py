@@ -57,7 +57,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
 
     low = (5,), 16, 40, 4, dtype
     yield from sample_table(
-        (),
         ("float32_adapter", (*call((6,), 32, 64, 16), 0.5), {}, "the adapter is in float32, as PEFT keeps it"),
         ("low_adapter", (*call((6,), 32, 64, 16, dtype), 2.0), {}, "the adapter has the dtype of x"),
         ("odd_sizes", (*call((7,), 33, 101, 3), 0.5), {}, "nothing is a power of two"),
@@ -67,7 +66,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     )
     bias = {"bias": n(dtype, 40)}
     yield from sample_table(
-        (),
         ("bias", call(), bias, "the layer has a bias, with a gradient"),
         (
             "base",
@@ -82,7 +80,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     x, weight, a, b = call()
     new, why = (x, weight, a, torch.zeros_like(b)), "no work for the gradient of"
     yield from sample_table(
-        (),
         ("new_adapter", new, {}, "b is zero before the first step: y is the layer's own"),
         ("dominant_adapter", (*call((6,), 32, 64, 16), 64.0), {}, "the layer's part is small beside the adapter's"),
         ("wide_rank", call((5,), 8, 12, 24), {}, "the rank is larger than both sides of the weight"),
@@ -92,7 +89,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     x, weight, a, b = call((16,))
     transposed = x.t().contiguous().t()[:, :16], weight.t().contiguous().t(), a, b
     yield from sample_table(
-        (),
         ("transposed", transposed, {}, "x and weight are transposed views"),
         ("strided_rows", (n(dtype, 5, 48)[:, 7:23], weight, a, b), {}, "rows are read through their stride"),
         ("one_row", call((1,), 16, 30), {}, "a single row"),
@@ -113,7 +109,6 @@ def _samples_of_columns(
     tall, tiles = (*call((300,), 16, 200), 0.5), {"column_scale": n(wide, 200)}
     fixed = {"column_scale": columns.clone(), **bias}
     yield from sample_table(
-        (),
         ("column_scale", every, {**bias, **scale}, "one factor per output column, for DoRA"),
         ("low_column_scale", low, {"column_scale": columns.to(dtype)}, "everything in one dtype, and no bias"),
         ("column_scale_base", (x, None, a, b, 0.5), {**base, **scale}, why),

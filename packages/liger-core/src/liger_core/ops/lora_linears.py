@@ -76,7 +76,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     square, ranks, sizes = ((64, 16), (16, 16), (16, 16)), ((41, 3), (30, 8), (17, 5)), ((40, 4), (20, 4), (12, 4))
     half, twice = {"scale": 0.5}, {"scale": 2.0}
     yield from sample_table(
-        (),
         ("float32_adapters", two((6,), 32, 64, 16), half, "adapters are in float32, as PEFT keeps them"),
         ("low_adapters", two((6,), 32, 64, 16, dtype), twice, "adapters have the dtype of x"),
         ("three", three((2, 3), 32, *square), twice, "q, k and v, with a leading shape"),
@@ -91,7 +90,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     precise = {"base": n(5, 40, kind=wide), "base_2": n(5, 40, kind=wide)}
     weights = ("weight", "weight_2", "weight_3")
     yield from sample_table(
-        (),
         ("bias", all_biased, biases, "biases, with gradients"),
         ("one_bias", one_biased, one_bias, "only one layer has a bias"),
         ("bases", quantized, bases, "the layers' own outputs are given: they are quantized"),
@@ -101,7 +99,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     )
     strided = (n(5, 48)[:, 7:23], *layer(16, 40, 4), *layer(16, 24, 4))
     yield from sample_table(
-        (),
         ("strided_rows", strided, {}, "rows are read through their stride"),
         ("one_row", two((1,), 16, 30, 4), {}, "a single row"),
         ("empty", two((0,), 16, 30, 4), {}, "no rows: the gradients of the adapters are zero"),

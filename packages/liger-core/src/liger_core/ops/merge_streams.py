@@ -34,7 +34,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     coefficients = normal(device, wide, 5, 24)
     yield from sample_table(
-        (),
         ("one_block", (n(2, 3, 4, 64), n(2, 3, 64), n(2, 3, 4), n(2, 3, 4, 4)), {},
          "streams and width are powers of two"),
         ("odd_width", call(5, 3, 100), {}, "masks on streams and columns"),

@@ -29,7 +29,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     n = normals(device, dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     yield from sample_table(
-        (),
         ("one_block", (n(2, 3, 4, 64), n(24, 256, scale=0.1)), {}, "columns are a power of two"),
         ("odd_width", (n(5, 3, 33), n(15, 99, scale=0.1)), {}, "masks on rows, columns and coefficients"),
         ("many_rows", (n(150, 2, 24), n(8, 48, scale=0.2)), {},

@@ -15,8 +15,8 @@ from liger_core.checks import Cast
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
-from liger_core.ops._inputs import ROWS, misuses_of, normal, sample_table
-from liger_core.ops._rotary import DTYPES, HEADS, TABLE, angles, check_rotary, heads_of_tokens
+from liger_core.ops._inputs import ROWS, misuses_of, normal
+from liger_core.ops._rotary import DTYPES, HEADS, TABLE, angles, check_rotary, heads_of_tokens, rotary_samples
 from liger_core.ops.rms_norm import rms_norm
 from liger_core.ops.rope import rope
 
@@ -52,8 +52,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     view = arguments(*heads_of_tokens(n(2, 5, 6, 16), n(2, 5, 2, 16)))
     packed = n(2, 5, (6 + 2 + 2) * 16)
     slices = packed[..., :96].unflatten(-1, (6, 16)), packed[..., 96:128].unflatten(-1, (2, 16))
-    yield from sample_table(
-        ("cos", "sin"),
+    yield from rotary_samples(
         ("one_block", plain, {}, "heads and columns are powers of two"),
         ("odd_heads", odd, {}, "neither number of heads is a power of two"),
         ("view", view, {}, "(B, heads, T, D) views of (B, T, heads, D) are read through strides"),
@@ -62,8 +61,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     columns = arguments(n(2, 4, 16, 5).transpose(2, 3), n(2, 2, 5, 16))
     per_batch, shared = (torch.stack([cos, sin]), torch.stack([sin, cos])), (cos[None], sin[None])
     inter, narrow, wide = table(5, 24, **pairs), table(5, 8, **pairs), angles(device, torch.float32, 5, 16)
-    yield from sample_table(
-        ("cos", "sin"),
+    yield from rotary_samples(
         ("column_strides", columns, {}, "neighboring columns of q are not neighbors in memory"),
         ("partial", call(1, 2, 1, 5, 40), {}, "columns past the rotary width are normalized, not rotated"),
         ("gemma", call(2, 4, 1, 5, 16), gemma, "1 + weight, multiplied in float32"),
@@ -81,8 +79,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     )
     halves = arguments(n(1, 2, 5, 16), n(1, 2, 5, 16), (n(5, 16), n(5, 16)))
     float32, weights = small(wide), (normal(device, torch.float32, 16), n(16))
-    yield from sample_table(
-        ("cos", "sin"),
+    yield from rotary_samples(
         ("unequal_halves", halves, {}, "the halves of cos and sin need not be equal"),
         ("float32_table", float32, {}, "cos and sin in another dtype than q"),
         ("float32_weight", small(usual, weights), {}, "q_weight has another dtype than q"),
@@ -105,8 +102,7 @@ def _samples_of_sizes(
     tables, zeros = (torch.stack([cos, sin]), torch.stack([sin, cos])), torch.zeros(1, 2, 5, 16, device=device)
     tiny = arguments(n(1, 2, 5, 16, scale=0.01), n(1, 2, 5, 16), table(5, 16), None, 0.1)
     many = "several tokens a tile"
-    yield from sample_table(
-        ("cos", "sin"),
+    yield from rotary_samples(
         ("large_eps", tiny, {}, "eps dominates the mean square"),
         ("many_tokens", call(1, 4, 2, 3169, 4, long), {}, f"{many}, on a GPU too"),
         ("many_partial", call(2, 3, 1, 131, 20, tables), pairs, f"{many}, which differ by batch row"),

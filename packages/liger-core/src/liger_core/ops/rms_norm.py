@@ -26,7 +26,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     n = normals(device, dtype)
     long = sized(device, 2100, 600)
     yield from sample_table(
-        (),
         ("one_block", (n(2, 3, 64), n(64)), {}, "the width is a power of two: no mask"),
         ("odd_width", (n(5, 100), n(100)), {}, "mask on the last block"),
         ("per_head", (n(2, 7, 3, 64), n(64)), {}, "small widths: many rows per program, rows not a multiple of them"),

@@ -14,8 +14,8 @@ from liger_core import checks
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import ROWS, misuses_of, normal, sample_table
-from liger_core.ops._rotary import DTYPES, HEADS, TABLE, angles, check_rotary, heads_of_tokens
+from liger_core.ops._inputs import ROWS, misuses_of, normal
+from liger_core.ops._rotary import DTYPES, HEADS, TABLE, angles, check_rotary, heads_of_tokens, rotary_samples
 
 
 def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> None:
@@ -44,8 +44,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     expanded, pairs = (cos[None].expand(3, 5, 16), sin[None].expand(3, 5, 16)), {"interleaved": True}
     inter, narrow = (angles(device, dtype, 5, rotary, **pairs) for rotary in (24, 8))
     full, single, long = (angles(device, *sizes) for sizes in ((torch.float32, 5, 16), (dtype, 1, 12), (dtype, 37, 6)))
-    yield from sample_table(
-        ("cos", "sin"),
+    yield from rotary_samples(
         ("plain", plain, {}, "as many key heads as query heads"),
         ("grouped", grouped, {}, "grouped-query heads, not a power of two"),
         ("view", (*view, *usual), {}, "(B, heads, T, D) views of (B, T, heads, D) are read through strides"),
@@ -58,8 +57,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         ("interleaved_partial", call(1, 3, 1, 5, 20, narrow), pairs, "interleaved, partial, odd pairs"),
     )
     halves = n(5, 16), n(5, 16)
-    yield from sample_table(
-        ("cos", "sin"),
+    yield from rotary_samples(
         ("unequal_halves", call(1, 2, 2, 5, 16, halves), {}, "the two halves of cos and sin need not be equal"),
         ("float32_table", call(1, 2, 2, 5, 16, full), {}, "cos and sin in another dtype than q"),
         ("frozen_key", call(1, 2, 2, 5, 16, usual), {}, "only the query's gradient", "k"),

@@ -33,7 +33,6 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     yield from _gated.samples(device, dtype)
     gpt_oss = {"limit": 1.0, "alpha": 1.702, "shift": 1.0}
     yield from sample_table(
-        (),
         ("limited", (n(5, 101), n(5, 101)), {"limit": 1.0}, "the gate is clipped from above, up on both sides"),
         ("gpt_oss", (n(5, 101), n(5, 101)), gpt_oss, "a steeper sigmoid, and up + 1"),
         ("gpt_oss_packed", (n(4, 3, 2 * 77),), gpt_oss, "the same of halves of one tensor"),
