@@ -112,5 +112,5 @@ def workloads() -> Iterator[Workload]:
 
 
 def work(gate: Tensor, up: Tensor | None = None, **options: Any) -> Work:
-    size = halves(gate, up)[0].numel() * gate.element_size()
+    size = halves(gate, up)[0].nbytes
     return Work(3 * size, 8 * size)

@@ -152,8 +152,7 @@ def _workloads() -> Iterator[Workload]:
 
 def _work(student: Tensor, teacher: Tensor, **options: Any) -> Work:
     """Return the minimal work: forward reads both tensors; backward reads both again and writes a gradient."""
-    size, theirs = student.numel() * student.element_size(), teacher.numel() * teacher.element_size()
-    return Work(size + theirs, 3 * size + 2 * theirs)
+    return Work(student.nbytes + teacher.nbytes, 3 * student.nbytes + 2 * teacher.nbytes)
 
 
 class LogitDivergences:

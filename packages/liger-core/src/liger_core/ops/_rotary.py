@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_core import checks
 from liger_core.errors import ShapeError
-from liger_core.op import Dtypes
-from liger_core.ops._inputs import sample_table
+from liger_core.op import Dtypes, Workload
+from liger_core.ops._inputs import normal, sample_table
 
 HEADS, TABLE = "batch heads tokens (width)", "batch tokens (width)"
 DTYPES = Dtypes((("q", "k"), ("cos", "sin")))
 
-rotary_samples = functools.partial(sample_table, constants=("cos", "sin"))
+rotary_table = functools.partial(sample_table, constants=("cos", "sin"))
 
 
 def check_rotary(op: str, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -55,3 +56,20 @@ def angles(
     angle = torch.arange(tokens, device=device, dtype=torch.float32)[:, None] * frequency
     angle = angle.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angle, angle), dim=-1)
     return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def workload(
+    norms: int, batch: int, tokens: int, heads: int, key_heads: int, width: int, axis: str = "", quick: bool = False
+) -> Workload:
+    """Return a workload of queries, keys and angles, with the weights of so many norms; the axis is "T" or "heads"."""
+
+    def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        q = normal(device, dtype, batch, tokens, heads, width)
+        k = normal(device, dtype, batch, tokens, key_heads, width)
+        weights = [normal(device, dtype, width) for _ in range(norms)]
+        return (*heads_of_tokens(q, k), *weights, *angles(device, dtype, tokens, width)), {}
+
+    name = f"{batch}x{tokens}x{heads}+{key_heads}x{width}"
+    if not axis:
+        return Workload(name, make, quick)
+    return Workload(f"{name}-{axis}", make, quick, axis=(axis, tokens if axis == "T" else heads))

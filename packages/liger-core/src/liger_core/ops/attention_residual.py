@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,9 +95,8 @@ def workloads() -> Iterator[Workload]:
         yield of_size("H", width <= 512, D=9, N=8192, H=width)
 
 
-def work(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Work:
-    size = layers.numel() * layers.element_size()
-    layer_size = size // max(1, layers.shape[0])
+def work(layers: Tensor, *rest: Any, **options: Any) -> Work:
+    size, layer_size = layers.nbytes, layers.nbytes // max(1, layers.shape[0])
     return Work(size + layer_size, 3 * size + 2 * layer_size)
 
 

@@ -14,9 +14,9 @@ from liger_core import checks
 from liger_core.autograd import differentiable
 from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, TargetError
 from liger_core.kernels import Kernel, Outputs
-from liger_core.op import Misuse, Sample, Work, Workload, accumulator
+from liger_core.op import Misuse, Sample, Workload, accumulator
 from liger_core.ops._composed import Supported, composed_op
-from liger_core.ops._inputs import CLASSES, ROWS, integers, misuse_table, normal, row_workloads, sample_table
+from liger_core.ops._inputs import CLASSES, ROWS, integers, misuse_table, normal, row_work, row_workloads, sample_table
 from liger_core.ops._softmax_loss import (
     TORCH_PASSES,
     Reduction,
@@ -145,11 +145,6 @@ def workloads() -> Iterator[Workload]:
     return row_workloads(draw, "NV", usual, quick=(256, 8192), rows=ROWS[:-2], columns=128256, widths=CLASSES)
 
 
-def work(logits: Tensor, target: Tensor, **options: Any) -> Work:
-    size = logits.numel() * logits.element_size()
-    return Work(size, 3 * size)
-
-
 class CrossEntropyKernels:
     """The kernels for a backend's row passes, over (rows, classes) logits.
 
@@ -199,8 +194,9 @@ class CrossEntropyKernels:
 
 
 @composed_op(
-    TORCH_PASSES, CrossEntropyKernels, check=check, samples=samples, misuses=misuses, workloads=workloads, work=work
-)
+    TORCH_PASSES, CrossEntropyKernels,
+    check=check, samples=samples, misuses=misuses, workloads=workloads, work=row_work(1, 3),
+)  # fmt: skip
 def cross_entropy(
     kernels: CrossEntropyKernels, supported: Supported, logits: Tensor, target: Tensor, *, weight: Tensor | None = None,
     ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,

@@ -97,8 +97,7 @@ def workloads() -> Iterator[Workload]:
 
 
 def work(x: Tensor, gate: Tensor, *rest: Any, **options: Any) -> Work:
-    first, second = x.numel() * x.element_size(), gate.numel() * gate.element_size()
-    return Work(2 * first + second, 5 * first + 3 * second)
+    return Work(2 * x.nbytes + gate.nbytes, 5 * x.nbytes + 3 * gate.nbytes)
 
 
 @op(

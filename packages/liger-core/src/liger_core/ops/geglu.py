@@ -46,14 +46,9 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 @op(
-    check=check,
-    samples=samples,
-    misuses=misuses,
-    workloads=_gated.workloads,
-    work=_gated.work,
-    layout=_gated.layout,
+    check=check, samples=samples, misuses=misuses, workloads=_gated.workloads, work=_gated.work, layout=_gated.layout,
     dtypes=_gated.DTYPES,
-)
+)  # fmt: skip
 def geglu(
     gate: Tensor, up: Tensor | None = None, *, approximate: Approximate = "tanh", overwrite: bool = False
 ) -> Tensor:

@@ -67,15 +67,11 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     bias = {"bias": n(dtype, 40)}
     yield from sample_table(
         ("bias", call(), bias, "the layer has a bias, with a gradient"),
-        (
-            "base",
-            (*without((2, 5)), 0.5),
-            {"base": n(dtype, 2, 5, 40)},
-            "only its output is given: the weight is quantized",
-        ),
+        ("base", (*without((2, 5)), 0.5), {"base": n(dtype, 2, 5, 40)},
+         "only its output is given: the weight is quantized"),
         ("base_low_adapter", without(*low), {"base": n(dtype, 5, 40)}, "as base, all in one dtype"),
         ("float32_base", without(), {"base": n(wide, 5, 40)}, "the layer's own output has more precision than x"),
-    )
+    )  # fmt: skip
     yield from _samples_of_columns(device, dtype, call, bias)
     x, weight, a, b = call()
     new, why = (x, weight, a, torch.zeros_like(b)), "no work for the gradient of"
@@ -112,17 +108,13 @@ def _samples_of_columns(
         ("column_scale", every, {**bias, **scale}, "one factor per output column, for DoRA"),
         ("low_column_scale", low, {"column_scale": columns.to(dtype)}, "everything in one dtype, and no bias"),
         ("column_scale_base", (x, None, a, b, 0.5), {**base, **scale}, why),
-        (
-            "column_scale_float32_base",
-            (x, None, a, b),
-            {**precise, **scale},
-            "the layer's output is more precise than x",
-        ),
+        ("column_scale_float32_base", (x, None, a, b), {**precise, **scale},
+         "the layer's output is more precise than x"),
         ("column_scale_tiles", tall, tiles, "sums over rows and columns take several tiles"),
         ("fixed_column_scale", call(), fixed, "no work for the gradient of column_scale", "column_scale"),
         ("negative_scale", (*call(), -0.5), {}, "any scale: with 0 the adapter gets zero gradients"),
         ("zero_scale", (*call(), 0.0), {}, "any scale: with 0 the adapter gets zero gradients"),
-    )
+    )  # fmt: skip
 
 
 def misuses(device: torch.device) -> Iterator[Misuse]:
@@ -191,10 +183,7 @@ def workloads() -> Iterator[Workload]:
         yield of_size(*USUAL[0], rank, "R")
 
 
-def work(
-    x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0, *, bias: Tensor | None = None,
-    base: Tensor | None = None, column_scale: Tensor | None = None,
-) -> Work:  # fmt: skip
+def work(x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Work:
     """The matmuls of the layer itself; what the adapter adds is small, and could be done in the same passes."""
     outer, inner, rows = b.shape[0], x.shape[-1], x.numel() // x.shape[-1]
     adapter_size, size = (a.numel() + b.numel()) * a.element_size(), x.element_size()

@@ -171,9 +171,7 @@ def workloads() -> Iterator[Workload]:
 
 def work(
     x: Tensor, weight: Tensor | None, a: Tensor, b: Tensor, weight_2: Tensor | None, a_2: Tensor, b_2: Tensor,
-    weight_3: Tensor | None = None, a_3: Tensor | None = None, b_3: Tensor | None = None, scale: float = 1.0, *,
-    bias: Tensor | None = None, bias_2: Tensor | None = None, bias_3: Tensor | None = None,
-    base: Tensor | None = None, base_2: Tensor | None = None, base_3: Tensor | None = None,
+    weight_3: Tensor | None = None, a_3: Tensor | None = None, b_3: Tensor | None = None, *rest: Any, **options: Any,
 ) -> Work:  # fmt: skip
     """The matmuls of the layers themselves, and one read of x; what the adapters add is small, and could be done in the
     same passes."""

@@ -94,8 +94,7 @@ def workloads() -> Iterator[Workload]:
 
 
 def work(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None = None) -> Work:
-    streams, layer_size = x.numel() * x.element_size(), y.numel() * y.element_size()
-    return Work(2 * streams + layer_size, (4 if res is None else 5) * streams + 3 * layer_size)
+    return Work(2 * x.nbytes + y.nbytes, (4 if res is None else 5) * x.nbytes + 3 * y.nbytes)
 
 
 @op(

@@ -58,8 +58,7 @@ def workloads() -> Iterator[Workload]:
 
 
 def work(x: Tensor, pre: Tensor) -> Work:
-    streams = x.numel() * x.element_size()
-    layer_size = streams // max(1, x.shape[-2])
+    streams, layer_size = x.nbytes, x.nbytes // max(1, x.shape[-2])
     return Work(streams + layer_size, 3 * streams + 2 * layer_size)
 
 

@@ -16,7 +16,7 @@ from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, op
 from liger_core.ops._inputs import ROWS, misuses_of, normal
-from liger_core.ops._rotary import DTYPES, HEADS, TABLE, angles, check_rotary, heads_of_tokens, rotary_samples
+from liger_core.ops._rotary import DTYPES, HEADS, TABLE, angles, check_rotary, heads_of_tokens, rotary_table, workload
 from liger_core.ops.rms_norm import rms_norm
 from liger_core.ops.rope import rope
 
@@ -52,7 +52,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     view = arguments(*heads_of_tokens(n(2, 5, 6, 16), n(2, 5, 2, 16)))
     packed = n(2, 5, (6 + 2 + 2) * 16)
     slices = packed[..., :96].unflatten(-1, (6, 16)), packed[..., 96:128].unflatten(-1, (2, 16))
-    yield from rotary_samples(
+    yield from rotary_table(
         ("one_block", plain, {}, "heads and columns are powers of two"),
         ("odd_heads", odd, {}, "neither number of heads is a power of two"),
         ("view", view, {}, "(B, heads, T, D) views of (B, T, heads, D) are read through strides"),
@@ -61,25 +61,21 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     columns = arguments(n(2, 4, 16, 5).transpose(2, 3), n(2, 2, 5, 16))
     per_batch, shared = (torch.stack([cos, sin]), torch.stack([sin, cos])), (cos[None], sin[None])
     inter, narrow, wide = table(5, 24, **pairs), table(5, 8, **pairs), angles(device, torch.float32, 5, 16)
-    yield from rotary_samples(
+    yield from rotary_table(
         ("column_strides", columns, {}, "neighboring columns of q are not neighbors in memory"),
         ("partial", call(1, 2, 1, 5, 40), {}, "columns past the rotary width are normalized, not rotated"),
         ("gemma", call(2, 4, 1, 5, 16), gemma, "1 + weight, multiplied in float32"),
         ("partial_gemma", call(1, 2, 1, 5, 24), gemma, "1 + weight on columns that are not rotated"),
-        (
-            "cast_input",
-            arguments(n(2, 4, 5, 16, scale=30), n(2, 2, 5, 16)),
-            {"cast": "input"},
-            "rounds before the weight",
-        ),
+        ("cast_input", arguments(n(2, 4, 5, 16, scale=30), n(2, 2, 5, 16)), {"cast": "input"},
+         "rounds before the weight"),
         ("interleaved", call(2, 4, 2, 5, 24, inter), pairs, "neighboring columns are a pair"),
         ("interleaved_partial", call(1, 3, 1, 5, 20, narrow), pairs, "interleaved, partial, odd pairs"),
         ("per_batch", call(2, 3, 3, 5, 16, per_batch), {}, "cos and sin differ by batch row"),
         ("shared_batch", call(3, 2, 1, 5, 16, shared), {}, "cos and sin have a batch of one"),
-    )
+    )  # fmt: skip
     halves = arguments(n(1, 2, 5, 16), n(1, 2, 5, 16), (n(5, 16), n(5, 16)))
     float32, weights = small(wide), (normal(device, torch.float32, 16), n(16))
-    yield from rotary_samples(
+    yield from rotary_table(
         ("unequal_halves", halves, {}, "the halves of cos and sin need not be equal"),
         ("float32_table", float32, {}, "cos and sin in another dtype than q"),
         ("float32_weight", small(usual, weights), {}, "q_weight has another dtype than q"),
@@ -102,7 +98,7 @@ def _samples_of_sizes(
     tables, zeros = (torch.stack([cos, sin]), torch.stack([sin, cos])), torch.zeros(1, 2, 5, 16, device=device)
     tiny = arguments(n(1, 2, 5, 16, scale=0.01), n(1, 2, 5, 16), table(5, 16), None, 0.1)
     many = "several tokens a tile"
-    yield from rotary_samples(
+    yield from rotary_table(
         ("large_eps", tiny, {}, "eps dominates the mean square"),
         ("many_tokens", call(1, 4, 2, 3169, 4, long), {}, f"{many}, on a GPU too"),
         ("many_partial", call(2, 3, 1, 131, 20, tables), pairs, f"{many}, which differ by batch row"),
@@ -144,18 +140,7 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def shape(
-        batch: int, tokens: int, heads: int, key_heads: int, width: int, axis: str = "", quick: bool = False
-    ) -> Workload:
-        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            q = normal(device, dtype, batch, tokens, heads, width).transpose(1, 2)
-            k = normal(device, dtype, batch, tokens, key_heads, width).transpose(1, 2)
-            weights = normal(device, dtype, width), normal(device, dtype, width)
-            return (q, k, *weights, *angles(device, dtype, tokens, width)), {}
-
-        name = f"{batch}x{tokens}x{heads}+{key_heads}x{width}"
-        return Workload(f"{name}-{axis}", make, quick, axis=(axis, tokens)) if axis else Workload(name, make, quick)
-
+    shape = functools.partial(workload, 2)
     yield shape(1, 256, 8, 2, 64, quick=True)
     # Qwen3 8B, and few heads as in Gemma 3 4B.
     yield shape(4, 4096, 32, 8, 128)
@@ -164,12 +149,8 @@ def workloads() -> Iterator[Workload]:
         yield shape(1, tokens, 32, 8, 128, "T", quick=tokens <= 1024)
 
 
-def work(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6, *,
-    weight_offset: float = 0.0, cast: Cast = "input", interleaved: bool = False,
-) -> Work:  # fmt: skip
-    size = (q.numel() + k.numel()) * q.element_size()
-    return Work(2 * size, 5 * size)
+def work(q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Work:
+    return Work(2 * (q.nbytes + k.nbytes), 5 * (q.nbytes + k.nbytes))
 
 
 @op(

@@ -67,8 +67,7 @@ def workloads() -> Iterator[Workload]:
 
 
 def work(x: Tensor, up: Tensor | None = None) -> Work:
-    size = x.numel() * x.element_size()
-    return Work(2 * size, 5 * size) if up is None else Work(3 * size, 8 * size)
+    return Work(2 * x.nbytes, 5 * x.nbytes) if up is None else Work(3 * x.nbytes, 8 * x.nbytes)
 
 
 @op(

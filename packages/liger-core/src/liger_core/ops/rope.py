@@ -15,7 +15,7 @@ from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
 from liger_core.ops._inputs import ROWS, misuses_of, normal
-from liger_core.ops._rotary import DTYPES, HEADS, TABLE, angles, check_rotary, heads_of_tokens, rotary_samples
+from liger_core.ops._rotary import DTYPES, HEADS, TABLE, angles, check_rotary, heads_of_tokens, rotary_table, workload
 
 
 def check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> None:
@@ -44,7 +44,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     expanded, pairs = (cos[None].expand(3, 5, 16), sin[None].expand(3, 5, 16)), {"interleaved": True}
     inter, narrow = (angles(device, dtype, 5, rotary, **pairs) for rotary in (24, 8))
     full, single, long = (angles(device, *sizes) for sizes in ((torch.float32, 5, 16), (dtype, 1, 12), (dtype, 37, 6)))
-    yield from rotary_samples(
+    yield from rotary_table(
         ("plain", plain, {}, "as many key heads as query heads"),
         ("grouped", grouped, {}, "grouped-query heads, not a power of two"),
         ("view", (*view, *usual), {}, "(B, heads, T, D) views of (B, T, heads, D) are read through strides"),
@@ -57,7 +57,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         ("interleaved_partial", call(1, 3, 1, 5, 20, narrow), pairs, "interleaved, partial, odd pairs"),
     )
     halves = n(5, 16), n(5, 16)
-    yield from rotary_samples(
+    yield from rotary_table(
         ("unequal_halves", call(1, 2, 2, 5, 16, halves), {}, "the two halves of cos and sin need not be equal"),
         ("float32_table", call(1, 2, 2, 5, 16, full), {}, "cos and sin in another dtype than q"),
         ("frozen_key", call(1, 2, 2, 5, 16, usual), {}, "only the query's gradient", "k"),
@@ -99,20 +99,7 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def shape(
-        batch: int, tokens: int, heads: int, key_heads: int, width: int, axis: str = "", quick: bool = False
-    ) -> Workload:
-        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            q = normal(device, dtype, batch, tokens, heads, width).transpose(1, 2)
-            k = normal(device, dtype, batch, tokens, key_heads, width).transpose(1, 2)
-            return (q, k, *angles(device, dtype, tokens, width)), {}
-
-        name = f"{batch}x{tokens}x{heads}+{key_heads}x{width}"
-        point = {"T": tokens, "heads": heads}
-        return (
-            Workload(f"{name}-{axis}", make, quick, axis=(axis, point[axis])) if axis else Workload(name, make, quick)
-        )
-
+    shape = functools.partial(workload, 0)
     yield shape(1, 256, 8, 2, 64, quick=True)
     # The first shape is host-bound on a GPU.
     for batch, tokens in ((1, 512), (4, 4096)):
@@ -123,9 +110,8 @@ def workloads() -> Iterator[Workload]:
         yield shape(2, 4096, heads, 4, 128, "heads")
 
 
-def work(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, inplace: bool = False) -> Work:
-    size = 2 * (q.numel() + k.numel()) * q.element_size()
-    return Work(size, 2 * size)
+def work(q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Work:
+    return Work(2 * (q.nbytes + k.nbytes), 4 * (q.nbytes + k.nbytes))
 
 
 @op(

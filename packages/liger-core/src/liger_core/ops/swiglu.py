@@ -52,14 +52,9 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 @op(
-    check=check,
-    samples=samples,
-    misuses=misuses,
-    workloads=_gated.workloads,
-    work=_gated.work,
-    layout=_gated.layout,
+    check=check, samples=samples, misuses=misuses, workloads=_gated.workloads, work=_gated.work, layout=_gated.layout,
     dtypes=_gated.DTYPES,
-)
+)  # fmt: skip
 def swiglu(
     gate: Tensor, up: Tensor | None = None, *, limit: float | None = None, alpha: float = 1.0, shift: float = 0.0,
     gate_scale: float = 1.0, scale: float = 1.0, overwrite: bool = False,
