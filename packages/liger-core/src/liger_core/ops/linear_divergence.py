@@ -292,17 +292,11 @@ def linear_divergence(
     teacher_logit_scale, teacher_softcap   those of the teacher
     reduction            "mean" divides the sum by the number of counted rows (0 if there is none), or by normalizer
     normalizer           number or scalar tensor on the device, for instance the tokens of all accumulation steps
-    accumulate_dtype     of the gradient of weight while chunks are summed; float32 by default (float64 for float64)
     chunk                rows of logits held at a time; None fits the budget, "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉
     budget               bytes that may be held beyond inputs and gradients; by default about 2 GiB on a GPU
-    pack                 leave rows of ignored targets out of the matmuls. On a GPU this waits once for their number
-                         where the matmuls are large enough to pay for it, never while a CUDA graph is captured
-    main_grad            (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad
-                         stays as it is
-    vocab                `VocabShard(group, start, classes)`: weights and biases have only these classes of a
-                         vocabulary that the ranks of group share. Every rank gives the same rows and targets and
-                         gets the same results; gradients of weight and bias are of its classes, that of hidden is
-                         whole
+    accumulate_dtype, pack   as in linear_cross_entropy
+    main_grad            (V, H)     float32, as in linear_cross_entropy
+    vocab                as in linear_cross_entropy; the teacher's weight and bias have only these classes, too
     returns              float32 (float64 for float64): a scalar, or (...) for "none"
 
     With "mean" and "sum" the gradients are computed during the forward pass (four matmuls). With "none" the

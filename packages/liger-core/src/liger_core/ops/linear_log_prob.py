@@ -320,18 +320,13 @@ def linear_log_prob(
                        take three times the memory
     return_entropy     also return the entropy, in nats
     return_statistics  also return `TokenStatistics`
-    accumulate_dtype   of the gradient of weight while chunks of rows are summed; float32 by default (float64 for
-                       float64)
+    accumulate_dtype, vocab   as in linear_cross_entropy
     chunk              rows of logits held at a time, with all classes; "report" is 2^⌈log2⌈N/⌈V/H⌉⌉⌉. None fits the
                        budget
     budget             bytes that may be held beyond inputs and gradients; by default 2400 MiB on a GPU
     pack               leave rows of ignored targets out of the matmuls. On a GPU this waits once a pass for their
                        number where the matmuls are large enough to pay for it, never while a CUDA graph is captured
-    main_grad          (V, H) float32: the gradient of weight is added to it in the backward pass, and weight.grad
-                       stays as it is
-    vocab              `VocabShard(group, start, classes)`: weight and bias have only these classes of a vocabulary
-                       that the ranks of group share. Every rank gives the same rows and targets and gets the same
-                       results; gradients of weight and bias are of its classes, that of hidden is whole
+    main_grad          (V, H)     float32, as in linear_cross_entropy
     batch_invariant    results of a row are the same bits, whatever the other rows and their number. Gradients are not.
                        Matmuls for logits take 256 rows each on a GPU, with padding, and one row on the CPU
     returns            log_prob like target, float32 (float64 for float64), or (log_prob, entropy), or (log_prob,
