@@ -82,6 +82,19 @@ def workload(
     return Workload(f"{name}-{axis}", make, quick, axis=(axis, sizes[axis]))
 
 
+def workloads_of(draw: Callable[..., tuple[Any, ...]], axes: str) -> Callable[..., Workload]:
+    """Return a function (*sizes, axis="", quick=False) → a workload of what draw(device, dtype, *sizes) returns.
+
+    axes  the letter of each size
+    """
+
+    def of_size(*sizes: int, axis: str = "", quick: bool = False) -> Workload:
+        named = dict(zip(axes, sizes, strict=True))
+        return workload(lambda device, dtype: (draw(device, dtype, *sizes), {}), axis, quick, **named)
+
+    return of_size
+
+
 def row_workloads(
     draw: Callable[[torch.device, torch.dtype, int, int], tuple[Any, ...]],
     axes: str,
@@ -97,15 +110,7 @@ def row_workloads(
     draw  (device, dtype, rows, columns) → the arguments
     axes  the letters of rows and columns
     """
-
-    def of_size(count: int, width: int, axis: str = "", quick: bool = False) -> Workload:
-        return workload(
-            lambda device, dtype: (draw(device, dtype, count, width), {}),
-            axis,
-            quick,
-            **dict(zip(axes, (count, width), strict=True)),
-        )
-
+    of_size = workloads_of(draw, axes)
     yield of_size(*quick, quick=True)
     for count, width in usual:
         yield of_size(count, width)
@@ -113,7 +118,7 @@ def row_workloads(
         *((count, columns, axes[0]) for count in rows),
         *((8192, width, axes[1]) for width in widths),
     ]:
-        yield of_size(count, width, axis, quick=count * width <= 1024 * 4096)
+        yield of_size(count, width, axis=axis, quick=count * width <= 1024 * 4096)
 
 
 def tensor_workloads(

@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.op import Misuse, Sample, Workload
-from liger_core.ops._inputs import misuses_of, normal, normals, sample_table, sized, workload
+from liger_core.ops._inputs import misuses_of, normal, normals, sample_table, sized, workloads_of
 
 
 def check(op: str, x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tensor | None, eps: float) -> None:
@@ -68,12 +68,11 @@ def misuses(op: str, device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def of_size(B: int, N: int, H: int, quick: bool = False) -> Workload:
-        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], dict[str, float]]:
-            return (normal(device, dtype, B, N, H), normal(device, dtype, B, H), normal(device, dtype, B, H)), {}
+    def draw(device: torch.device, dtype: torch.dtype, batch: int, tokens: int, width: int) -> tuple[Tensor, ...]:
+        n = normals(device, dtype)
+        return n(batch, tokens, width), n(batch, width), n(batch, width)
 
-        return workload(make, "", quick, B=B, N=N, H=H)
-
+    of_size = workloads_of(draw, "BNH")
     yield of_size(2, 64, 256, quick=True)
     # DiT-XL with 256 images of 256 tokens, and FLUX.
     yield of_size(256, 256, 1152)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_core import checks
 from liger_core.op import Workload
-from liger_core.ops._inputs import ROWS, WIDTHS, workload
+from liger_core.ops._inputs import ROWS, WIDTHS, workloads_of
 
 Maker = Callable[[torch.device, torch.dtype, int, int, int], tuple[Tensor, ...]]
 
@@ -28,14 +28,11 @@ def check_shape(name: str, argument: str, value: Tensor | None, shape: tuple[int
 
 def workloads(make: Maker) -> Iterator[Workload]:
     """Yield workloads of tokens × streams × hidden size: DeepSeek V4's, and series over tokens and hidden size."""
-
-    def of_size(axis: str = "", quick: bool = False, **sizes: int) -> Workload:
-        return workload(lambda device, dtype: (make(device, dtype, *sizes.values()), {}), axis, quick, **sizes)
-
-    yield of_size(N=256, S=4, H=512, quick=True)
+    of_size = workloads_of(make, "NSH")
+    yield of_size(256, 4, 512, quick=True)
     for tokens, hidden in ((16384, 4096), (8192, 7168)):
-        yield of_size(N=tokens, S=4, H=hidden)
+        yield of_size(tokens, 4, hidden)
     for tokens in ROWS[:-1]:
-        yield of_size("N", tokens <= 1024, N=tokens, S=4, H=4096)
+        yield of_size(tokens, 4, 4096, axis="N", quick=tokens <= 1024)
     for hidden in WIDTHS[:-2]:
-        yield of_size("H", hidden <= 512, N=8192, S=4, H=hidden)
+        yield of_size(8192, 4, hidden, axis="H", quick=hidden <= 512)

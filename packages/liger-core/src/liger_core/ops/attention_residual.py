@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import ROWS, WIDTHS, misuse_table, normal, normals, sample_table, sized, workload
+from liger_core.ops._inputs import ROWS, WIDTHS, misuse_table, normal, normals, sample_table, sized, workloads_of
 
 
 def check(layers: Tensor, query: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> None:
@@ -77,22 +77,19 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def of_size(axis: str = "", quick: bool = False, **sizes: int) -> Workload:
-        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], dict[str, object]]:
-            depth, rows, width = sizes.values()
-            vectors = normal(device, dtype, width, scale=width**-0.5), torch.ones(width, device=device, dtype=dtype)
-            return (normal(device, dtype, depth, rows, width), *vectors), {}
+    def draw(device: torch.device, dtype: torch.dtype, depth: int, rows: int, width: int) -> tuple[Tensor, ...]:
+        vectors = normal(device, dtype, width, scale=width**-0.5), torch.ones(width, device=device, dtype=dtype)
+        return normal(device, dtype, depth, rows, width), *vectors
 
-        return workload(make, axis, quick, **sizes)
-
-    yield of_size(D=4, N=256, H=512, quick=True)
+    of_size = workloads_of(draw, "DNH")
+    yield of_size(4, 256, 512, quick=True)
     # The blocks of Kimi Linear, and all layers of a small model.
-    for depth, rows, width in ((9, 8192, 2304), (9, 8192, 4096), (25, 4096, 2048)):
-        yield of_size(D=depth, N=rows, H=width)
+    for sizes in ((9, 8192, 2304), (9, 8192, 4096), (25, 4096, 2048)):
+        yield of_size(*sizes)
     for rows in ROWS[:-2]:
-        yield of_size("N", rows <= 1024, D=9, N=rows, H=4096)
+        yield of_size(9, rows, 4096, axis="N", quick=rows <= 1024)
     for width in WIDTHS[:-2]:
-        yield of_size("H", width <= 512, D=9, N=8192, H=width)
+        yield of_size(9, 8192, width, axis="H", quick=width <= 512)
 
 
 def work(layers: Tensor, *rest: Any, **options: Any) -> Work:

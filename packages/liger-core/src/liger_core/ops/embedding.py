@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from liger_core.errors import DeviceError, DtypeError, OptionError, ShapeError, 
 from liger_core.kernels import Outputs, reference_kernel
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Work, Workload, accumulator, op
-from liger_core.ops._inputs import integers, misuse_table, normal, normals, workload
+from liger_core.ops._inputs import integers, misuse_table, normal, normals, workloads_of
 
 # The reference sums the gradient of so many columns in float32 at a time, a fraction of the table.
 COLUMNS = 512
@@ -92,20 +91,14 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def make(
-        device: torch.device, dtype: torch.dtype, tokens: int, width: int, rows: int
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def draw(device: torch.device, dtype: torch.dtype, tokens: int, width: int, rows: int) -> tuple[Tensor, ...]:
         # A few tokens make up most of a text: half of the indices are in the first hundredth of the rows.
-        index = torch.cat(
-            (integers(device, max(1, rows // 100), tokens // 2), integers(device, rows, tokens - tokens // 2))
-        )
-        return (index[torch.randperm(tokens, device=device)], normal(device, dtype, rows, width)), {}
+        half = tokens // 2
+        common, others = integers(device, max(1, rows // 100), half), integers(device, rows, tokens - half)
+        index = torch.cat((common, others))[torch.randperm(tokens, device=device)]
+        return index, normal(device, dtype, rows, width)
 
-    def of_size(tokens: int, width: int, rows: int, quick: bool = False) -> Workload:
-        return workload(
-            lambda device, dtype: make(device, dtype, tokens, width, rows), quick=quick, N=tokens, H=width, V=rows
-        )
-
+    of_size = workloads_of(draw, "NHV")
     yield of_size(512, 256, 4096, quick=True)
     yield of_size(8192, 2048, 128256)
     yield of_size(16384, 4096, 128256)

@@ -12,7 +12,7 @@ from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Workload, accumulator, op
-from liger_core.ops._inputs import misuses_of, normal, normals, row_work, sample_table, workload
+from liger_core.ops._inputs import misuses_of, normal, normals, row_work, sample_table, workloads_of
 
 
 def check(
@@ -82,12 +82,11 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def of_size(B: int, C: int, H: int, W: int, quick: bool = False) -> Workload:
-        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Tensor | int, ...], dict[str, float]]:
-            return (normal(device, dtype, B, C, H, W), 32, normal(device, dtype, C), normal(device, dtype, C)), {}
+    def draw(device: torch.device, dtype: torch.dtype, *sizes: int) -> tuple[Tensor | int, ...]:
+        channels = sizes[1]
+        return normal(device, dtype, *sizes), 32, normal(device, dtype, channels), normal(device, dtype, channels)
 
-        return workload(make, "", quick, B=B, C=C, H=H, W=W)
-
+    of_size = workloads_of(draw, "BCHW")
     yield of_size(2, 64, 16, 16, quick=True)
     # A UNet at its first and its third resolution, and the last stage of a VAE's decoder.
     yield of_size(16, 320, 64, 64)

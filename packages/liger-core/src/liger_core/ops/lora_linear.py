@@ -159,13 +159,8 @@ def workloads() -> Iterator[Workload]:
             wide = accumulator(dtype)
             x, weight = normal(device, dtype, rows, inner), normal(device, dtype, outer, inner, scale=inner**-0.5)
             options = {"column_scale": 1.0 + 0.1 * normal(device, wide, outer)} if dora else {}
-            return (
-                x,
-                weight,
-                normal(device, wide, rank, inner, scale=inner**-0.5),
-                normal(device, wide, outer, rank, scale=0.02),
-                2.0,
-            ), options
+            a, b = normal(device, wide, rank, inner, scale=inner**-0.5), normal(device, wide, outer, rank, scale=0.02)
+            return (x, weight, a, b, 2.0), options
 
         return draw
 

@@ -154,9 +154,8 @@ def workloads() -> Iterator[Workload]:
                 )
                 for columns in outer
             ]
-            return (normal(device, dtype, rows, inner), *(tensor for layer in layers for tensor in layer)), {
-                "scale": 2.0
-            }
+            tensors = [tensor for layer in layers for tensor in layer]
+            return (normal(device, dtype, rows, inner), *tensors), {"scale": 2.0}
 
         return draw
 

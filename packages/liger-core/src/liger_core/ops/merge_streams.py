@@ -79,16 +79,9 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 def workloads() -> Iterator[Workload]:
     def draw(device: torch.device, dtype: torch.dtype, tokens: int, streams: int, width: int) -> tuple[Tensor, ...]:
-        post, res = (
-            normal(device, torch.float32, tokens, streams),
-            normal(device, torch.float32, tokens, streams, streams),
-        )
-        return (
-            normal(device, dtype, tokens, streams, width),
-            normal(device, dtype, tokens, width),
-            2 * post.sigmoid(),
-            res.softmax(-1),
-        )
+        n, wide = normals(device, dtype), normals(device, torch.float32)
+        post, res = wide(tokens, streams), wide(tokens, streams, streams)
+        return n(tokens, streams, width), n(tokens, width), 2 * post.sigmoid(), res.softmax(-1)
 
     return _streams.workloads(draw)
 

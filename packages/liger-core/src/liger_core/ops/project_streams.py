@@ -63,9 +63,8 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 def workloads() -> Iterator[Workload]:
     def draw(device: torch.device, dtype: torch.dtype, tokens: int, streams: int, width: int) -> tuple[Tensor, ...]:
         count, columns = (2 + streams) * streams, streams * width
-        return normal(device, dtype, tokens, streams, width), normal(
-            device, torch.float32, count, columns, scale=columns**-0.5
-        )
+        x = normal(device, dtype, tokens, streams, width)
+        return x, normal(device, torch.float32, count, columns, scale=columns**-0.5)
 
     return _streams.workloads(draw)
 

@@ -12,7 +12,7 @@ from liger_core import checks
 from liger_core.errors import DtypeError, OptionError, ShapeError
 from liger_core.layout import Layout
 from liger_core.op import Misuse, Sample, Workload, accumulator, op
-from liger_core.ops._inputs import ROWS, misuses_of, normal, normals, row_work, workload
+from liger_core.ops._inputs import ROWS, misuses_of, normal, normals, row_work, workloads_of
 
 
 def check(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> None:
@@ -56,17 +56,15 @@ def misuses(device: torch.device) -> Iterator[Misuse]:
 
 
 def workloads() -> Iterator[Workload]:
-    def of_size(axis: str = "", quick: bool = False, **sizes: int) -> Workload:
-        def make(device: torch.device, dtype: torch.dtype) -> tuple[tuple[Tensor], dict[str, object]]:
-            return (normal(device, dtype, sizes["N"], sizes["S"], sizes["S"]),), {}
+    def draw(device: torch.device, dtype: torch.dtype, tokens: int, streams: int) -> tuple[Tensor]:
+        return (normal(device, dtype, tokens, streams, streams),)
 
-        return workload(make, axis, quick, **sizes)
-
-    yield of_size(N=512, S=4, quick=True)
-    yield of_size(N=16384, S=4)
-    yield of_size(N=16384, S=8)
+    of_size = workloads_of(draw, "NS")
+    yield of_size(512, 4, quick=True)
+    yield of_size(16384, 4)
+    yield of_size(16384, 8)
     for tokens in ROWS:
-        yield of_size("N", tokens <= 1024, N=tokens, S=4)
+        yield of_size(tokens, 4, axis="N", quick=tokens <= 1024)
 
 
 @op(
