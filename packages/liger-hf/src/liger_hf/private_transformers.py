@@ -93,7 +93,7 @@ _EXPERTS = TRANSFORMERS.word(
     "Finds the implementation that runs the experts of a layer.",
     "The op experts is not used.",
 )
-_EXPERTS_CHOSEN = TRANSFORMERS.word(
+EXPERTS_CHOSEN = TRANSFORMERS.word(
     "transformers.configuration_utils:_experts_implementation_internal",
     "Checks of experts run the loop of Transformers, which supports float64.",
     "These checks fail, and the experts are left to Transformers.",
@@ -116,7 +116,7 @@ CHECKPOINT = TRANSFORMERS.word(
     "`liger train` chooses layer by layer what is kept for the backward pass.",
     "Setting it has no effect: every checkpointed layer keeps its input.",
 )
-_PLAN = TRANSFORMERS.word(
+TP_PLAN = TRANSFORMERS.word(
     "transformers.modeling_utils:_tp_plan",
     "`liger plan` shards a model as its tensor-parallel plan says.",
     "An error with --tp.",
@@ -140,26 +140,12 @@ LIGER_KERNEL = TRANSFORMERS.word(
 
 def attention_implementation(module: nn.Module | None) -> str | None:
     """Return the name of the attention in the config of a module."""
-    return _chosen(module, _ATTENTION)
+    return getattr(getattr(module, "config", None), _ATTENTION, None)
 
 
 def experts_implementation(module: nn.Module | None) -> str | None:
     """Return the name of the implementation of experts in the config of a module."""
-    return _chosen(module, _EXPERTS)
-
-
-def _chosen(module: nn.Module | None, attribute: str) -> str | None:
-    return getattr(getattr(module, "config", None), attribute, None)
-
-
-def run_experts_in_a_loop(config: Any) -> None:
-    """Choose the implementation of experts that supports every dtype."""
-    setattr(config, _EXPERTS_CHOSEN, "eager")
-
-
-def tensor_parallel_plan(model: Any) -> dict[str, str]:
-    """Return the tensor-parallel plan of a model, pattern → style; empty if it has none."""
-    return getattr(model, _PLAN, None) or {}
+    return getattr(getattr(module, "config", None), _EXPERTS, None)
 
 
 def without_weights(kind: Any, config: Any, **options: Any) -> Any:
@@ -277,26 +263,16 @@ ALL_REDUCE_GRAD = TRANSFORMERS.word(
     "The hook on the module itself is looked at.",
 )
 
-_GPUS = TRANSFORMERS.word(
+TRAINER_GPUS = TRANSFORMERS.word(
     "transformers.training_args:_n_gpu",
     "A measured training run uses one GPU.",
     "The Trainer splits the batch over all GPUs of the process.",
 )
-_DEVICES = TRANSFORMERS.word(
+TRAINER_DEVICE = TRANSFORMERS.word(
     "transformers.training_args:_setup_devices",
     "A checkpoint that was trained on the CPU can be resumed.",
     "An error when it is resumed.",
 )
-
-
-def use_one_gpu(arguments: Any) -> None:
-    """Keep the Trainer from splitting the batch over all GPUs that the process sees."""
-    setattr(arguments, _GPUS, 1)
-
-
-def set_device(arguments: Any, device: torch.device) -> None:
-    """Set the device of the Trainer, instead of accelerate's."""
-    vars(arguments)[_DEVICES] = device
 
 
 OFFLOADED = TRANSFORMERS.word(
@@ -314,7 +290,7 @@ AUTOCAST_FORWARD = TRANSFORMERS.word(
     "Replaces the forward inside the wrapper of mixed precision.",
     "The model counts as replaced, and its head is left.",
 )
-_PREPARE_TP = TRANSFORMERS.word(
+PREPARE_TP = TRANSFORMERS.word(
     "accelerate.accelerator:_prepare_tp",
     "FSDP2 over tensor parallelism: accelerate 1.15 converts weights by a class that Transformers no longer has.",
     "accelerate is taken to have mended it.",
@@ -342,11 +318,6 @@ def shard_on_cpu(kind: Any) -> None:
     _shared_state()["distributed_type"] = kind
 
 
-def leave_weights_of_tensor_parallelism(accelerator: Any) -> None:
-    """Make accelerators of this class leave models unchanged when they prepare them for tensor parallelism."""
-    setattr(accelerator, _PREPARE_TP, lambda self, *prepared: prepared)
-
-
 # -- PEFT and TRL
 
 ACTIVATE = TRANSFORMERS.word(
@@ -354,7 +325,7 @@ ACTIVATE = TRANSFORMERS.word(
     "Hands the adapters of experts to the op.",
     "They are merged into the weights in each call, as by PEFT.",
 )
-_DISABLED = TRANSFORMERS.word(
+ADAPTERS_DISABLED = TRANSFORMERS.word(
     "peft.tuners.tuners_utils:_disable_adapters",
     "Checks of adapters run with the adapter on.",
     "The check has the state of the checked layer.",
@@ -369,8 +340,3 @@ TRL_DIVERGENCE = TRANSFORMERS.word(
     "`use_in_trl` replaces the loss of TRL's DistillationTrainer.",
     "`use_in_trl` raises Unsupported.",
 )
-
-
-def enable_adapters(layer: Any) -> None:
-    """Make a layer of PEFT use its adapters."""
-    setattr(layer, _DISABLED, False)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from liger_core import VocabShard
 from liger_core.errors import OptionError
 from liger_core.private_names import replacing
-from liger_hf.private_transformers import tensor_parallel_plan
+from liger_hf.private_transformers import TP_PLAN
 from liger_hf.rules.head.causal_loss import SHARD
 from liger_train.setup import Setup
 
@@ -35,7 +35,7 @@ def shard(model: Any, setup: Setup) -> None:
 
     Raises OptionError for a model without a plan, and for a plan that shards other than linear layers.
     """
-    plan = tensor_parallel_plan(model)
+    plan: dict[str, str] = getattr(model, TP_PLAN, None) or {}
     unknown = sorted(set(plan.values()) - STYLES.keys())
     if unknown or not plan:
         styles = f"the styles {', '.join(unknown)}" if unknown else "none"

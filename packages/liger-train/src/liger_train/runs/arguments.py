@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainingArguments
 
-from liger_hf.private_transformers import use_one_gpu
+from liger_hf.private_transformers import TRAINER_GPUS
 from liger_train import fields, techniques, zero
 from liger_train.combinations import ZERO
 from liger_train.errors import SetupError
@@ -63,7 +63,7 @@ def training_arguments(setup: Setup, folder: Path, **more: Any) -> TrainingArgum
         arguments.fsdp_plugin_args["mixed_precision_policy"] = policy
     if arguments.n_gpu > 1:
         # Otherwise the Trainer splits the batch over all GPUs that the process sees.
-        use_one_gpu(arguments)
+        setattr(arguments, TRAINER_GPUS, 1)
     return arguments
 
 

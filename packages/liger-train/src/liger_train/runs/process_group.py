@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from liger_hf.private_transformers import leave_weights_of_tensor_parallelism, shard_on_cpu
+from liger_hf.private_transformers import PREPARE_TP, shard_on_cpu
 from liger_train import zero
 from liger_train.combinations import ZERO
 from liger_train.setup import Setup
@@ -31,7 +31,7 @@ def join(setup: Setup) -> dict[str, Any]:
     if setup.shard == "fsdp2" and setup.tp > 1:
         # accelerate 1.15 makes DTensors of unsharded weights with a class that Transformers removed; FSDP2 does not
         # need them.
-        leave_weights_of_tensor_parallelism(Accelerator)
+        setattr(Accelerator, PREPARE_TP, lambda self, *prepared: prepared)
     if setup.device == "cpu":
         return _join_on_cpu(setup)
     # The norms of offloaded gradients are summed on the CPU.

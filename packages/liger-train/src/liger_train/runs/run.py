@@ -23,7 +23,7 @@ from liger_bench import machine
 from liger_bench.process import failure
 from liger_core.errors import LigerError
 from liger_hf.presets import PRESETS
-from liger_hf.private_transformers import set_device, without_packing
+from liger_hf.private_transformers import TRAINER_DEVICE, without_packing
 from liger_hf.without_gradient import GradientCheck
 from liger_train import auto_checkpoint, ranks, techniques
 from liger_train.adapters import weight_counts
@@ -222,7 +222,7 @@ class _Run:
         arguments = training_arguments(setup, output_folder, **more)
         if self.device.type == "cpu":
             # accelerate 1.15 numbers CPUs by rank, but torch.load rejects "cpu:0" when an optimizer is restored.
-            set_device(arguments, self.device)
+            vars(arguments)[TRAINER_DEVICE] = self.device
         return arguments
 
     def _checkpoint_to_resume(

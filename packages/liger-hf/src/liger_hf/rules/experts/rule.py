@@ -23,7 +23,7 @@ from liger_core.op import autocast_dtype
 from liger_hf.four_bits import declared, matrices_of, quantized
 from liger_hf.passing import may_pass, passing, skipping
 from liger_hf.patch import forward_of
-from liger_hf.private_transformers import GATE, experts_implementation, run_experts_in_a_loop
+from liger_hf.private_transformers import EXPERTS_CHOSEN, GATE, experts_implementation
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.experts.adapters import FACTORS, TAKES_FACTORS, added
 from liger_hf.rules.experts.unlike import unlike
@@ -204,7 +204,7 @@ def _run(module: nn.Module, index: Tensor, *tensors: dict[str, Tensor]) -> Run:
             twin.num_experts = EXPERTS
         # The grouped matmul of torch does not support float64.
         twin.config = copy.copy(module.config)
-        run_experts_in_a_loop(twin.config)
+        setattr(twin.config, EXPERTS_CHOSEN, "eager")
         return {"output": function(twin, drawn["tokens"], index, drawn["router weights"])}
 
     return trial(call, *tensors)

@@ -19,7 +19,7 @@ from liger_core.private_torch import FakeTensor, has_global_hook
 from liger_hf.four_bits import dequantized_again, four_bit_dtype
 from liger_hf.passing import hooked
 from liger_hf.patch import forward_of, replacement
-from liger_hf.private_transformers import enable_adapters
+from liger_hf.private_transformers import ADAPTERS_DISABLED
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.stand_in import Case, Draw, Run, device_of, replica, row_cases, trial
 
@@ -296,7 +296,7 @@ def _run(
             children["lora_magnitude_vector"] = replicas["magnitude"]
         adapters = {n: nn.ModuleDict({name: child}) for n, child in children.items()}
         twin = replica(module, children={"base_layer": replicas["base"], **adapters})
-        enable_adapters(twin)
+        setattr(twin, ADAPTERS_DISABLED, False)
         twin.merged_adapters, twin.scaling = [], {name: 0.5}
         return {"output": function(twin, inputs["x"])}
 
