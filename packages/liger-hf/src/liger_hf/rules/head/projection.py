@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,22 +16,17 @@ from torch import Tensor, nn
 from liger_hf.private_transformers import OFFLOADED
 from liger_hf.rules.head.weights import HeadWeights, gathered, gathering, held
 
+# A key of FUNCTIONS, and its second argument if it has one.
 LogitsStep = tuple[Any, ...]
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "mul": operator.mul, "div": operator.truediv, "add": operator.add, "tanh": torch.tanh, "to": Tensor.to
+}  # fmt: skip
 
 
 def replay(logits: Any, steps: tuple[LogitsStep, ...]) -> Any:
     """Apply the recorded steps exactly as they were written."""
     for kind, *value in steps:
-        if kind == "mul":
-            logits = logits * value[0]
-        elif kind == "div":
-            logits = logits / value[0]
-        elif kind == "tanh":
-            logits = torch.tanh(logits)
-        elif kind == "add":
-            logits = logits + value[0]
-        else:
-            logits = logits.to(value[0])
+        logits = FUNCTIONS[kind](logits, *value)
     return logits
 
 
