@@ -104,9 +104,9 @@ def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, l
         elif name == top or not isinstance(child, PreTrainedModel):
             in_head = sum(p.numel() for p in head.parameters()) if name == top else 0
             if sum(p.numel() for p in child.parameters()) - in_head <= SMALL:
-                # The memo replaces the head, which is not copied, and fake tensors, which have no values.
-                copied = copy.deepcopy(child, {id(head): layer, **_values_of_fakes(child, hidden.device)})
-                children[name] = _with_values(copied, hidden.device).to(hidden.dtype)
+                # The memo replaces the head, which is not copied, and tensors without values.
+                copied = copy.deepcopy(child, {id(head): layer, **_values(child, head, hidden.device)})
+                children[name] = copied.to(hidden.device, hidden.dtype)
         else:
             children[name] = _BaseModel(child, hidden)
     twin = replica(model, children=children)
@@ -134,24 +134,12 @@ def _stand_in(model: PreTrainedModel, path: str, classes: int, hidden: Tensor, l
     return twin
 
 
-def _values_of_fakes(module: nn.Module, device: torch.device) -> dict[int, Any]:
-    """Return fixed values for fake tensors, by their identities."""
-    fake = [t for t in (*module.parameters(), *module.buffers()) if isinstance(t, FakeTensor)]
-    return {
-        id(t): nn.Parameter(_numbers(t, device)) if isinstance(t, nn.Parameter) else _numbers(t, device) for t in fake
-    }
-
-
-def _with_values(module: nn.Module, device: torch.device) -> nn.Module:
-    """Move the module to the device of the check, and give weights on the meta device fixed values."""
-    for submodule in module.modules():
-        for name, parameter in submodule._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                submodule._parameters[name] = nn.Parameter(_numbers(parameter, device))
-        for name, buffer in submodule._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                submodule._buffers[name] = _numbers(buffer, device)
-    return module.to(device)
+def _values(module: nn.Module, head: nn.Module, device: torch.device) -> dict[int, Tensor]:
+    """Return fixed values for fake and meta tensors of a module, except its head, by their identities."""
+    owners = {*module.modules()} - {*head.modules()}
+    tensors = [t for owner in owners for t in (*owner._parameters.values(), *owner._buffers.values()) if t is not None]
+    values = {id(t): (t, _numbers(t, device)) for t in tensors if isinstance(t, FakeTensor) or t.is_meta}
+    return {key: nn.Parameter(new) if isinstance(t, nn.Parameter) else new for key, (t, new) in values.items()}
 
 
 def _numbers(like: Tensor, device: torch.device) -> Tensor:
