@@ -44,7 +44,12 @@ class LigerCallback(GradientCheck):
         self.model: nn.Module | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
-        self._apply(state, model)
+        inner = getattr(model, "_orig_mod", model)
+        if not isinstance(inner, nn.Module) or inner is self.model:
+            return
+        self.model, self.report = inner, apply(inner, **self.options)
+        if self.show is not None and state.is_world_process_zero:
+            self.show(self.report)
 
     on_train_begin = on_init_end
 
@@ -53,11 +58,3 @@ class LigerCallback(GradientCheck):
         if self.undo and self.report is not None:
             self.report.undo()
             self.model = None
-
-    def _apply(self, state: Any, model: Any) -> None:
-        inner = getattr(model, "_orig_mod", model)
-        if not isinstance(inner, nn.Module) or inner is self.model:
-            return
-        self.model, self.report = inner, apply(inner, **self.options)
-        if self.show is not None and state.is_world_process_zero:
-            self.show(self.report)

@@ -42,7 +42,9 @@ def patches(model: nn.Module) -> Iterator[Patch]:
     forwards: dict[Any, Callable[..., Any]] = {}
     for module in model.modules():
         original = forward_of(module)
-        if isinstance(original, str) or not _implementation_is_sdpa(module) or not _makes_mask(original):
+        if isinstance(original, str) or not _implementation_is_sdpa(module):
+            continue
+        if not called(original, lambda name, value: name == NAME and value is create_causal_mask):
             continue
         if original not in forwards:
             forwards[original] = _forward(original)
@@ -78,7 +80,3 @@ def _mask(*args: Any, **options: Any) -> Any:
 
 def _implementation_is_sdpa(module: nn.Module) -> bool:
     return attention_implementation(module) == "sdpa"
-
-
-def _makes_mask(function: Any) -> bool:
-    return bool(called(function, lambda name, value: name == NAME and value is create_causal_mask))

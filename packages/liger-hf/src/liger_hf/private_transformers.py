@@ -53,14 +53,11 @@ ForMaskedLMLoss = TRANSFORMERS.look_up(
     "The LM head and loss are left to Transformers.",
     _uncalled("ForMaskedLMLoss"),
 )
-_checkpointed_class = TRANSFORMERS.look_up(
+GradientCheckpointingLayer: type[nn.Module] = TRANSFORMERS.look_up(
     "transformers.modeling_layers:GradientCheckpointingLayer",
     "Finds the layers that can be checkpointed, and the forward that Transformers wraps to checkpoint it.",
     "`liger train` finds no layer to checkpoint; forwards are taken to be unwrapped.",
-    None,
-)
-GradientCheckpointingLayer: type[nn.Module] = _checkpointed_class or type(
-    "GradientCheckpointingLayer", (nn.Module,), {}
+    type("GradientCheckpointingLayer", (nn.Module,), {}),
 )
 experts_functions = TRANSFORMERS.look_up(
     "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS",

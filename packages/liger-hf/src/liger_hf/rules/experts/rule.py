@@ -127,7 +127,8 @@ def _forward(original: Callable[..., Any], weights: WeightLayout, unit: GateFunc
     names = tuple(inspect.signature(original).parameters)[1:]
 
     def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
-        if not may_pass(self) or experts_implementation(self) not in REPLACED or _is_sharded(self, weights):
+        is_sharded = hasattr(self._parameters.get(weights.gate_up), "device_mesh")
+        if not may_pass(self) or experts_implementation(self) not in REPLACED or is_sharded:
             with added(self):
                 return original(self, *args, **named)
         tokens, index, weight = (*args, *(named[name] for name in names[len(args) :]))
@@ -149,10 +150,6 @@ def _forward(original: Callable[..., Any], weights: WeightLayout, unit: GateFunc
 def _uncompiled(*args: Any, **options: Any) -> Tensor:
     """Call the op outside compiled graphs, which would keep the dequantized matrices for the backward pass."""
     return experts(*args, **options)
-
-
-def _is_sharded(module: nn.Module, weights: WeightLayout) -> bool:
-    return hasattr(module._parameters.get(weights.gate_up), "device_mesh")
 
 
 def _factors(module: nn.Module, weights: WeightLayout, dtype: torch.dtype) -> dict[str, Tensor]:

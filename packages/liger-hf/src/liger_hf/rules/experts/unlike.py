@@ -15,17 +15,14 @@ def unlike(module: nn.Module) -> str | None:
     """Return why these experts are not replaced; None if the module has none, or if the rule sees them in a child."""
     if _has_stacked_weights(module):
         return ITSELF
-    child = next((child for name, child in module.named_children() if _are_experts(name)), None)
+    children = ((name, child) for name, child in module.named_children() if not name.startswith("shared"))
+    child = next((child for name, child in children if name.endswith("experts")), None)
     # PEFT, DistributedDataParallel and others wrap the module that the rule knows, and do not have its attributes.
     if child is None or any(
         _has_stacked_weights(inner) or isinstance(getattr(inner, "has_gate", None), bool) for inner in child.modules()
     ):
         return None
     return IN_A_LOOP if isinstance(child, (nn.ModuleList, nn.ModuleDict)) else ITSELF
-
-
-def _are_experts(name: str) -> bool:
-    return name.endswith("experts") and not name.startswith("shared")
 
 
 def _has_stacked_weights(module: nn.Module) -> bool:

@@ -107,10 +107,8 @@ def _computed(modules: Sequence[Any], adapters: Sequence[Adapter], x: Tensor) ->
         if not all(fits(y, x) for y in outputs) or len({y.dtype for y in outputs}) > 1:
             return None
         sources = [(None, None, y) for y in outputs]
-    return lora_linears(x, scale=adapters[0].scale, **dict(_named(sources, adapters)))
-
-
-def _named(sources: Sequence[Any], adapters: Sequence[Adapter]) -> Iterator[tuple[str, Any]]:
+    tensors: dict[str, Any] = {}
     for suffix, (weight, bias, base), adapter in zip(SUFFIXES, sources, adapters, strict=False):
-        tensors = {"weight": weight, "a": adapter.a.weight, "b": adapter.b.weight, "bias": bias, "base": base}
-        yield from ((f"{name}{suffix}", value) for name, value in tensors.items())
+        of_layer = {"weight": weight, "a": adapter.a.weight, "b": adapter.b.weight, "bias": bias, "base": base}
+        tensors |= {f"{name}{suffix}": value for name, value in of_layer.items()}
+    return lora_linears(x, scale=adapters[0].scale, **tensors)

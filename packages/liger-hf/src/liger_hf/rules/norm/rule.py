@@ -58,7 +58,8 @@ def look(module: nn.Module) -> Found | None:
     if not (len(arguments) == 1 or (len(arguments) == 2 and weights.keys() == {"weight"})):
         words = f"a norm must take one tensor, and besides at most a gate, its forward takes ({', '.join(arguments)})"
         return Found(op, refusal=words)
-    gated, grouped = len(arguments) == 2, _grouped(module, weights)
+    gated = len(arguments) == 2
+    grouped = isinstance(getattr(module, "group_size", None), int) and weights.keys() == {"weight"}
     form = None if gated else form
     shape = tuple((name, tuple(p.shape), p.dtype, p.device.type) for name, p in weights.items())
 
@@ -105,10 +106,6 @@ def eps_of(module: nn.Module) -> str | None:
 
 def _weights(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module._parameters.items() if p is not None}
-
-
-def _grouped(module: nn.Module, weights: dict[str, Any]) -> bool:
-    return isinstance(getattr(module, "group_size", None), int) and weights.keys() == {"weight"}
 
 
 def _special_candidate(

@@ -197,12 +197,10 @@ def _rotated(states: list[Any], cos: Tensor, sin: Tensor, form: Form) -> list[An
         return [torch.cat(parts, dim=-1) for parts in zip(unrotated, turned, strict=True)]
     if form.gathers:
         states = [s.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for s in states]
-    if len(states) == 2:
-        q, k = states
-        if k.shape[1] and q.shape[1] % k.shape[1] == 0:
-            return list(rope(q, k, cos, sin, interleaved=form.interleaved))
-        return [_alone(q, cos, sin, form), _alone(k, cos, sin, form)]
-    return [_alone(states[0], cos, sin, form)]
+    q, k = states[0], states[-1]
+    if len(states) == 2 and k.shape[1] and q.shape[1] % k.shape[1] == 0:
+        return list(rope(q, k, cos, sin, interleaved=form.interleaved))
+    return [_alone(x, cos, sin, form) for x in states]
 
 
 def _alone(x: Tensor, cos: Tensor, sin: Tensor, form: Form) -> Tensor:

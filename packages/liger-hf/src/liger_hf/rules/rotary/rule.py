@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from liger_core import Unsupported, rope
 from liger_core.accuracy import error
 from liger_hf.isolation import undisturbed
-from liger_hf.patch import forward_of, replacement
+from liger_hf.patch import forward_of, replacing
 from liger_hf.rebinding import Functions, called, innermost, names_in, rebound
 from liger_hf.rule import Candidate, Dtypes, Found, Rule
 from liger_hf.rules.rotary.forms import Coverage, Form, Signature, forms, signature, with_rope
@@ -141,20 +141,14 @@ def _candidate(
     replaced = {
         name: with_rope(readable[name], form, functions[name], coverage) for name, (form, coverage) in chosen.items()
     }
-    forward: list[Callable[..., Any]] = []
 
     def function(name: str, *args: Any, **options: Any) -> Any:
         return replaced.get(name, functions[name])(*args, **options)
 
-    def install(module: nn.Module) -> list[Any]:
-        # One namespace for all layers of a model, which torch.compile guards once.
-        if not forward:
-            forward.append(rebound(original, replaced))
-        return [replacement(module, forward[0], original)]
-
     details = dict.fromkeys(form.name for form, _ in chosen.values() if form.name)
     unchanged = [name for name in functions if name not in chosen]
-    return Candidate(rope, ", ".join([*details, *(f"{name} stays" for name in unchanged)]), function, install)
+    words = ", ".join([*details, *(f"{name} stays" for name in unchanged)])
+    return Candidate(rope, words, function, replacing(original, lambda: rebound(original, replaced)))
 
 
 def calls(
