@@ -71,15 +71,10 @@ forget_liger_kernel = TRANSFORMERS.look_up(
     "Transformers is taken to look for it each time.",
     lambda: None,
 )
-
-
-def checkpointing_wrappers() -> frozenset[CodeType]:
-    """Return the code of the functions by which Transformers checkpoints the forward of layers; 5.17 has none."""
-    makes = getattr(GradientCheckpointingLayer.__init_subclass__, "__func__", None)
-    constants = getattr(getattr(makes, "__code__", None), "co_consts", ())
-    return frozenset(constant for constant in constants if isinstance(constant, CodeType))
-
-
+# The code of the functions by which Transformers checkpoints the forward of layers. Since 5.23 it wraps the forward of
+# every class of layers; 5.17 does that in __call__.
+_wraps: Any = getattr(GradientCheckpointingLayer.__init_subclass__, "__func__", None)
+CHECKPOINTING = frozenset(c for c in (_wraps.__code__.co_consts if _wraps else ()) if isinstance(c, CodeType))
 _ATTENTION = TRANSFORMERS.word(
     "transformers.configuration_utils:_attn_implementation",
     "Finds the attention of a model.",

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from liger_hf.private_transformers import checkpointing_wrappers
+from liger_hf.private_transformers import CHECKPOINTING
 
 Functions = dict[str, Callable[..., Any]]
 
@@ -56,10 +56,6 @@ def rebound(function: FunctionType | Any, replaced: Mapping[str, Callable[..., A
             for cell, f in contents
         )
     return twin(function, function.__code__, space, cells)
-
-
-# Since 5.23 Transformers wraps the forward of every class of layers to checkpoint it; 5.17 does that in __call__.
-CHECKPOINTING = checkpointing_wrappers()
 
 
 def decorated(function: Any) -> FunctionType | None:

@@ -8,6 +8,7 @@ the module's own forward if the op cannot compute it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -263,26 +264,19 @@ def _cases(
     if magnitude is not None and _active(module) in magnitude:
         layers["magnitude"] = replica(magnitude[_active(module)], parameters={"weight": draw.normal(OUTER).abs() + 0.5})
 
-    def run(x: Tensor, upstream: Tensor) -> Run:
-        return _run(
-            module, layers, plain, torch.float32 if x.dtype == torch.bfloat16 and not narrow else x.dtype, x, upstream
-        )
-
-    return row_cases(run, draw, INNER, OUTER, dtypes)
+    return row_cases(partial(_run, module, layers, plain, narrow), draw, INNER, OUTER, dtypes)
 
 
 def _active(module: Any) -> str:
     return next(name for name in module.active_adapters if name in module.lora_A)
 
 
-def _run(
-    module: Any, layers: dict[str, nn.Module], plain: bool, adapter: torch.dtype, x: Tensor, upstream: Tensor
-) -> Run:
+def _run(module: Any, layers: dict[str, nn.Module], plain: bool, narrow: bool, x: Tensor, upstream: Tensor) -> Run:
     """Return a pass through a twin of the module with these layers and an active adapter, without dropout.
 
-    adapter  the dtype of the adapter's weights
+    narrow  whether the adapter's weights are in bfloat16 beside a layer in bfloat16
     """
-    name = _active(module)
+    name, adapter = _active(module), torch.float32 if x.dtype == torch.bfloat16 and not narrow else x.dtype
 
     def call(function: Callable[..., Any], inputs: Any, weights: Any, cast: Any) -> dict[str, Tensor]:
         replicas = {
