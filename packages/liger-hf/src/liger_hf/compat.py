@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -31,7 +32,7 @@ MORE_THAN_NORMS = {
 _installed: list[StandIn] = []
 
 
-class StandIn:
+class StandIn(AbstractContextManager["StandIn"]):
     """The modules that `install` added to `sys.modules`; `undo()`, or the end of a `with` block, removes them."""
 
     def __init__(self, modules: dict[str, ModuleType]) -> None:
@@ -45,9 +46,6 @@ class StandIn:
         if self in _installed:
             _installed.remove(self)
             forget_liger_kernel()
-
-    def __enter__(self) -> StandIn:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.undo()

@@ -7,6 +7,7 @@ import copy
 import json
 import re
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from types import MethodType
 from typing import Any
@@ -55,7 +56,7 @@ class Row:
 
 
 @dataclass(eq=False)
-class Report:
+class Report(AbstractContextManager["Report"]):
     """The result of `apply` or `inspect`; as a context manager it undoes what was applied when the block ends.
 
     absent           op that only= names → why no module was a candidate for it
@@ -142,9 +143,6 @@ class Report:
         copied = memo[id(self)] = Report(self.model)
         copied.__dict__.update(copy.deepcopy(vars(self), memo))
         return copied
-
-    def __enter__(self) -> Report:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.undo()

@@ -7,7 +7,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ Side = tuple[Tensor, Tensor, Tensor | None]
 PerToken = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-class TRLHead:
+class TRLHead(AbstractContextManager["TRLHead"]):
     """The functions that `use_in_trl` put into TRL; `undo()`, or the end of a `with` block, restores TRL's own."""
 
     def __init__(self, *replacements: tuple[Any, str, Any]) -> None:
@@ -54,9 +54,6 @@ class TRLHead:
         for owner, name, original, function in self._replacements:
             if vars(owner)[name] is function:
                 setattr(owner, name, original)
-
-    def __enter__(self) -> TRLHead:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.undo()
@@ -166,10 +163,9 @@ def _divergence_loss(original: Any) -> Callable[..., tuple[Tensor, Tensor, Tenso
         beta: float, num_items_in_batch: Tensor | int | None = None, **trl_options: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         if hasattr(weight, "ds_id") or hasattr(teacher_weight, "ds_id"):
-            whole: tuple[Tensor, Tensor, Tensor] = original(
+            return original(
                 hidden, teacher_hidden, weight, teacher_weight, completion_mask, beta, num_items_in_batch, **trl_options
             )
-            return whole
         options = {DIVERGENCE_OPTIONS[name]: value for name, value in trl_options.items()}
         student = _side(hidden, weight, options.pop("bias", None))
         teacher = _side(teacher_hidden, teacher_weight, options.pop("teacher_bias", None))
@@ -262,11 +258,10 @@ def _divergence(student: Side, teacher: Side, target: Tensor, beta: float, **opt
     """Return the sum of TRL's generalized JSD over the rows with a target; 0 and 1 name the forward and reverse KL."""
     options["kind"] = "forward_kl" if beta == 0 else "reverse_kl" if beta == 1 else "jsd"
     theirs, weight, bias = teacher
-    total: Tensor = linear_divergence(
+    return linear_divergence(
         *student[:2], theirs, weight.detach(), bias=student[2], teacher_bias=None if bias is None else bias.detach(),
         beta=beta, target=target, reduction="sum", **options,
     )  # fmt: skip
-    return total
 
 
 def _mean(total: Tensor, count: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:

@@ -229,8 +229,7 @@ def _dequantized(base: Any) -> Tensor:
         return base.weight
     from peft.utils.integrations import dequantize_module_weight
 
-    weight: Tensor = dequantize_module_weight(base)
-    return weight.detach()
+    return dequantize_module_weight(base).detach()
 
 
 @torch.no_grad()
