@@ -202,7 +202,7 @@ def _if_wanted(decision: Decision, wanted: set[str], excluded: set[str]) -> Deci
         return decision
     op, parts = decision.candidate.op.name, {op.name for op in decision.candidate.covers} & excluded
     if op not in wanted:
-        return Decision(None, f"{op} fits, but is {_unwanted((op,), excluded)}")
+        return Decision(None, f"{op} fits, but is {EXCLUDED if op in excluded else UNLISTED}")
     return Decision(None, f"it includes {', '.join(parts)}, {EXCLUDED}") if parts else decision
 
 
@@ -217,10 +217,6 @@ def _braced(names: list[str]) -> str:
     """Return names that differ in numbers as one, such as layers.{0,3}.mlp, with at most eight numbers."""
     columns = [list(dict.fromkeys(column)) for column in zip(*(name.split(".") for name in names), strict=True)]
     return ".".join(c[0] if len(c) == 1 else f"{{{','.join(c[:8])}{',…' * (len(c) > 8)}}}" for c in columns)
-
-
-def _unwanted(ops: tuple[str, ...], excluded: set[str]) -> str:
-    return UNLISTED if excluded.isdisjoint(ops) else EXCLUDED
 
 
 def _names(caller: str, option: str, ops: Names, otherwise: tuple[str, ...]) -> set[str]:
@@ -297,7 +293,7 @@ def _decision(
 ) -> Decision:
     """Return the decision for a module. All modules of one kind share one check."""
     if wanted.isdisjoint(rule.ops):
-        return Decision(None, _unwanted(rule.ops, excluded))
+        return Decision(None, UNLISTED if excluded.isdisjoint(rule.ops) else EXCLUDED)
     if match.refusal is not None:
         return Decision(None, match.refusal)
     key = (rule.look, match.kind, match.dtype)

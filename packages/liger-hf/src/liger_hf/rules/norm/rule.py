@@ -71,16 +71,15 @@ def look(module: nn.Module) -> Found | None:
             return (_special_candidate(*way, original, (arguments, eps)) for way in ways)
         return _candidates(original, arguments[0], eps, tuple(weights))
 
-    def all_cases(device: torch.device, dtypes: Dtypes) -> Iterator[Case]:
-        every = inputs(module, device, dtypes, gated, form)
-        return (drawn.case(_run(module, drawn, arguments, form is not None)) for drawn in every)
-
     return Found(
         op,
         kind=(type(module), configuration(module), shape),
         original=original,
         candidates=candidates,
-        cases=all_cases,
+        cases=lambda device, dtypes: (
+            drawn.case(_run(module, drawn, arguments, form is not None))
+            for drawn in inputs(module, device, dtypes, gated, form)
+        ),
         device=lambda: device_of(module),
         dtype=next((p.dtype for p in weights.values()), torch.float32),
     )
