@@ -11,10 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
 from liger_core.private_torch import storage_id
-from liger_triton.launch import TILE_WARPS, Launcher, TritonKernel, rows_of, tiles_of
+from liger_triton.launch import TILE_WARPS, Launcher, differentiable_kernels, gradients_like, rows_of, tiles_of
 
 SILU, GELU_TANH, GELU_ERF, RELU_SQUARED = 0, 1, 2, 3
 # The limit of gate and up, α, the shift of up, and the scales of the gate and of the result, as one list.
@@ -23,11 +22,7 @@ PLAIN = [math.inf, 1.0, 0.0, 1.0, 1.0]
 
 def gated(name: str) -> Callable[..., Any]:
     """Return the differentiable `name(gate, up or None, activation, numbers, overwrite)`, with numbers as in PLAIN."""
-    return differentiable(
-        TritonKernel(name, _allocate, _launch),
-        TritonKernel(f"{name}_backward", _allocate_backward, _launch_backward, _recycle_backward),
-        saves=("gate", "up"),
-    )
+    return differentiable_kernels(name, _allocate, _launch, _launch_backward, recycle=_recycle_backward)
 
 
 def _allocate(gate: Tensor, up: Tensor | None, activation: int, numbers: list[float], overwrite: bool) -> Outputs:
@@ -46,15 +41,6 @@ def _launch(
         )  # fmt: skip
 
 
-def _allocate_backward(
-    grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, numbers: list[float], overwrite: bool,
-    needs: list[bool],
-) -> Outputs:  # fmt: skip
-    return tuple(
-        t.new_empty(t.shape) if need and t is not None else None for need, t in zip(needs, (gate, up), strict=True)
-    )
-
-
 def _recycle_backward(
     grad_y: Tensor, gate: Tensor, up: Tensor | None, activation: int, numbers: list[float], overwrite: bool,
     needs: list[bool],
@@ -66,7 +52,7 @@ def _recycle_backward(
         or not gate.is_contiguous()
         or not (up is None or up.is_contiguous())
     ):
-        return _allocate_backward(grad_y, gate, up, activation, numbers, overwrite, needs)
+        return gradients_like(needs, gate, up)
     return tuple(t.detach() if need and t is not None else None for need, t in zip(needs, (gate, up), strict=True))
 
 

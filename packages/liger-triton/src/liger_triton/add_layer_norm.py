@@ -6,9 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
-from liger_triton.launch import TritonKernel, dense_like, supported
+from liger_triton.launch import dense_like, differentiable_kernels, gradients_like, supported
 from liger_triton.rms_norm import launch_norm, launch_norm_backward
 
 
@@ -37,11 +36,9 @@ def _allocate_backward(
     grad_normed: Tensor | None, grad_summed: Tensor | None, summed: Tensor, weight: Tensor | None, bias: Tensor | None,
     mean: Tensor, inverse: Tensor, needs: list[bool],
 ) -> Outputs:  # fmt: skip
-    affine = (
-        dense_like(t) if need and t is not None and grad_normed is not None else None
-        for need, t in zip(needs[1:], (weight, bias), strict=True)
-    )
-    return dense_like(summed) if needs[0] else None, *affine
+    if grad_normed is None:
+        needs = [needs[0], False, False]
+    return gradients_like(needs, summed, weight, bias)
 
 
 def _launch_backward(
@@ -58,9 +55,6 @@ def _launch_backward(
         grad_x_and_residual.copy_(grad_summed)
 
 
-_add_layer_norm = differentiable(
-    TritonKernel("add_layer_norm", _allocate, _launch),
-    TritonKernel("add_layer_norm_backward", _allocate_backward, _launch_backward),
-    saves=("summed", "weight", "bias", "mean", "inverse"),
-    public=2,
+_add_layer_norm = differentiable_kernels(
+    "add_layer_norm", _allocate, _launch, _launch_backward, _allocate_backward, public=2
 )

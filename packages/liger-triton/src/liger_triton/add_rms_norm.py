@@ -8,9 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
-from liger_triton.launch import TritonKernel, dense_like, supported
+from liger_triton.launch import dense_like, differentiable_kernels, supported
 from liger_triton.rms_norm import launch_norm, launch_norm_backward
 
 
@@ -66,9 +65,6 @@ def _launch_backward(
         grad_x_and_residual.copy_(grad_summed)
 
 
-_add_rms_norm = differentiable(
-    TritonKernel("add_rms_norm", _allocate, _launch),
-    TritonKernel("add_rms_norm_backward", _allocate_backward, _launch_backward),
-    saves=("summed", "weight", "inverse_rms"),
-    public=2,
+_add_rms_norm = differentiable_kernels(
+    "add_rms_norm", _allocate, _launch, _launch_backward, _allocate_backward, public=2
 )

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from liger_core import Unsupported
-from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
 from liger_triton._attention_residual import backward_launch, forward_launch, sum_launch
 from liger_triton._chunks import chunks_of, warps_for
 from liger_triton._norm import SUMMED, zero
 from liger_triton.launch import (
-    TritonKernel,
     cdiv,
     contiguous,
-    gradients_like,
+    differentiable_kernels,
     l2_cache,
     power_of_two,
     processors,
@@ -66,12 +64,6 @@ def _launch(y: Tensor, statistics: Tensor, /, layers: Tensor, query: Tensor, wei
         depth, rows, width, eps,
         STAGES=stages_of(2 * width * layers.element_size(), layers, MOST_STAGES), **options,
     )  # fmt: skip
-
-
-def _allocate_backward(
-    grad_y: Tensor, layers: Tensor, query: Tensor, weight: Tensor | None, statistics: Tensor, needs: list[bool]
-) -> Outputs:
-    return gradients_like(needs, layers, query, weight)
 
 
 def _launch_backward(
@@ -137,8 +129,4 @@ def _stacked(layers: Tensor) -> Tensor:
         return layers.contiguous().view(shape)
 
 
-_attention_residual = differentiable(
-    TritonKernel("attention_residual", _allocate, _launch),
-    TritonKernel("attention_residual_backward", _allocate_backward, _launch_backward),
-    saves=("layers", "query", "weight", "statistics"),
-)
+_attention_residual = differentiable_kernels("attention_residual", _allocate, _launch, _launch_backward)

@@ -10,17 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.autograd import differentiable
-from liger_core.kernels import Outputs
 from liger_triton._constants import LOG2E
 from liger_triton._norm import read, store_sums, sum_columns, zero
 from liger_triton.launch import (
     Launcher,
-    TritonKernel,
     cdiv,
     contiguous,
-    dense_like,
-    gradients_like,
+    differentiable_kernels,
+    first_like,
     power_of_two,
     processors,
     strided_rows,
@@ -48,10 +45,6 @@ def dyt(x: Tensor, alpha: Tensor, weight: Tensor | None = None, bias: Tensor | N
     return _dyt(x, alpha, weight, bias)
 
 
-def _allocate(x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None) -> Outputs:
-    return (dense_like(x),)
-
-
 def _launch(y: Tensor, /, x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
     if x.numel() == 0:
         return
@@ -66,12 +59,6 @@ def _launch(y: Tensor, /, x: Tensor, alpha: Tensor, weight: Tensor | None, bias:
         (tiles * cdiv(rows, several),), x, alpha, contiguous(weight), contiguous(bias), y, x_stride, rows, width, tiles,
         ROWS=several, BLOCK=block, num_warps=FORWARD.warps,
     )  # fmt: skip
-
-
-def _allocate_backward(
-    grad_y: Tensor, x: Tensor, alpha: Tensor, weight: Tensor | None, bias: Tensor | None, needs: list[bool]
-) -> Outputs:
-    return gradients_like(needs, x, alpha, weight, bias)
 
 
 def _launch_backward(
@@ -103,11 +90,7 @@ def _launch_backward(
         sum_columns(total, grad_alpha, None)
 
 
-_dyt = differentiable(
-    TritonKernel("dyt", _allocate, _launch),
-    TritonKernel("dyt_backward", _allocate_backward, _launch_backward),
-    saves=("x", "alpha", "weight", "bias"),
-)
+_dyt = differentiable_kernels("dyt", first_like, _launch, _launch_backward)
 
 
 @triton.jit

@@ -8,9 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
-from liger_triton.launch import Launcher, TritonKernel, cdiv, power_of_two, rows_of, supported, wait
+from liger_triton.launch import Launcher, cdiv, differentiable_kernels, power_of_two, rows_of, supported, wait
 
 # Sorted indices that one program sums. A second kernel adds the parts of sums that continue in later spans.
 SPAN = 16
@@ -230,8 +229,4 @@ rows_launch = Launcher(rows_kernel)
 prepare_launch = Launcher(prepare_kernel)
 spans_launch = Launcher(spans_kernel)
 crossing_launch = Launcher(crossing_kernel)
-_embedding = differentiable(
-    TritonKernel("embedding", _allocate, _launch),
-    TritonKernel("embedding_backward", _allocate_backward, _launch_backward),
-    saves=("index", "weight"),
-)
+_embedding = differentiable_kernels("embedding", _allocate, _launch, _launch_backward, _allocate_backward)

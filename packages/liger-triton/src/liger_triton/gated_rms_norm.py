@@ -11,17 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core import Unsupported
-from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
 from liger_triton._norm import read, sum_columns
 from liger_triton.launch import (
     Launcher,
-    TritonKernel,
     cdiv,
     contiguous,
     dense_like,
+    differentiable_kernels,
     fuses,
-    gradients_like,
     processors,
     row_shape,
     shared_memory,
@@ -73,12 +71,6 @@ def _launch(y: Tensor, inverse: Tensor, /, x: Tensor, gate: Tensor, weight: Tens
     )  # fmt: skip
 
 
-def _allocate_backward(
-    grad_y: Tensor, x: Tensor, gate: Tensor, weight: Tensor | None, form: Form, inverse: Tensor, needs: list[bool]
-) -> Outputs:
-    return gradients_like(needs, x, gate, weight)
-
-
 def _launch_backward(
     grad_x: Tensor | None, grad_gate: Tensor | None, grad_weight: Tensor | None, /, grad_y: Tensor, x: Tensor,
     gate: Tensor, weight: Tensor | None, form: Form, inverse: Tensor, needs: list[bool],
@@ -126,11 +118,7 @@ def backward_shape(width: int, size: int, shared: int) -> tuple[int, int, int, i
     return block, rows, warps, stages, programs, block <= 2048
 
 
-_gated_rms_norm = differentiable(
-    TritonKernel("gated_rms_norm", _allocate, _launch),
-    TritonKernel("gated_rms_norm_backward", _allocate_backward, _launch_backward),
-    saves=("x", "gate", "weight", "inverse"),
-)
+_gated_rms_norm = differentiable_kernels("gated_rms_norm", _allocate, _launch, _launch_backward)
 
 
 @triton.jit

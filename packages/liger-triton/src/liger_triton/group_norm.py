@@ -15,12 +15,19 @@ import torch
 from torch import Tensor
 
 from liger_core import Unsupported
-from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
 from liger_triton._group_held import backward, cached_tiles, forward, holds, together, warps_of
 from liger_triton._group_norm import backward_launch, forward_launch, mean_launch, sum_launch
 from liger_triton._norm import zero
-from liger_triton.launch import TritonKernel, cdiv, contiguous, dense_like, power_of_two, processors, supported
+from liger_triton.launch import (
+    cdiv,
+    contiguous,
+    dense_like,
+    differentiable_kernels,
+    power_of_two,
+    processors,
+    supported,
+)
 
 # The most numbers of a group: they are counted in 32 bits up to the end of the last tile.
 MOST = 2**31 - 2**16
@@ -85,15 +92,6 @@ def _launch(
         forward_launch.after((rows, parts), *args, FIRST=False, **options)
 
 
-def _allocate_backward(
-    grad_y: Tensor, x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
-    inverse: Tensor, needs: list[bool],
-) -> Outputs:  # fmt: skip
-    return tuple(
-        dense_like(t) if need and t is not None else None for need, t in zip(needs, (x, weight, bias), strict=True)
-    )
-
-
 def _launch_backward(
     grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /, grad_y: Tensor, x: Tensor,
     num_groups: int, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool],
@@ -156,8 +154,4 @@ def parts_of(size: int, tile: int, rows: int, programs: int) -> tuple[int, int]:
     return part_size, cdiv(size, part_size)
 
 
-_group_norm = differentiable(
-    TritonKernel("group_norm", _allocate, _launch),
-    TritonKernel("group_norm_backward", _allocate_backward, _launch_backward),
-    saves=("x", "weight", "bias", "mean", "inverse"),
-)
+_group_norm = differentiable_kernels("group_norm", _allocate, _launch, _launch_backward)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -16,6 +17,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from liger_core import Unsupported
+from liger_core.autograd import differentiable
 from liger_core.kernels import Kernel, Outputs
 from liger_core.private_torch import current_device, raw_stream
 from liger_triton import interpreter
@@ -243,6 +245,44 @@ def dense_like(x: Tensor) -> Tensor:
 def gradients_like(needs: list[bool], *tensors: Tensor | None) -> Outputs:
     """Return new memory like each tensor whose gradient is needed, and None for the others."""
     return tuple(dense_like(t) if need and t is not None else None for need, t in zip(needs, tensors, strict=True))
+
+
+def first_like(x: Tensor, *rest: object) -> Outputs:
+    """Allocate the only result of a launch, which is like its first input."""
+    return (dense_like(x),)
+
+
+def gradients_of(launch_backward: Callable[..., None]) -> Callable[..., Outputs]:
+    """Return the `allocate` of a backward launch: memory like x for a result grad_x that is needed, else None."""
+    parameters = inspect.signature(launch_backward).parameters.values()
+    results = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    inputs = [p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY]
+    sources = [inputs.index(result.removeprefix("grad_")) for result in results]
+
+    def allocate(*args: Any) -> Outputs:
+        return tuple(
+            dense_like(args[i]) if need and args[i] is not None else None
+            for need, i in zip(args[-1], sources, strict=True)
+        )
+
+    return allocate
+
+
+def differentiable_kernels(
+    name: str, allocate: Any, launch: Any, launch_backward: Any, allocate_backward: Any = None, *, recycle: Any = None,
+    public: int = 1,
+) -> Callable[..., Any]:  # fmt: skip
+    """Return the differentiable function of the kernels of two launches; it saves the tensors that backward takes.
+
+    allocate_backward  by default, `gradients_of(launch_backward)`
+    recycle, public    see `Kernel` and `differentiable`
+    """
+    forward = TritonKernel(name, allocate, launch)
+    allocate_backward = allocate_backward or gradients_of(launch_backward)
+    backward = TritonKernel(f"{name}_backward", allocate_backward, launch_backward, recycle)
+    upstream = {f"grad_{result.name}" for result in forward.schema.returns}
+    tensors = [argument.name for argument in backward.schema.arguments if argument.type.startswith("Tensor")]
+    return differentiable(forward, backward, [tensor for tensor in tensors if tensor not in upstream], public)
 
 
 def row_shape(width: int, most: int, warps: Callable[[int], int]) -> tuple[int, int, int]:

@@ -6,9 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
-from liger_triton.launch import TritonKernel, dense_like, gradients_like, supported
+from liger_triton.launch import dense_like, differentiable_kernels, supported
 from liger_triton.rms_norm import launch_norm, launch_norm_backward
 
 
@@ -28,13 +27,6 @@ def _launch(
     launch_norm(x=x, weight=weight, bias=bias, y=y, mean=mean, inverse=inverse, eps=eps)
 
 
-def _allocate_backward(
-    grad_y: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor,
-    needs: list[bool],
-) -> Outputs:  # fmt: skip
-    return gradients_like(needs, x, weight, bias)
-
-
 def _launch_backward(
     grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /, grad_y: Tensor, x: Tensor,
     weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool],
@@ -45,8 +37,4 @@ def _launch_backward(
     )  # fmt: skip
 
 
-_layer_norm = differentiable(
-    TritonKernel("layer_norm", _allocate, _launch),
-    TritonKernel("layer_norm_backward", _allocate_backward, _launch_backward),
-    saves=("x", "weight", "bias", "mean", "inverse"),
-)
+_layer_norm = differentiable_kernels("layer_norm", _allocate, _launch, _launch_backward)

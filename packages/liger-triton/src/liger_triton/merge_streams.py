@@ -7,21 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.autograd import differentiable
-from liger_core.kernels import Outputs
 from liger_triton._norm import read, zero
 from liger_triton._streams import BLOCK, FOLD, WARPS, check_streams, positions
-from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, gradients_like, supported
+from liger_triton.launch import Launcher, cdiv, differentiable_kernels, first_like, supported
 
 
 def merge_streams(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None = None) -> Tensor:
     supported(x, y, post, res)
     check_streams(x)
     return _merge_streams(x, y, post, res)
-
-
-def _allocate(x: Tensor, y: Tensor, post: Tensor, res: Tensor | None) -> Outputs:
-    return (dense_like(x),)
 
 
 def _launch(merged: Tensor, /, x: Tensor, y: Tensor, post: Tensor, res: Tensor | None) -> None:
@@ -37,12 +31,6 @@ def _launch(merged: Tensor, /, x: Tensor, y: Tensor, post: Tensor, res: Tensor |
         *((0, 0, 0) if res is None else res.stride()), width, tiles,
         COUNT=streams, STREAMS=block, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
-
-
-def _allocate_backward(
-    grad_merged: Tensor, x: Tensor, y: Tensor, post: Tensor, res: Tensor | None, needs: list[bool]
-) -> Outputs:
-    return gradients_like(needs, x, y, post, res)
 
 
 def _launch_backward(
@@ -73,11 +61,7 @@ def _columns(streams: int) -> int:
     return min(BLOCK, BLOCK * 16 // streams**2)
 
 
-_merge_streams = differentiable(
-    TritonKernel("merge_streams", _allocate, _launch),
-    TritonKernel("merge_streams_backward", _allocate_backward, _launch_backward),
-    saves=("x", "y", "post", "res"),
-)
+_merge_streams = differentiable_kernels("merge_streams", first_like, _launch, _launch_backward)
 
 
 @triton.jit

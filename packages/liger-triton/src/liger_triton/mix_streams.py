@@ -7,11 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
 from liger_triton._norm import read
 from liger_triton._streams import BLOCK, WARPS, check_streams, positions
-from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, supported
+from liger_triton.launch import Launcher, cdiv, differentiable_kernels, supported
 
 
 def mix_streams(x: Tensor, pre: Tensor) -> Tensor:
@@ -38,10 +37,6 @@ def _launch(y: Tensor, /, x: Tensor, pre: Tensor) -> None:
     )  # fmt: skip
 
 
-def _allocate_backward(grad_y: Tensor, x: Tensor, pre: Tensor, needs: list[bool]) -> Outputs:
-    return tuple(dense_like(t) if need else None for need, t in zip(needs, (x, pre), strict=True))
-
-
 def _launch_backward(
     grad_x: Tensor | None, grad_pre: Tensor | None, /, grad_y: Tensor, x: Tensor, pre: Tensor, needs: list[bool]
 ) -> None:
@@ -59,11 +54,7 @@ def _launch_backward(
     )  # fmt: skip
 
 
-_mix_streams = differentiable(
-    TritonKernel("mix_streams", _allocate, _launch),
-    TritonKernel("mix_streams_backward", _allocate_backward, _launch_backward),
-    saves=("x", "pre"),
-)
+_mix_streams = differentiable_kernels("mix_streams", _allocate, _launch, _launch_backward)
 
 
 @triton.jit

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
 from liger_triton import _norm_modulated
-from liger_triton.launch import TritonKernel, dense_like, gradients_like, supported
+from liger_triton.launch import dense_like, differentiable_kernels, supported
 
 
 def modulated_layer_norm(x: Tensor, scale: Tensor, shift: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -27,12 +26,6 @@ def _launch(
     _norm_modulated.forward(x, scale, shift, None, y, mean, inverse, eps)
 
 
-def _allocate_backward(
-    grad_y: Tensor, x: Tensor, scale: Tensor, shift: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool]
-) -> Outputs:
-    return gradients_like(needs, x, scale, shift)
-
-
 def _launch_backward(
     grad_x: Tensor | None, grad_scale: Tensor | None, grad_shift: Tensor | None, /, grad_y: Tensor, x: Tensor,
     scale: Tensor, shift: Tensor | None, mean: Tensor, inverse: Tensor, needs: list[bool],
@@ -40,8 +33,4 @@ def _launch_backward(
     _norm_modulated.backward(grad_y, x, scale, None, mean, inverse, grad_x, grad_scale, grad_shift, None)
 
 
-_modulated_layer_norm = differentiable(
-    TritonKernel("modulated_layer_norm", _allocate, _launch),
-    TritonKernel("modulated_layer_norm_backward", _allocate_backward, _launch_backward),
-    saves=("x", "scale", "shift", "mean", "inverse"),
-)
+_modulated_layer_norm = differentiable_kernels("modulated_layer_norm", _allocate, _launch, _launch_backward)

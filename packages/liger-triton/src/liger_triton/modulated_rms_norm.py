@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
 from liger_triton import _norm_modulated
-from liger_triton.launch import TritonKernel, dense_like, gradients_like, supported
+from liger_triton.launch import dense_like, differentiable_kernels, supported
 
 
 def modulated_rms_norm(
@@ -29,13 +28,6 @@ def _launch(
     _norm_modulated.forward(x, scale, shift, weight, y, None, inverse, eps)
 
 
-def _allocate_backward(
-    grad_y: Tensor, x: Tensor, scale: Tensor, shift: Tensor | None, weight: Tensor | None, inverse: Tensor,
-    needs: list[bool],
-) -> Outputs:  # fmt: skip
-    return gradients_like(needs, x, scale, shift, weight)
-
-
 def _launch_backward(
     grad_x: Tensor | None, grad_scale: Tensor | None, grad_shift: Tensor | None, grad_weight: Tensor | None, /,
     grad_y: Tensor, x: Tensor,
@@ -44,8 +36,4 @@ def _launch_backward(
     _norm_modulated.backward(grad_y, x, scale, weight, None, inverse, grad_x, grad_scale, grad_shift, grad_weight)
 
 
-_modulated_rms_norm = differentiable(
-    TritonKernel("modulated_rms_norm", _allocate, _launch),
-    TritonKernel("modulated_rms_norm_backward", _allocate_backward, _launch_backward),
-    saves=("x", "scale", "shift", "weight", "inverse"),
-)
+_modulated_rms_norm = differentiable_kernels("modulated_rms_norm", _allocate, _launch, _launch_backward)

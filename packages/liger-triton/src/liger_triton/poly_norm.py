@@ -9,16 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core import Unsupported
-from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
 from liger_triton._chunks import chunks_of, no_chunks, read_chunks, row_sum, warps_for, write_chunk
 from liger_triton._norm import sum_columns, zero
 from liger_triton.launch import (
     Launcher,
-    TritonKernel,
     contiguous,
     dense_like,
-    gradients_like,
+    differentiable_kernels,
     processors,
     stages_of,
     strided_rows,
@@ -54,12 +52,6 @@ def _launch(y: Tensor, inverse: Tensor, /, x: Tensor, weight: Tensor, bias: Tens
     )  # fmt: skip
 
 
-def _allocate_backward(
-    grad_y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, inverse: Tensor, needs: list[bool]
-) -> Outputs:
-    return gradients_like(needs, x, weight, bias)
-
-
 def _launch_backward(
     grad_x: Tensor | None, grad_weight: Tensor | None, grad_bias: Tensor | None, /, grad_y: Tensor, x: Tensor,
     weight: Tensor, bias: Tensor | None, inverse: Tensor, needs: list[bool],
@@ -90,11 +82,7 @@ def _launch_backward(
         grad_bias.copy_(sums[3:].view(grad_bias.shape))
 
 
-_poly_norm = differentiable(
-    TritonKernel("poly_norm", _allocate, _launch),
-    TritonKernel("poly_norm_backward", _allocate_backward, _launch_backward),
-    saves=("x", "weight", "bias", "inverse"),
-)
+_poly_norm = differentiable_kernels("poly_norm", _allocate, _launch, _launch_backward)
 
 
 @triton.jit

@@ -9,11 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core import Unsupported
-from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
 from liger_triton._norm import read, sum_columns, zero
 from liger_triton._streams import positions
-from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, power_of_two, processors, supported
+from liger_triton.launch import Launcher, cdiv, differentiable_kernels, power_of_two, processors, supported
 
 # The most logits that a program holds, and the rows and columns of the tile that it multiplies.
 MOST, ROWS, BLOCK = 128, 64, 64
@@ -52,12 +51,6 @@ def _launch(y: Tensor, inverse: Tensor, /, x: Tensor, weight: Tensor, eps: float
     )
 
 
-def _allocate_backward(
-    grad_y: Tensor, x: Tensor, weight: Tensor, y: Tensor, inverse: Tensor, needs: list[bool]
-) -> Outputs:
-    return tuple(dense_like(t) if need else None for need, t in zip(needs, (x, weight), strict=True))
-
-
 def _launch_backward(
     grad_x: Tensor | None, grad_weight: Tensor | None, /, grad_y: Tensor, x: Tensor, weight: Tensor, y: Tensor,
     inverse: Tensor, needs: list[bool],
@@ -90,11 +83,7 @@ def _logits(count: int) -> int:
     return max(16, power_of_two(count))
 
 
-_project_streams = differentiable(
-    TritonKernel("project_streams", _allocate, _launch),
-    TritonKernel("project_streams_backward", _allocate_backward, _launch_backward),
-    saves=("x", "weight", "y", "inverse"),
-)
+_project_streams = differentiable_kernels("project_streams", _allocate, _launch, _launch_backward)
 
 
 @triton.jit

@@ -10,11 +10,19 @@ import torch
 from torch import Tensor
 
 from liger_core import Unsupported
-from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
 from liger_triton._norm import sum_columns, zero
 from liger_triton._qk_norm_rope import backward_launch, forward_launch
-from liger_triton.launch import TritonKernel, cdiv, contiguous, dense_like, fuses, power_of_two, processors, supported
+from liger_triton.launch import (
+    cdiv,
+    contiguous,
+    dense_like,
+    differentiable_kernels,
+    fuses,
+    power_of_two,
+    processors,
+    supported,
+)
 from liger_triton.rope import table_strides
 
 # A head is one row of a tile.
@@ -208,9 +216,6 @@ def _tables(cos: Tensor, sin: Tensor, batch: int) -> tuple[int, ...]:
     return *table_strides(cos, batch), *table_strides(sin, batch)
 
 
-_qk_norm_rope = differentiable(
-    TritonKernel("qk_norm_rope", _allocate, _launch),
-    TritonKernel("qk_norm_rope_backward", _allocate_backward, _launch_backward),
-    saves=("q", "k", "q_weight", "k_weight", "cos", "sin", "inverse_q", "inverse_k"),
-    public=2,
+_qk_norm_rope = differentiable_kernels(
+    "qk_norm_rope", _allocate, _launch, _launch_backward, _allocate_backward, public=2
 )

@@ -7,10 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from liger_core.autograd import differentiable
-from liger_core.kernels import Outputs
 from liger_triton._gated import PLAIN, RELU_SQUARED, gated
-from liger_triton.launch import TILE_WARPS, Launcher, TritonKernel, dense_like, rows_of, supported, tiles_of
+from liger_triton.launch import TILE_WARPS, Launcher, differentiable_kernels, first_like, rows_of, supported, tiles_of
 
 
 def relu_squared(x: Tensor, up: Tensor | None = None) -> Tensor:
@@ -18,19 +16,11 @@ def relu_squared(x: Tensor, up: Tensor | None = None) -> Tensor:
     return _relu_squared(x) if up is None else _gated_relu_squared(x, up, RELU_SQUARED, PLAIN, False)
 
 
-def _allocate(x: Tensor) -> Outputs:
-    return (dense_like(x),)
-
-
 def _launch(y: Tensor, /, x: Tensor) -> None:
     x = rows_of(x)
     rows, width, tiles, block = tiles_of(x, y.view(x.shape))
     if rows * width:
         forward_launch((rows * tiles,), x, y, x.stride(0), width, tiles, BLOCK=block, num_warps=TILE_WARPS)
-
-
-def _allocate_backward(grad_y: Tensor, x: Tensor, needs: list[bool]) -> Outputs:
-    return (dense_like(x),)
 
 
 def _launch_backward(grad_x: Tensor, /, grad_y: Tensor, x: Tensor, needs: list[bool]) -> None:
@@ -79,9 +69,5 @@ def backward_kernel(grad_y, x, grad_x, grad_stride, x_stride, width, tiles, BLOC
 
 forward_launch = Launcher(forward_kernel)
 backward_launch = Launcher(backward_kernel)
-_relu_squared = differentiable(
-    TritonKernel("relu_squared", _allocate, _launch),
-    TritonKernel("relu_squared_backward", _allocate_backward, _launch_backward),
-    saves=("x",),
-)
+_relu_squared = differentiable_kernels("relu_squared", first_like, _launch, _launch_backward, first_like)
 _gated_relu_squared = gated("gated_relu_squared")

@@ -12,15 +12,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
 from liger_triton import _norm_chunks, _norm_wide
 from liger_triton._norm import DIRECT_ROWS, STRIP, backward_launch, forward_launch, sum_columns, zero
 from liger_triton.launch import (
-    TritonKernel,
     cdiv,
     contiguous,
     dense_like,
+    differentiable_kernels,
     fuses,
     power_of_two,
     processors,
@@ -70,11 +69,7 @@ def _launch_backward(
     )  # fmt: skip
 
 
-_rms_norm = differentiable(
-    TritonKernel("rms_norm", _allocate, _launch),
-    TritonKernel("rms_norm_backward", _allocate_backward, _launch_backward),
-    saves=("x", "weight", "inverse_rms"),
-)
+_rms_norm = differentiable_kernels("rms_norm", _allocate, _launch, _launch_backward, _allocate_backward)
 
 
 # Beyond this, registers do not hold a row in float32 and its gradient: wider rows are processed in tiles.

@@ -9,10 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core import Unsupported
-from liger_core.autograd import differentiable
 from liger_core.kernels import Outputs
 from liger_triton._streams import MOST, positions
-from liger_triton.launch import Launcher, TritonKernel, cdiv, dense_like, power_of_two, supported
+from liger_triton.launch import Launcher, cdiv, dense_like, differentiable_kernels, first_like, power_of_two, supported
 
 # Matrices of a program.
 ROWS, WARPS = 32, 1
@@ -23,10 +22,6 @@ def sinkhorn(x: Tensor, iterations: int = 20, eps: float = 1e-6) -> Tensor:
     if x.shape[-1] > MOST:
         raise Unsupported(f"matrices of {x.shape[-1]} rows, more than {MOST}")
     return _sinkhorn(x, iterations, float(eps))
-
-
-def _allocate(x: Tensor, iterations: int, eps: float) -> Outputs:
-    return (dense_like(x),)
 
 
 def _launch(y: Tensor, /, x: Tensor, iterations: int, eps: float) -> None:
@@ -64,11 +59,7 @@ def _iterate(y: Tensor, divisors: Tensor | None, x: Tensor, iterations: int, eps
     )  # fmt: skip
 
 
-_sinkhorn = differentiable(
-    TritonKernel("sinkhorn", _allocate, _launch),
-    TritonKernel("sinkhorn_backward", _allocate_backward, _launch_backward),
-    saves=("x",),
-)
+_sinkhorn = differentiable_kernels("sinkhorn", first_like, _launch, _launch_backward, _allocate_backward)
 
 
 @triton.jit

@@ -13,8 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_core.autograd import differentiable
-from liger_core.kernels import Outputs
 from liger_triton._softmax import (
     backward_launch,
     forward_launch,
@@ -24,9 +22,9 @@ from liger_triton._softmax import (
     wide_forward_launch,
 )
 from liger_triton.launch import (
-    TritonKernel,
     cdiv,
-    dense_like,
+    differentiable_kernels,
+    first_like,
     fuses,
     power_of_two,
     processors,
@@ -85,10 +83,6 @@ def softmax(x: Tensor) -> Tensor:
     return _softmax(x)
 
 
-def _allocate(x: Tensor) -> Outputs:
-    return (dense_like(x),)
-
-
 def _launch(y: Tensor, /, x: Tensor) -> None:
     if x.numel() == 0:
         return
@@ -131,10 +125,6 @@ def _meeting(x: Tensor, rows: int, parts: int, numbers: int) -> tuple[Tensor, Te
     return x.new_zeros(rows + 1, dtype=torch.int32), x.new_empty(rows * parts * numbers, dtype=torch.float32)
 
 
-def _allocate_backward(grad_y: Tensor, y: Tensor, needs: list[bool]) -> Outputs:
-    return (dense_like(y),)
-
-
 def _launch_backward(grad_x: Tensor, /, grad_y: Tensor, y: Tensor, needs: list[bool]) -> None:
     if y.numel() == 0:
         return
@@ -162,8 +152,4 @@ def _launch_backward(grad_x: Tensor, /, grad_y: Tensor, y: Tensor, needs: list[b
         )  # fmt: skip
 
 
-_softmax = differentiable(
-    TritonKernel("softmax", _allocate, _launch),
-    TritonKernel("softmax_backward", _allocate_backward, _launch_backward),
-    saves=("y",),
-)
+_softmax = differentiable_kernels("softmax", first_like, _launch, _launch_backward, first_like)

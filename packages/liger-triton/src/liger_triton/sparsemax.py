@@ -12,14 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from liger_core import Unsupported
-from liger_core.autograd import differentiable
-from liger_core.kernels import Outputs
 from liger_triton._chunks import registers_for
 from liger_triton.launch import (
     Launcher,
-    TritonKernel,
     cdiv,
-    dense_like,
+    differentiable_kernels,
+    first_like,
     power_of_two,
     registers,
     row_shape,
@@ -41,10 +39,6 @@ def sparsemax(x: Tensor) -> Tensor:
     return _sparsemax(x)
 
 
-def _allocate(x: Tensor) -> Outputs:
-    return (dense_like(x),)
-
-
 def _launch(y: Tensor, /, x: Tensor) -> None:
     if x.numel() == 0:
         return
@@ -63,10 +57,6 @@ def _launch(y: Tensor, /, x: Tensor) -> None:
         (cdiv(rows, several),), x, y, x_stride, rows, width,
         ROWS=several, BLOCK=block, NEIGHBORS=min(NEIGHBORS, block), EVEN=block == width, num_warps=warps,
     )  # fmt: skip
-
-
-def _allocate_backward(grad_y: Tensor, y: Tensor, needs: list[bool]) -> Outputs:
-    return (dense_like(y),)
 
 
 def _launch_backward(grad_x: Tensor, /, grad_y: Tensor, y: Tensor, needs: list[bool]) -> None:
@@ -93,11 +83,7 @@ def backward_shape(width: int) -> tuple[int, int, int]:
     return row_shape(width, 1024, lambda block: min(32, max(4, block // 1024)))
 
 
-_sparsemax = differentiable(
-    TritonKernel("sparsemax", _allocate, _launch),
-    TritonKernel("sparsemax_backward", _allocate_backward, _launch_backward),
-    saves=("y",),
-)
+_sparsemax = differentiable_kernels("sparsemax", first_like, _launch, _launch_backward, first_like)
 
 
 @triton.jit
