@@ -28,7 +28,4 @@ def positions(tensor: Tensor, trailing: int, adjacent: bool = False) -> Tensor:
     shape = (tensor.shape[: tensor.dim() - trailing].numel(), *tensor.shape[tensor.dim() - trailing :])
     if adjacent and tensor.stride(-1) != 1:
         tensor = tensor.contiguous()
-    try:
-        return tensor.view(shape)
-    except RuntimeError:
-        return tensor.contiguous().view(shape)
+    return tensor.reshape(shape)

@@ -123,10 +123,7 @@ def _stacked(layers: Tensor) -> Tensor:
     shape = (layers.shape[0], layers.shape[1:-1].numel(), layers.shape[-1])
     if layers.stride(-1) != 1:
         layers = layers.contiguous()
-    try:
-        return layers.view(shape)
-    except RuntimeError:
-        return layers.contiguous().view(shape)
+    return layers.reshape(shape)
 
 
 _attention_residual = differentiable_kernels("attention_residual", _allocate, _launch, _launch_backward)

@@ -220,12 +220,9 @@ def rows_of(x: Tensor) -> Tensor:
         return x
     if x.dim() == 0:
         return x.view(1, 1)
-    if x.stride(-1) == 1 or x.is_contiguous():
-        try:
-            return x.view(x.shape[:-1].numel(), x.shape[-1])
-        except RuntimeError:
-            pass
-    return x.contiguous().view(x.shape[:-1].numel(), x.shape[-1])
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def tiles_of(*tensors: Tensor) -> tuple[int, int, int, int]:
