@@ -200,10 +200,11 @@ def styles(implementations: Sequence[str]) -> LineStyles:
     return by_name
 
 
-def finish(figure: Any, panels: Sequence[Any], path: Path) -> None:
+def finish(figure: Any, panels: Sequence[Any], path: Path, *, grid: bool = True) -> None:
     """Add grid lines, leave out the frame, and write the file."""
     for axes in panels:
-        axes.grid(axis="y", alpha=0.25, linewidth=0.6)
+        if grid:
+            axes.grid(axis="y", alpha=0.25, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)

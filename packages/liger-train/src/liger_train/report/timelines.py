@@ -12,6 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from liger_bench.op_pictures import finish
 from liger_bench.printing import unit_of
 from liger_bench.records import Record
 from liger_core.errors import OptionError
@@ -97,11 +98,7 @@ def timeline_picture(records: Sequence[Record], path: Path) -> None:
     columns = len(CATEGORIES) if len(records) > 1 else 3
     entries = panels[0].get_legend_handles_labels()
     figure.legend(*entries, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    finish(figure, panels, path, grid=False)
 
 
 @dataclass(frozen=True)

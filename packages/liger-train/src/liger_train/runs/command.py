@@ -72,7 +72,8 @@ def _train_or_sweep(values: dict[str, Any], options: RunOptions) -> None:
         raise typer.Exit(start_ranks(setup.ranks))
     if ranks.first():
         if options.output is not None:
-            saved_checkpoints.check_output(options.output, options.resume)
+            with saved_checkpoints.locked(options.output):
+                saved_checkpoints.check_new(options.output, options.resume)
         if not search:
             notes.extend(_cost(setup, device))
         _print_sentences(notes)

@@ -195,9 +195,7 @@ class Graphs:
         for weight, grad in self.gradients:
             if weight.grad is not None and weight.grad is not grad:
                 grad.copy_(weight.grad)
-            elif weight.grad is None:
-                continue
-            weight.grad = grad
+                weight.grad = grad
 
     def _give_up(self, reason: str) -> None:
         self.given_up = True

@@ -152,7 +152,8 @@ class _Run:
         observers: Sequence[TrainerCallback],
         export: Path | None,
     ) -> None:
-        with contextlib.ExitStack() as stack, _quiet():
+        with contextlib.ExitStack() as stack:
+            _silence(stack)
             output_folder, nvme_folder = _folders(stack, self.setup, folder)
             self._show(None, "reading the text")
             vocabulary = config_of(self.setup).get_text_config().vocab_size
@@ -210,9 +211,9 @@ class _Run:
         # After a failure, synchronizing the device may raise.
         with contextlib.suppress(Exception):
             self.recorder.settle()
-        peaks = {name: value for name, value in self.model_columns.items() if name.startswith("peak_")}
-        columns = {"steps": self.setup.steps, "compile_seconds": self.compiled.seconds}
-        return columns | self.model_columns | self.recorder.results() | peaks | {"notes": self.notes}
+        columns = {"steps": self.setup.steps, "compile_seconds": self.compiled.seconds, "notes": self.notes}
+        # Of an exported model, these have the peaks from before the export.
+        return columns | self.recorder.results() | self.model_columns
 
     def _arguments(self, setup: Setup, output_folder: Path, folder: Path | None, save_every: int) -> TrainingArguments:
         more: dict[str, Any] = {"logging_nan_inf_filter": False, "full_determinism": self.deterministic}
@@ -317,21 +318,17 @@ def _restored_determinism() -> Iterator[None]:
         cudnn.deterministic, cudnn.benchmark = flags
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence nested progress bars, and warnings about tied weights and about options that may change on resuming."""
-    loggers = [logging.getLogger(f"transformers.{name}") for name in ("trainer", "trainer_utils")]
-    levels, bars = [logger.level for logger in loggers], transformers_logging.is_progress_bar_enabled()
-    for logger in loggers:
+def _silence(stack: contextlib.ExitStack) -> None:
+    """Silence nested progress bars, and warnings about tied weights and about options that may change on resuming.
+
+    The stack restores them.
+    """
+    for logger in (logging.getLogger(f"transformers.{name}") for name in ("trainer", "trainer_utils")):
+        stack.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)
+    if transformers_logging.is_progress_bar_enabled():
+        stack.callback(transformers_logging.enable_progress_bar)
     transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
 def _folders(stack: contextlib.ExitStack, setup: Setup, folder: Path | None) -> tuple[Path, str | None]:

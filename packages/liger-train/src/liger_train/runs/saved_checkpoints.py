@@ -82,12 +82,6 @@ def locked(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def check_output(folder: Path, resume: bool) -> None:
-    """Raise OptionError unless a run could write its checkpoints to this folder now."""
-    with locked(folder):
-        check_new(folder, resume)
-
-
 def check_new(folder: Path, resume: bool) -> None:
     """Raise OptionError if a run would overwrite checkpoints."""
     if not resume and checkpoints(folder):
