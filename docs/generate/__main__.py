@@ -10,7 +10,6 @@ import os.path
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import all_ops
@@ -20,7 +19,7 @@ import fits
 import python
 
 import ops
-from liger_train.plan.fit import FILES
+from liger_train.plan.fit import FILES, script
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -78,7 +77,7 @@ def pages() -> dict[str, str]:
 
 def assets() -> dict[str, str]:
     """Name → text of the files beside the page that answers whether a setup fits."""
-    return {"data.js": fits.script_of_page(), **{name: (FILES / name).read_text() for name in ("fit.css", "fit.js")}}
+    return {"data.js": script(fits.read()), **{name: (FILES / name).read_text() for name in ("fit.css", "fit.js")}}
 
 
 def repository() -> str:
@@ -93,11 +92,8 @@ def with_links(text: str, source: PurePosixPath, page: str, address: str) -> str
     def change(match: re.Match[str]) -> str:
         return link(match, source, page, address)
 
-    return outside_code(text, lambda part: LINK.sub(change, part))
-
-
-def outside_code(text: str, change: Callable[[str], str]) -> str:
-    return "".join(part if index % 2 else change(part) for index, part in enumerate(CODE.split(text)))
+    # Every second part is a block of code.
+    return "".join(part if index % 2 else LINK.sub(change, part) for index, part in enumerate(CODE.split(text)))
 
 
 def link(match: re.Match[str], source: PurePosixPath, page: str, address: str) -> str:

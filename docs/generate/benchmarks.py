@@ -9,14 +9,14 @@ from pathlib import Path
 
 import steps
 import trainers
-from all_ops import OPS, newest, records
+from all_ops import OPS, ROOT, newest, records
 
 from liger_bench import markdown
 from liger_bench.op_page import COLUMNS, NAMES, SHORTEST_MS, SLOWER, call, compared, label, slower, speed
 from liger_bench.records import Record
 from liger_train.report.sweeps import read
+from liger_train.row import setup_from
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGE = DOCS / "benchmarks.md"
 PAGES = {
@@ -72,7 +72,7 @@ def slower_runs(folder: Path, rows: Sequence[Record]) -> Iterator[tuple[str, ...
     for ours, other in steps.slower(rows, SLOWER):
         ratio = ours["tokens_per_second"] / other["tokens_per_second"]
         compiled = ", compiled" * (ours["compile"] != "none")
-        beside = steps.NAMES[steps.setup(other).implementation]
+        beside = steps.NAMES[setup_from(other).implementation]
         yield f"training {steps.run(ours)}{compiled}", f"{ratio:.2f} ×", beside, place(folder, ours)
 
 

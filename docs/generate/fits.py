@@ -23,7 +23,7 @@ from liger_bench import markdown
 from liger_hf.presets import PRESETS
 from liger_train.plan import fit
 from liger_train.plan.estimate import work
-from liger_train.plan.fit import CARDS, EXAMPLES, curve, script, setups
+from liger_train.plan.fit import CARDS, EXAMPLES, curve, setups
 from liger_train.row import setup_from
 from liger_train.setup import Setup
 
@@ -121,10 +121,6 @@ def read() -> dict[str, dict[str, Any]]:
     """Return the combinations of each model, in the order of models.toml."""
     known: dict[str, Any] = json.loads(DATA.read_text()) if DATA.exists() else {}
     return {model: known[model] for model in MODELS if model in known}
-
-
-def script_of_page() -> str:
-    return script(read())
 
 
 def check_size(model: str, name: str, parameters: int) -> None:

@@ -90,22 +90,20 @@ def _body(op: Op[..., Any], described: list[str | list[Entry]]) -> str:
     return "\n\n".join(shown)
 
 
-def signature_block(path: str, signature: inspect.Signature) -> str:
+def _call(op: Op[..., Any]) -> str:
     """How it is called."""
-    parameters = [*signature.parameters.values()]
+    parameters = [
+        parameter.replace(annotation=inspect.Parameter.empty) for parameter in op.signature.parameters.values()
+    ]
     arguments = [str(parameter) for parameter in parameters]
     keywords = next((i for i, p in enumerate(parameters) if p.kind is p.KEYWORD_ONLY), None)
     if keywords is not None:
         arguments.insert(keywords, "*")
+    path = f"liger_core.{op.name}"
     call = f"{path}({', '.join(arguments)})"
     if len(call) > 100:
         call = f"{path}(\n    " + ",\n    ".join(arguments) + ",\n)"
-    return f'```{{ .python .no-run title="signature" }}\n{call}\n```'
-
-
-def _call(op: Op[..., Any]) -> str:
-    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in op.signature.parameters.values()]
-    return signature_block(f"liger_core.{op.name}", inspect.Signature(bare)) + "\n\n"
+    return f'```{{ .python .no-run title="signature" }}\n{call}\n```\n\n'
 
 
 def _arguments(op: Op[..., Any], entries: list[Entry]) -> str:

@@ -93,7 +93,8 @@ def draw(results: dict[str, dict[str, list[list[float]]]], picture: str) -> None
     panels = figure.subplots(rows, -(-len(results) // rows), sharey=True).flat
     for axes, (name, series) in zip(panels, results.items(), strict=True):
         for rank, points in series.items():
-            axes.plot([seconds for seconds, _ in points], [size / 1024 for _, size in points], label=_label(rank))
+            label = rank if rank.startswith("GPU") else f"rank {rank}"
+            axes.plot([seconds for seconds, _ in points], [size / 1024 for _, size in points], label=label)
         axes.set_title(name, fontsize=10, loc="left")
         axes.set_xlabel("seconds")
         axes.spines[["top", "right"]].set_visible(False)
@@ -101,10 +102,6 @@ def draw(results: dict[str, dict[str, list[list[float]]]], picture: str) -> None
     panels[0].set_ylim(bottom=0)
     panels[0].legend(frameon=False, fontsize=9)
     figure.savefig(ROOT / "docs" / "images" / picture, dpi=110, metadata={"Software": None})
-
-
-def _label(name: str) -> str:
-    return name if name.startswith("GPU") else f"rank {name}"
 
 
 if __name__ == "__main__":

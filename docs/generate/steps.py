@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from all_ops import newest
+from all_ops import ROOT, newest
 
 from liger_bench import markdown
 from liger_bench.printing import change
@@ -23,12 +23,11 @@ from liger_train.plan.cost import RATES
 from liger_train.plan.estimate import UPDATE_PASSES, work
 from liger_train.plan.fit import EXAMPLES
 from liger_train.report.sweeps import read
-from liger_train.row import SETUP, chosen_options, overlapping
+from liger_train.row import chosen_options, overlapping, setup_from
 from liger_train.runs.profile import FOLDER as PROFILES
 from liger_train.runs.profile import KINDS
 from liger_train.setup import Setup
 
-ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "benchmarks" / "steps.md"
 NAMES = {
     "hf": "Transformers",
@@ -74,7 +73,7 @@ def page(folder: Path) -> str:
             markdown.sparse([line(row, steps) for row in steps]),
             right=range(2, 7),
         ),
-        markdown.reasons((f"{run(row)}, {NAMES[setup(row).implementation]}", row["reason"]) for row in steps),
+        markdown.reasons((f"{run(row)}, {NAMES[setup_from(row).implementation]}", row["reason"]) for row in steps),
         *traced(folder / "traces"),
         *longest([row for row in rows if row["memory_limit"] is not None]),
         f"## How to repeat\n\n    nox -s steps -- {name}\n    python docs/generate/steps.py {name}",
@@ -87,7 +86,7 @@ def measured(rows: Sequence[Record]) -> list[Record]:
     rows = [row for row in rows if row["memory_limit"] is None]
     # Several GPUs may have measured side by side.
     runs = list(dict.fromkeys(map(run, rows)))
-    return sorted(rows, key=lambda row: (runs.index(run(row)), list(NAMES).index(setup(row).implementation)))
+    return sorted(rows, key=lambda row: (runs.index(run(row)), list(NAMES).index(setup_from(row).implementation)))
 
 
 def headlines(rows: Sequence[Record]) -> Iterator[str]:
@@ -112,7 +111,7 @@ def readme(rows: Sequence[Record]) -> Iterator[str]:
 
 def _pairs(rows: Sequence[Record]) -> Iterator[tuple[str, Record, Record]]:
     """Yield each run with the rows of Transformers and Liger."""
-    timed = {(run(row), setup(row).implementation): row for row in rows if row["tokens_per_second"]}
+    timed = {(run(row), setup_from(row).implementation): row for row in rows if row["tokens_per_second"]}
     for name in dict.fromkeys(map(run, rows)):
         plain, ours = timed.get((name, PLAIN)), timed.get((name, "liger"))
         if plain and ours:
@@ -122,7 +121,7 @@ def _pairs(rows: Sequence[Record]) -> Iterator[tuple[str, Record, Record]]:
 def slower(rows: Sequence[Record], least: float) -> Iterator[tuple[Record, Record]]:
     """Yield Liger's row and that of an implementation that is faster in the same run, beyond the spread of the steps."""
     timed = [row for row in rows if row["tokens_per_second"]]
-    others = [row for row in timed if setup(row).implementation not in OURS]
+    others = [row for row in timed if setup_from(row).implementation not in OURS]
     for ours in (row for row in timed if row["liger"] == "all"):
         for other in others:
             same = (run(other), other["checkpoint"]) == (run(ours), ours["checkpoint"])
@@ -130,13 +129,9 @@ def slower(rows: Sequence[Record], least: float) -> Iterator[tuple[Record, Recor
                 yield ours, other
 
 
-def setup(row: Record) -> Setup:
-    return Setup(**{name: row[name] for name in SETUP})
-
-
 def counted(row: Record) -> Setup:
     """Return the setup whose operations are counted: all implementations have as many."""
-    return replace(setup(row), liger="none", compile="none", steps=Setup.steps)
+    return replace(setup_from(row), liger="none", compile="none", steps=Setup.steps)
 
 
 def run(row: Record) -> str:
@@ -149,10 +144,10 @@ def run(row: Record) -> str:
 def line(row: Record, rows: Sequence[Record]) -> list[str]:
     """Return the cells of a run."""
     speed = row["tokens_per_second"]
-    cells = [run(row), NAMES[setup(row).implementation]]
+    cells = [run(row), NAMES[setup_from(row).implementation]]
     if speed is None:
         return [*cells, "out of memory" if row["out_of_memory"] else "failed", *"–––", "–"]
-    plain = next((each for each in rows if run(each) == run(row) and setup(each).implementation == PLAIN), row)
+    plain = next((each for each in rows if run(each) == run(row) and setup_from(each).implementation == PLAIN), row)
     base = plain["tokens_per_second"]
     useful, bound = shares(row)
     figures = [f"{speed:,.0f}", f"{speed / base:.2f}" if base else "–", useful, bound]
@@ -181,15 +176,15 @@ def traced(folder: Path) -> list[str]:
     records = [json.loads(path.read_text()) for path in sorted((folder / PROFILES).glob("*.json"))]
     if not records:
         return []
-    times = {setup(record["setup"]): record["milliseconds"] for record in records}
+    times = {setup_from(record["setup"]): record["milliseconds"] for record in records}
     kinds = [kind for kind in KINDS if any(kind in kernels for kernels in times.values())]
     lines = []
     for row in measured([record["setup"] for record in records]):
-        kernels = times[setup(row)]
+        kernels = times[setup_from(row)]
         rate = work(counted(row))[0] * row["batch"] * row["sequence"] / kernels["matmuls"] / 1e9
         cells = [f"{kernels[kind]:.1f}" if kind in kernels else "–" for kind in kinds]
         lines.append(
-            [run(row), NAMES[setup(row).implementation], *cells, f"{sum(kernels.values()):.1f}", f"{rate:.0f}"]
+            [run(row), NAMES[setup_from(row).implementation], *cells, f"{sum(kernels.values()):.1f}", f"{rate:.0f}"]
         )
     head = ("run", "implementation", *kinds, "all", "TFLOP/s")
     return ["## Where the time goes", TRACED, markdown.table(head, markdown.sparse(lines), right=range(2, len(head)))]
@@ -203,7 +198,7 @@ def longest(rows: Sequence[Record]) -> list[str]:
     for name in dict.fromkeys(map(method, rows)):
         cells = [name]
         for implementation in (PLAIN, "liger-kernel", "liger"):
-            tried = [row for row in rows if (method(row), setup(row).implementation) == (name, implementation)]
+            tried = [row for row in rows if (method(row), setup_from(row).implementation) == (name, implementation)]
             fits = [row["sequence"] for row in tried if not (row["out_of_memory"] or row["failed"])]
             cells.append(f"{max(fits):,}" if fits else "0" if any(row["out_of_memory"] for row in tried) else "–")
         lines.append(cells)
