@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -148,7 +148,7 @@ def _rounding(step: Step, folder: str, patience: float, limit: float | None) -> 
     return torch.load(path, weights_only=True) if path.is_file() else {}
 
 
-def _start(work: Any, run: StepRun, limit: float | None) -> None:
+def _start(work: Callable[[int, StepRun], None], run: StepRun, limit: float | None) -> None:
     # Forks of a server that has imported PyTorch start fast. Platforms without forks start new interpreters, and so do
     # ranks on GPUs: some libraries use CUDA when they are imported, after which a fork cannot.
     can_fork = "forkserver" in multiprocessing.get_all_start_methods() and not run.on_gpus
@@ -158,7 +158,7 @@ def _start(work: Any, run: StepRun, limit: float | None) -> None:
         multiprocessing.get_context(method).set_forkserver_preload(LIBRARIES)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     started = torch.multiprocessing.start_processes(
-        work, (run, store.port), nprocs=run.ranks, join=False, start_method=method
+        _work, (work, run, store.port), nprocs=run.ranks, join=False, start_method=method
     )
     try:
         _wait(started, limit)
@@ -191,51 +191,46 @@ def _cause(started: ProcessContext, run: StepRun, error: Exception) -> str:
     return failures[0].read_text() if failures else str(error).strip().splitlines()[-1]
 
 
-def _alone(rank: int, run: StepRun, port: int) -> None:
-    with _process(rank, 1, run, port):
-        loss, gradients = run.step(World(0, 1, torch.float64, Path(run.folder)))
-        whole_gradients = {name: None if g is None else _whole(g).double() for name, g in gradients.items()}
-        torch.save({"loss": float(loss), "gradients": whole_gradients}, Path(run.folder, TRUTH))
+def _alone(rank: int, run: StepRun) -> None:
+    loss, gradients = run.step(World(0, 1, torch.float64, Path(run.folder)))
+    whole_gradients = {name: None if g is None else _whole(g).double() for name, g in gradients.items()}
+    torch.save({"loss": float(loss), "gradients": whole_gradients}, Path(run.folder, TRUTH))
 
 
-def _rounded(rank: int, run: StepRun, port: int) -> None:
-    with _process(rank, 1, run, port):
-        truth = torch.load(Path(run.folder, TRUTH), weights_only=True)["gradients"]
-        _, gradients = run.step(World(0, 1, torch.float32, Path(run.folder)))
-        apart = {
-            name: measure(None if g is None else _whole(g), truth.get(name)).get("apart", math.nan) ** 0.5
-            for name, g in gradients.items()
-        }
-        torch.save(
-            {name: distance for name, distance in apart.items() if math.isfinite(distance)}, Path(run.folder, ROUNDING)
-        )
+def _rounded(rank: int, run: StepRun) -> None:
+    truth = torch.load(Path(run.folder, TRUTH), weights_only=True)["gradients"]
+    _, gradients = run.step(World(0, 1, torch.float32, Path(run.folder)))
+    apart = {
+        name: measure(None if g is None else _whole(g), truth.get(name)).get("apart", math.nan) ** 0.5
+        for name, g in gradients.items()
+    }
+    finite = {name: distance for name, distance in apart.items() if math.isfinite(distance)}
+    torch.save(finite, Path(run.folder, ROUNDING))
 
 
-def _rank(rank: int, run: StepRun, port: int) -> None:
-    with _process(rank, run.ranks, run, port):
-        truth = torch.load(Path(run.folder, TRUTH), weights_only=True)["gradients"]
-        device = torch.device("cuda", rank) if run.on_gpus else torch.device("cpu")
-        loss, gradients = run.step(World(rank, run.ranks, torch.float32, Path(run.folder), device))
-        measured: dict[str, dict[str, float]] = {}
-        # The same names in the same order on every rank, because each gradient needs collectives.
-        for name in dict.fromkeys((*truth, *gradients)):
-            gradient = gradients.get(name)
-            whole = None if gradient is None else _whole(gradient).cpu()
-            sums = _sums(whole, truth.get(name))
-            if name in gradients:
-                measured[name] = measure(whole, truth.get(name)) | sums
-        torch.save({"loss": float(loss), "gradients": measured}, Path(run.results, f"{rank}.pt"))
-        dist.barrier()
+def _rank(rank: int, run: StepRun) -> None:
+    truth = torch.load(Path(run.folder, TRUTH), weights_only=True)["gradients"]
+    device = torch.device("cuda", rank) if run.on_gpus else torch.device("cpu")
+    loss, gradients = run.step(World(rank, run.ranks, torch.float32, Path(run.folder), device))
+    measured: dict[str, dict[str, float]] = {}
+    # The same names in the same order on every rank, because each gradient needs collectives.
+    for name in dict.fromkeys((*truth, *gradients)):
+        gradient = gradients.get(name)
+        whole = None if gradient is None else _whole(gradient).cpu()
+        sums = _sums(whole, truth.get(name))
+        if name in gradients:
+            measured[name] = measure(whole, truth.get(name)) | sums
+    torch.save({"loss": float(loss), "gradients": measured}, Path(run.results, f"{rank}.pt"))
+    dist.barrier()
 
 
-@contextlib.contextmanager
-def _process(rank: int, ranks: int, run: StepRun, port: int) -> Iterator[None]:
+def _work(rank: int, work: Callable[[int, StepRun], None], run: StepRun, port: int) -> None:
     # The output of libraries must not end up in tables and JSON.
     os.dup2(2, 1)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-    os.environ |= {name: str(number) for name, number in numbers.items()}
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.ranks, "LOCAL_WORLD_SIZE": run.ranks}
+    os.environ |= {name: str(number) for name, number in (numbers | {"MASTER_PORT": port}).items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     try:
         if run.on_gpus:
@@ -243,7 +238,7 @@ def _process(rank: int, ranks: int, run: StepRun, port: int) -> Iterator[None]:
         # The comparison itself is on the CPU.
         backend = "cpu:gloo,cuda:nccl" if run.on_gpus else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=run.patience))
-        yield
+        work(rank, run)
     except Exception as error:
         Path(run.results, f"{rank}{FAILURE}").write_text(f"rank {rank}: {type(error).__name__}: {error}")
         raise
