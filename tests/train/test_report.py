@@ -16,10 +16,10 @@ import pytest
 from bench.commands import InProcess
 from liger_core.errors import OptionError
 from liger_train.implementations import IMPLEMENTATIONS
-from liger_train.report.page import Pictures, page, sweep_command
+from liger_train.report.page import page, sweep_command
 from liger_train.report.pictures import COLORS, sweep_picture
 from liger_train.report.statements import statements
-from liger_train.report.sweeps import Sweep, outside_sweeps, read, sweeps
+from liger_train.report.sweeps import Sweep, read, sweeps
 from liger_train.row import NOT_RUN, SETUP, Row, row_of
 from liger_train.setup import Setup
 from liger_train.sweep_runs import setups_of
@@ -72,10 +72,7 @@ def said(rows: list[Row]) -> dict[str, str]:
 
 def text_of(rows: list[Row]) -> str:
     records = [each.columns() for each in rows]
-    every = sweeps(records)
-    left = outside_sweeps(records, every)
-    parts = page(records, every, left, [], Pictures([[] for _ in every]), "liger report results")
-    return "\n\n".join(parts)
+    return "\n\n".join(page(records, [(sweep, []) for sweep in sweeps(records)], [], [], "liger report results"))
 
 
 def line(text: str, *wanted: str) -> list[str]:

@@ -29,7 +29,7 @@ SHARDS = ("none", "ddp", "fsdp2")
 # The file with the number of micro-batches that use each parameter, if not all of them do.
 UNUSED = "unused.json"
 # Grouped matmuls do not support float64.
-EXPERTS = {"experts_implementation": "eager"}
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 # The standard deviation of the noise on initial weights, which makes every part of the model matter.
 NOISE = 0.1
 
@@ -238,20 +238,17 @@ class Training:
         from transformers import AutoModelForCausalLM
 
         _quiet()
-        options: dict[str, Any] = {"attn_implementation": "eager", **EXPERTS}
         if _is_folder(self.model):
-            model = AutoModelForCausalLM.from_pretrained(
-                self.model, config=self.config(), dtype=torch.float64, **options
-            )
+            model = AutoModelForCausalLM.from_pretrained(self.model, config=self.config(), dtype=torch.float64, **EAGER)
         else:
-            check_size(self.model, self.config(), **options)
-            model = AutoModelForCausalLM.from_config(self.config(), **options)
+            check_size(self.model, self.config(), **EAGER)
+            model = AutoModelForCausalLM.from_config(self.config(), **EAGER)
             generator = torch.Generator().manual_seed(self.seed)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * NOISE)
         nn.Module.to(model, torch.float32).save_pretrained(world.folder / "model")
-        return nn.Module.to(self.loaded(world, options), world.dtype).train()
+        return nn.Module.to(self.loaded(world, EAGER), world.dtype).train()
 
     def loaded(self, world: World, options: Mapping[str, Any]) -> Any:
         """Return the saved model in float32, from which all runs start, with frozen parameters made trainable."""
@@ -271,7 +268,7 @@ class Training:
         import liger_hf
 
         _quiet()
-        options: dict[str, Any] = {"attn_implementation": "eager", **EXPERTS}
+        options: dict[str, Any] = dict(EAGER)
         # From 5.18 on, Transformers shards layers and parameters in one call; before, it takes a mesh.
         if self.tp > 1 and hasattr(DistributedConfig, "dp_replicate_size"):
             options["distributed_config"] = DistributedConfig(

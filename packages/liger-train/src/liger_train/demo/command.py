@@ -92,7 +92,6 @@ def _print(result: dict[str, Any], out: Path) -> None:
         f"{result['steps']} steps of {tokens}, {result['parameters'] / 1e6:,.1f} M parameters, "
         f"{result['dtype']} on {result['device']}"
     )
-    columns = ["Transformers", f"with Liger ({result['backend']})"]
     unclear = "" if result.get("speed_is_clear", True) else " (unclear)"
     rows: list[list[Cell]] = []
     for label, name, form, scale, suffix in (
@@ -111,7 +110,7 @@ def _print(result: dict[str, Any], out: Path) -> None:
     if not result["passed"]:
         difference.append(" too large", "red")
     rows.append(["largest loss difference", "", difference, bound])
-    numbers = [Column(name, number=True) for name in columns]
+    numbers = [Column(name, number=True) for name in ("Transformers", f"with Liger ({result['backend']})")]
     print_table(console, [Column(""), *numbers, Column("Liger ÷ Transformers", prose=True)], rows, title=title)
     if unclear:
         console.print("The step times varied, because other processes used the machine; the speeds say little.")

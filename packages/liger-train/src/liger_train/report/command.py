@@ -21,7 +21,7 @@ from liger_bench.progress import progress_bar
 from liger_bench.records import Record, Records
 from liger_bench.writable import check_file, check_folder
 from liger_core.errors import OptionError
-from liger_train.report.sweeps import FUSED, PLAIN, Sweep, outside_sweeps, read, sweeps
+from liger_train.report.sweeps import FUSED, PLAIN, Sweep, read, sweeps
 
 HEADING = "Results"
 
@@ -128,22 +128,23 @@ def ops_sections(records: Records, output: PageOutput, command: str) -> list[str
 
 def runs_sections(rows: list[Record], timelines: list[Record], output: PageOutput, command: str) -> list[str]:
     """Return the sections of the page on training runs."""
-    from liger_train.report.page import Pictures, page
+    from liger_train.report.page import page
     from liger_train.report.timelines import pictured_runs, timeline_picture
 
-    all_sweeps, pictures, names = sweeps(rows), Pictures(), list[str]()
-    for sweep in all_sweeps:
+    names: list[str] = []
+    pictured = []
+    for sweep in sweeps(rows):
         names.append(sweep.name)
         # Sweeps that differ only in machine or text get numbers.
         name = sweep.name if names.count(sweep.name) == 1 else f"{sweep.name}-no-{names.count(sweep.name)}"
-        pictures.sweeps.append(
-            [(caption, output.draw(f"{name}{end}", drawing)) for caption, end, drawing in _pictures_of(sweep)]
-        )
-    for name, group in pictured_runs(timelines).items():
-        pictures.timelines.append(
-            (f"Memory over time: {name}", output.draw(f"timeline-{name}", partial(timeline_picture, group)))
-        )
-    return page(rows, all_sweeps, outside_sweeps(rows, all_sweeps), timelines, pictures, command)
+        drawings = _pictures_of(sweep)
+        pictures = [(caption, output.draw(f"{name}{end}", drawing)) for caption, end, drawing in drawings]
+        pictured.append((sweep, pictures))
+    timeline_pictures = [
+        (f"Memory over time: {name}", output.draw(f"timeline-{name}", partial(timeline_picture, group)))
+        for name, group in pictured_runs(timelines).items()
+    ]
+    return page(rows, pictured, timelines, timeline_pictures, command)
 
 
 def _pictures_of(sweep: Sweep) -> list[tuple[str, str, Draw]]:

@@ -7,7 +7,7 @@ import base64
 import html
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -49,30 +49,28 @@ pre { overflow-x: auto; padding: 0.75rem; }
 NOTES_ON_DEFAULTS = re.compile(r"--[a-z-]+ \S+ was chosen|(Chosen|Defaults) for ")
 
 
-@dataclass
-class Pictures:
-    """(caption, path) of each picture: a list for each sweep, and one for the timelines."""
-
-    sweeps: list[list[tuple[str, Path]]] = field(default_factory=list)
-    timelines: list[tuple[str, Path]] = field(default_factory=list)
+# (caption, path) of pictures.
+Pictures = Sequence[tuple[str, Path]]
 
 
 def page(
     rows: Sequence[Record],
-    all_sweeps: Sequence[Sweep],
-    rest: Sequence[Record],
+    pictured: Sequence[tuple[Sweep, Pictures]],
     timelines: Sequence[Record],
-    pictures: Pictures,
+    timeline_pictures: Pictures,
     command: str,
 ) -> list[str]:
-    """Return the sections of the page in Markdown, which link to the paths of the pictures."""
+    """Return the sections of the page in Markdown, which link to the paths of the pictures of sweeps and timelines."""
+    all_sweeps = [sweep for sweep, _ in pictured]
+    in_sweeps = {id(row) for sweep in all_sweeps for row in sweep.rows}
+    rest = [row for row in rows if id(row) not in in_sweeps]
     heading, *lines = markdown.where(rows) + [f"* {versions}" for versions in distinct(rows, "versions")]
     sections = [heading + "\n\n" + "\n".join(lines), ABOUT]
-    for sweep, images in zip(all_sweeps, pictures.sweeps, strict=True):
+    for sweep, images in pictured:
         figures = list(statements(sweep))
         sections += [f"## {sweep.title}", f"{sweep.setting}.", *_images(images)]
         sections += [markdown.table(("", "figure"), figures) if figures else "", _figures(sweep)]
-    sections += _timelines(timelines, pictures)
+    sections += _timelines(timelines, timeline_pictures)
     sections += _others(rest, heading=bool(all_sweeps))
     sections.append(_repeat(all_sweeps, rest, command))
     return [section for section in sections if section]
@@ -94,7 +92,7 @@ def as_html(text: str, folder: Path) -> str:
     return f'<!doctype html>\n<html lang="en">\n<head>{head}</head>\n<body>\n{body}</body>\n</html>\n'
 
 
-def _images(pictures: Sequence[tuple[str, Path]]) -> list[str]:
+def _images(pictures: Pictures) -> list[str]:
     return [f"![{caption}](<{path.as_posix()}>)" for caption, path in pictures]
 
 
@@ -161,7 +159,7 @@ def _timelines(timelines: Sequence[Record], pictures: Pictures) -> list[str]:
     return [
         about,
         markdown.table(("run", "peak", *names), lines, right=range(1, 2 + len(names))),
-        *_images(pictures.timelines),
+        *_images(pictures),
     ]
 
 

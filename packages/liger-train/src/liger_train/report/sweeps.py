@@ -152,12 +152,6 @@ def sweeps(rows: Sequence[Record]) -> list[Sweep]:
     return sorted(all_sweeps, key=lambda sweep: models.index(sweep.first["model"]))
 
 
-def outside_sweeps(rows: Sequence[Record], all_sweeps: Sequence[Sweep]) -> list[Record]:
-    """Return the rows that belong to no sweep."""
-    in_sweeps = {id(row) for sweep in all_sweeps for row in sweep.rows}
-    return [row for row in rows if id(row) not in in_sweeps]
-
-
 def _line(row: Record) -> tuple[str, str, str]:
     return row["liger"], row["compile"], row["checkpoint"]
 
