@@ -21,7 +21,7 @@ from liger_train.runs import host_memory
 THREAD = "checkpoint-writer"
 
 
-class CheckpointWriter:
+class CheckpointWriter(contextlib.AbstractContextManager["CheckpointWriter"]):
     """Writes one checkpoint at a time; as a context, it waits for the last one, except after Ctrl-C.
 
     device      the device of this rank
@@ -35,9 +35,6 @@ class CheckpointWriter:
         self._in_place = False
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-
-    def __enter__(self) -> CheckpointWriter:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None or issubclass(kind, Exception):

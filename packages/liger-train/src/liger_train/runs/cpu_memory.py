@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from liger_bench.memory import CpuAllocations, held_bytes, peak_of
 from liger_train.row import WARM_UP
 
 
-class CpuMemory(TrainerCallback):
+class CpuMemory(TrainerCallback, AbstractContextManager["CpuMemory"]):
     """Measures peak and static bytes of the last warm-up step, when the optimizer has its state; None until then.
 
     The peak is the memory at the start of the step, plus the peak of what the step allocates. DeepSpeed's buffers do
@@ -30,9 +30,6 @@ class CpuMemory(TrainerCallback):
         self._bytes_before = 0
         self._allocations: CpuAllocations | None = None
         self._recording = ExitStack()
-
-    def __enter__(self) -> CpuMemory:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Stop the profiler if the measured step failed; it would record until the process ends."""

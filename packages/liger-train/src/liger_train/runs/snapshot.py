@@ -7,7 +7,7 @@ import json
 import pickle
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -28,7 +28,7 @@ FOLDER = "snapshots"
 MOST_EVENTS = 1_000_000
 
 
-class Snapshot(TrainerCallback):
+class Snapshot(TrainerCallback, AbstractContextManager["Snapshot"]):
     """A callback and context manager that writes a timeline of memory as a picture and as JSON to FOLDER/snapshots.
 
     The events come from the allocator, so workspaces of kernels count, too. Weights, gradients, optimizer state and
@@ -46,9 +46,6 @@ class Snapshot(TrainerCallback):
         self._handles: list[Any] = []
         self._updates: list[list[float]] = []
         self._logits: Guess = lambda size, time: None
-
-    def __enter__(self) -> Snapshot:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Write the files, even if the run ran out of memory."""
