@@ -9,6 +9,7 @@ A fork ends without taking down its interpreter, which aborts now and then while
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -61,8 +62,8 @@ def run(code: str, *arguments: str, **variables: str) -> subprocess.CompletedPro
 
 
 def on_ranks(count: int, work: Callable[..., None], *args: Any) -> None:
-    """work(rank, *args) in so many processes at once, with the environment that torchrun gives to ranks; raises what
-    one of them raises."""
+    """work(rank, *args) in so many processes of one thread at once, with the environment that torchrun gives to ranks;
+    raises what one of them raises. A process group that a work leaves is destroyed."""
     # This process keeps the port, so that no other one takes it meanwhile.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
@@ -99,7 +100,12 @@ def _start(variables: dict[str, str], target: Callable[..., None], args: tuple[A
 
 
 def _rank(rank: int, variables: dict[str, str], work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    # As in conftest.py.
+    gc.freeze()
     _start({**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}, work, (rank, *args))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _run(code: str, arguments: tuple[str, ...], variables: dict[str, str], folder: str) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
@@ -48,7 +47,6 @@ MODELS = ("llama", "qwen3", "gemma2", "phi")
 
 def work(rank: int, folder: str, models: list[str], setups: list[str]) -> None:
     """One of two processes: the shapes of the shards of models, and the peaks of setups."""
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     shapes = {}
@@ -63,7 +61,6 @@ def work(rank: int, folder: str, models: list[str], setups: list[str]) -> None:
     }
     (Path(folder) / f"{rank}.json").write_text(json.dumps({"shapes": shapes, "peaks": peaks}))
     dist.barrier()
-    dist.destroy_process_group()
 
 
 def of_two_ranks(name: str, folder: str) -> Setup:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import json
 from collections import Counter
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -89,8 +87,6 @@ def setup_of(folder: Path, options: dict[str, Any]) -> Setup:
 
 def work(rank: int, folder: str, names: list[str]) -> None:
     """One of the ranks: trains with these setups, and writes the bytes that it counted."""
-    torch.set_num_threads(1)
-    gc.freeze()
     # No GPU is needed to multiply in float8 as one does.
     training.techniques.check = lambda setup: None  # type: ignore[assignment]
     counted = {}
@@ -103,7 +99,6 @@ def work(rank: int, folder: str, names: list[str]) -> None:
             training.trained(setup_of(Path(folder) / "model", options))
         counted[name] = counting.second
     (Path(folder) / f"{rank}.json").write_text(json.dumps(counted))
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -55,12 +55,10 @@ class SlowDisk(TrainerCallback):
 
 
 def train(rank: int, setup: Setup, folder: Path, slow_disk: bool) -> None:
-    torch.set_num_threads(1)
     row = run(setup, folder=folder, resume=True, save_every=2, observers=[SlowDisk()] if slow_disk else [])
     assert not row.failed, row.reason
     if rank == 0:
         (folder / "row.json").write_text(json.dumps(row.columns()))
-    dist.destroy_process_group()
 
 
 @pytest.mark.slow
@@ -89,7 +87,6 @@ def alone(rank: int) -> None:
         writer = CheckpointWriter(torch.device("cpu"), lambda failures=failures: failures.append(RuntimeError()))
         writer.connect()
         check(writer, failures)
-    dist.destroy_process_group()
 
 
 def write_a_copy(writer: CheckpointWriter, failures: list[BaseException]) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import json
 from dataclasses import replace
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 import forks
@@ -52,8 +50,6 @@ def problem(options: dict[str, Any]) -> str:
 
 def work(rank: int, setup: Setup, folder: Path, chosen: list[tuple[int, str, str]]) -> None:
     """One rank: trains models in the chosen ways, and continues a run with FSDP2; writes losses and notes."""
-    torch.set_num_threads(1)
-    gc.freeze()
     # It would compile for most of a minute.
     zero.adam_problem = lambda: "not compiled in this test"  # type: ignore[assignment]
     whole = replace(setup, batch=4 // setup.ranks)
@@ -70,7 +66,6 @@ def work(rank: int, setup: Setup, folder: Path, chosen: list[tuple[int, str, str
     if rank == 0:
         columns = {name: (row.losses, row.trainable_parameters, row.notes) for name, row in rows.items()}
         (folder / f"{setup.ranks}.json").write_text(json.dumps(columns))
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ ranks, and load anywhere."""
 from __future__ import annotations
 
 import errno
-import gc
 import json
 import shutil
 import threading
@@ -78,8 +77,6 @@ def work(rank: int, setup: Setup, folder: str) -> None:
 
     from liger_train.runs import sharded_checkpoints
 
-    torch.set_num_threads(1)
-    gc.freeze()
     # The thread that writes has modes of its own.
     functions = ((sharded_checkpoints, "save_model"), (sharded_checkpoints, "save_state"), (checkpoint, "save"))
     for module, name in functions:
@@ -88,8 +85,6 @@ def work(rank: int, setup: Setup, folder: str) -> None:
     assert not row.failed, row.reason
     if rank == 0:
         (Path(folder) / "row.json").write_text(json.dumps(row.columns()))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def work_on_a_full_disk(rank: int, setup: Setup, folder: str) -> None:
@@ -108,7 +103,6 @@ def work_on_a_full_disk(rank: int, setup: Setup, folder: str) -> None:
     assert (row.failed, row.reason) == (True, "OSError: [Errno 28] No space left on device")
     # The step that was running ended; the next one did not begin.
     assert (len(row.losses), row.interrupted) == (5, False)
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -231,8 +225,6 @@ def check_copies() -> None:
 
 
 def load(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    gc.freeze()
     torch.distributed.init_process_group("gloo")
     check_copies()
     for name in MODELS:
@@ -267,7 +259,6 @@ def load(rank: int, folder: str) -> None:
             for part in (built[0].model, built[0].model.model.layers[0])
         )
         assert held < whole_bytes / 2 + layer, (options, held, whole_bytes, layer)
-    torch.distributed.destroy_process_group()
 
 
 def test_fewer_experts_than_ranks_are_refused_if_a_file_stores_them_separately(tmp_path: Path) -> None:

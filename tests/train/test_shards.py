@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import json
 from dataclasses import replace
@@ -67,13 +66,10 @@ def ways(device: str, chosen: list[str]) -> dict[str, dict[str, Any]]:
 
 def work(rank: int, folder: str, device: str, chosen: list[str]) -> None:
     """One process: these ways, one after the other; writes the losses."""
-    torch.set_num_threads(1)
     if device == "cuda":
         # For all ways: FSDP2 sums norms of gradients that are offloaded on the host.
         torch.cuda.set_device(rank)
         torch.distributed.init_process_group("cuda:nccl,cpu:gloo")
-    # As in conftest.py.
-    gc.freeze()
     # It would compile for most of a minute; tests/train/techniques_that_compile.py lets it.
     zero.adam_problem = lambda: "not compiled in this test"  # type: ignore[assignment]
     checkpointing.enable = enable
@@ -89,14 +85,11 @@ def work(rank: int, folder: str, device: str, chosen: list[str]) -> None:
             is_there(way, done)
             losses[way] = done.losses
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps(losses))
-    torch.distributed.destroy_process_group()
 
 
 def four(rank: int, folder: str) -> None:
     """One of four processes: two copies of the model, each on two ranks; or two ranks of tensor parallelism, and over
     them FSDP2 on other sequences, or on the other half of each."""
-    torch.set_num_threads(1)
-    gc.freeze()
     found = {}
     ways: dict[str, tuple[int, dict[str, Any]]] = {"hybrid": (2, {"replicate": 2})}
     if not combinations._transformers_shards_both():
@@ -109,7 +102,6 @@ def four(rank: int, folder: str) -> None:
         torch.distributed.all_reduce(losses)
         found[name] = (losses / 4).tolist()
     (Path(folder) / f"four{rank}.json").write_text(json.dumps(found))
-    torch.distributed.destroy_process_group()
 
 
 def is_there(way: str, trained: Trained) -> None:
@@ -196,12 +188,9 @@ def in_float8(rank: int, folder: Path) -> None:
                 check_scale(weight)
     check_loaded(rank, sharded(folder, precision="fp8"))
     (folder / f"{rank}.json").write_text(json.dumps(losses))
-    dist.destroy_process_group()
 
 
 def start(rank: int) -> None:
-    torch.set_num_threads(1)
-    gc.freeze()
     # No GPU is needed to multiply as one does.
     techniques.check = lambda setup: None  # type: ignore[assignment]
 
@@ -231,7 +220,6 @@ def odd(rank: int, folder: Path) -> None:
     kinds = {name.split(".")[1]: type(weight.to_local()) is not torch.Tensor for name, weight in weights.items()}
     assert [name for name, is_cast in kinds.items() if is_cast] == ["gate_proj", "up_proj"]
     (folder / f"odd{rank}.json").write_text(json.dumps(done.losses))
-    dist.destroy_process_group()
 
 
 def saving(rank: int, folder: Path, small: Setup) -> None:
@@ -245,7 +233,6 @@ def saving(rank: int, folder: Path, small: Setup) -> None:
             assert not row.failed, row.reason
         if rank == 0:
             (folder / f"{name}.json").write_text(json.dumps(row.columns()))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

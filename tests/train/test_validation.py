@@ -89,7 +89,6 @@ def test_it_is_the_mean_over_all_tokens_with_labels(
 
 
 def on_a_rank(rank: int, setup: Setup, expected: list[float]) -> None:
-    torch.set_num_threads(1)
     for shard in ("none", "fsdp2"):
         row = run(replace(setup, shard=shard))
         assert [*(row.losses or []), row.validation_loss] == pytest.approx(expected, rel=1e-6), shard
