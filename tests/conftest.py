@@ -183,20 +183,29 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 @pytest.fixture
-def liger(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Run the `liger` command in this process: its exit code, and what it wrote to standard error as one line."""
+def liger_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Run the `liger` command in this process: its exit code, its output, and what it wrote to standard error as one
+    line."""
 
     from liger_core.commands import main
 
-    def run(*arguments: str) -> tuple[int, str]:
+    def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["liger", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
+        out, err = capsys.readouterr()
         # Borders of a message box are not part of the sentence.
-        words = capsys.readouterr().err.replace("│", " ").split()
-        return int(ended.value.code or 0), " ".join(words)
+        return int(ended.value.code or 0), out, " ".join(err.replace("│", " ").split())
 
     return run
+
+
+@pytest.fixture
+def liger(liger_output: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, str]]:
+    """The same without the output."""
+    return lambda *arguments: liger_output(*arguments)[::2]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -15,8 +15,6 @@ from typing import NamedTuple
 
 import pytest
 
-from liger_core.commands import main
-
 pytestmark = [
     pytest.mark.usefixtures("fresh_selection"),
     pytest.mark.filterwarnings("ignore:plugin|command:RuntimeWarning"),
@@ -55,15 +53,10 @@ Liger = Callable[..., Done]
 
 
 @pytest.fixture
-def liger(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Liger:
-    """Run the `liger` command in this process."""
-
+def liger(liger_output: Callable[..., tuple[int, str, str]]) -> Liger:
     def run(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["liger", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        return Done(int(ended.value.code or 0), " ".join(out.split()), " ".join(err.split()))
+        code, out, err = liger_output(*arguments)
+        return Done(code, " ".join(out.split()), err)
 
     return run
 

@@ -20,6 +20,12 @@ except SystemExit:
 """
 
 
+def cells(text: str, *wanted: str) -> list[str]:
+    """The cells of the first line of a table, in Markdown or on a terminal, that has all the wanted ones."""
+    table = [line.strip(line[0]).split(line[0]) for line in text.splitlines() if line.startswith(("|", "│"))]
+    return next(line for line in ([*map(str.strip, cells)] for cells in table) if set(wanted) <= set(line))
+
+
 @dataclass(frozen=True)
 class Finished:
     """A command that ended: its exit code, what it printed as JSON, and the folder that it wrote to."""

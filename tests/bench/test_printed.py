@@ -63,27 +63,19 @@ def test_liger_demo(printed: Read) -> None:
     assert fits(printed(), {"peak memory of LM head and loss", "tokens per second"})
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    from liger_core.commands import main
-
-    monkeypatch.setattr("sys.argv", ["liger", *words])
-    with pytest.raises(SystemExit):
-        main()
-
-
 @pytest.mark.parametrize(
     ("command", "names"), [("doctor", {"reference", "triton"}), ("ops", {"linear_cross_entropy", "add_rms_norm"})]
 )
-def test_liger(command: str, names: set[str], printed: Read, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(monkeypatch, command)
-    assert fits(printed(), names)
+@pytest.mark.usefixtures("printed")
+def test_liger(command: str, names: set[str], liger_output: Callable[..., tuple[int, str, str]]) -> None:
+    assert fits(liger_output(command)[1], names)
 
 
+@pytest.mark.usefixtures("printed")
 def test_the_help_of_liger_bench_says_where_the_options_of_its_default_command_are(
-    printed: Read, monkeypatch: pytest.MonkeyPatch
+    liger_output: Callable[..., tuple[int, str, str]],
 ) -> None:
     for command in (["bench", "--help"], ["bench", "ops", "--help"]):
-        run(monkeypatch, *command)
-        text = " ".join(printed().replace("│", " ").split())
+        text = " ".join(liger_output(*command)[1].replace("│", " ").split())
         assert {option for option in ("--quick", "--peers", "--out") if option not in text} == set()
         assert "liger bench ops --help" in text or "ops" in command

@@ -15,7 +15,7 @@ import matplotlib.colors
 import matplotlib.image
 import pytest
 
-from bench.commands import Finished, InProcess
+from bench.commands import Finished, InProcess, cells
 from liger_bench.bench.rows import HEADER
 from liger_bench.op_page import page
 from liger_bench.op_pictures import COLORS, LABEL_GAP, _spread, styles
@@ -57,12 +57,6 @@ def text_of(folder: Path) -> str:
     records = read(folder)
     assert records is not None
     return "\n\n".join(page(records, {}, "liger report results"))
-
-
-def cells(text: str, *wanted: str) -> list[str]:
-    """The cells of the first line of a table that has all the wanted ones."""
-    table = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
-    return next(line for line in ([*map(str.strip, cells)] for cells in table) if set(wanted) <= set(line))
 
 
 def test_a_figure_of_the_page_is_that_of_the_results(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 from collections.abc import Callable
+from functools import partial
 from http.server import HTTPServer
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from liger_bench.printing import size
-from liger_core.commands import main
 from liger_train.plan import planning
 from liger_train.plan.comparison import rows_in
 from liger_train.plan.step import Prediction, predict
@@ -32,17 +31,9 @@ TINY = ("--model", "tiny", "--batch", "2", "--sequence", "64")
 
 
 @pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Plan:
+def plan(liger_output: Plan) -> Plan:
     """Run `liger plan` in this process: exit code, output, and errors as one line."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["liger", "plan", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        written = capsys.readouterr()
-        return int(ended.value.code or 0), written.out, " ".join(written.err.replace("│", " ").split())
-
-    return run
+    return partial(liger_output, "plan")
 
 
 def test_a_plan_as_json_holds_everything(plan: Plan, tmp_path: Path) -> None:

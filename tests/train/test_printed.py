@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bench.commands import cells
 from liger_bench.printing import amount, size
 from liger_train.plan import planning
 from liger_train.plan.comparison import Compared
@@ -52,12 +53,6 @@ def trained(liger: str, speed: float, spread: float = 10.0, **results: Any) -> R
     found: dict[str, Any] = {"peak_bytes": 64 * MIB, "static_bytes": 24 * MIB, "losses": [10.5, 10.25]}
     found |= dict(zip(SPEEDS, (speed, speed - spread, speed + spread), strict=True))
     return row_of(replace(TINY, liger=liger), WHERE, found | results)
-
-
-def cells(text: str, name: str) -> list[str]:
-    """Of the first line with that cell."""
-    lines = [[cell.strip() for cell in each.strip("│").split("│")] for each in text.splitlines() if each[:1] == "│"]
-    return next(line for line in lines if name in line)
 
 
 def test_a_ratio_within_the_spread_of_the_steps_is_marked(printed: Callable[[], str]) -> None:

@@ -13,7 +13,7 @@ import matplotlib.colors
 import matplotlib.image
 import pytest
 
-from bench.commands import InProcess
+from bench.commands import InProcess, cells
 from liger_core.errors import OptionError
 from liger_train.implementations import IMPLEMENTATIONS
 from liger_train.report.page import page, sweep_command
@@ -73,12 +73,6 @@ def said(rows: list[Row]) -> dict[str, str]:
 def text_of(rows: list[Row]) -> str:
     records = [each.columns() for each in rows]
     return "\n\n".join(page(records, [(sweep, []) for sweep in sweeps(records)], [], [], "liger report results"))
-
-
-def line(text: str, *wanted: str) -> list[str]:
-    """The cells of the first line of a table that has all the wanted ones."""
-    lines = [[cell.strip() for cell in each.strip("|").split("|")] for each in text.splitlines() if each[:1] == "|"]
-    return next(cells for cells in lines if set(wanted) <= set(cells))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +141,7 @@ def on_cpu(**results: Any) -> list[Row]:
 def test_memory_without_figures_has_no_picture_and_a_small_one_has_a_small_unit(tmp_path: Path) -> None:
     text = text_of(on_cpu(peak_bytes=17 << 19))
     assert "peak MiB" in text
-    assert line(text, "1", "Transformers")[5] == "8.50"
+    assert cells(text, "1", "Transformers")[5] == "8.50"
     rows = on_cpu(peak_bytes=None, static_bytes=None)
     (sweep,) = found(rows)
     sweep_picture(sweep, sweep.strategies, tmp_path / "speed.png")
@@ -167,7 +161,7 @@ def test_runs_that_ran_out_of_memory_failed_or_were_skipped_have_a_reason() -> N
     left = replace(left, out_of_memory=False, reason=f"{NOT_RUN}, since 16 × 1024 ran out of memory")
     broken = replace(broken, out_of_memory=False, failed=True, reason="ValueError: no such layer")
     text = text_of([small, large, left, broken])
-    ends = [line(text, value, "Transformers")[2] for value in ("16", "32", "64")]
+    ends = [cells(text, value, "Transformers")[2] for value in ("16", "32", "64")]
     assert ends == ["out of memory", "not run", "failed"]
     assert "* Transformers at 16: out of memory: 2 GiB" in text
     assert "* Transformers at 64: ValueError: no such layer" in text
@@ -229,7 +223,7 @@ def test_a_report_is_one_file_with_every_picture_in_it(liger: InProcess, folder:
     assert len(named) == 5
     assert all((folder / "docs" / path).stat().st_size > 5000 for path in named)
     # What is found by the one is found by the other.
-    assert line(text, "4", "Transformers")[2] == "1,000"
+    assert cells(text, "4", "Transformers")[2] == "1,000"
     assert html.count("<td>Transformers</td>") == text.count("| Transformers |")
     assert re.findall(r"<h2>(.*?)</h2>", html) == re.findall(r"^## (.*)$", text, re.MULTILINE)
 
