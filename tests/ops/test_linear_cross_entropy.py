@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_core import explain, linear_cross_entropy
+from liger_core import explain, linear_cross_entropy, linear_log_prob
 from liger_core.plugins import registry
 from ops.agreement import disagreements, leaf
 from ops.test_cross_entropy import REDUCTIONS, some_targets
@@ -61,12 +61,18 @@ def test_an_ignored_row_is_not_looked_at(device: torch.device) -> None:
         assert torch.isfinite(gradients[1]).all()
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_an_implementation_gives_nan_for_a_target_out_of_range(reduction: str, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [(linear_cross_entropy, {}), (linear_cross_entropy, {"reduction": "none"}), (linear_log_prob, {})],
+    ids=["mean", "none", "log_prob"],
+)
+def test_an_implementation_gives_nan_for_a_target_out_of_range(
+    op: Any, options: dict[str, str], device: torch.device
+) -> None:
     given, target = head(device), torch.tensor([4, 30, 2] * 3, device=device)
-    name = explain(linear_cross_entropy, **given, target=torch.zeros_like(target)).backend
-    loss = registry().implementations[name]["linear_cross_entropy"](**given, target=target, reduction=reduction)
-    assert loss.isnan().tolist() == ([False, True, False] * 3 if reduction == "none" else True)
+    name = explain(op, **given, target=torch.zeros_like(target)).backend
+    loss = registry().implementations[name][op.name](**given, target=target, **options)
+    assert loss.isnan().tolist() == ([False, True, False] * 3 if loss.dim() else True)
 
 
 def test_gradients_do_not_underflow_in_float16(device: torch.device) -> None:

@@ -77,15 +77,13 @@ def test_the_default_chunk_covers_all_rows_or_is_long(device_type: str) -> None:
     assert long.dtype == torch.float32
 
 
-@pytest.mark.parametrize(("width", "expected"), [(2048, (4096, torch.float32)), (4096, (8192, torch.bfloat16))])
-def test_two_long_halves_are_the_default_where_they_take_less_than_one_chunk(
-    width: int, expected: tuple[int, torch.dtype]
-) -> None:
-    """Half of the logits against a gradient of weight that is kept in float32 meanwhile."""
-    assert chunking(8192, width, 128256, torch.bfloat16, "cuda")[:4:3] == expected
-
-
 BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(("width", "expected"), [(2048, (4096, FP32)), (4096, (8192, BF16))])
+def test_two_long_halves_are_the_default_where_they_take_less_than_one_chunk(width: int, expected: Any) -> None:
+    """Half of the logits against a gradient of weight that is kept in float32 meanwhile."""
+    assert chunking(8192, width, 128256, BF16, "cuda")[:4:3] == expected
 
 
 @pytest.mark.parametrize(
@@ -94,10 +92,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
 )
 def test_a_budget_buys_long_chunks_then_a_float32_sum_then_one_chunk(budget: int, rows: int, dtype: Any) -> None:
     assert chunking(32768, 4096, 128256, BF16, "cuda", budget=budget << 20)[:4:3] == (rows, dtype)
-
-
-def test_float16_is_always_summed_in_float32() -> None:
-    assert chunking(32768, 4096, 128256, torch.float16, "cuda", budget=300 << 20).dtype == torch.float32
+    # A sum of float16 is always one of float32.
+    assert chunking(32768, 4096, 128256, torch.float16, "cuda", budget=300 << 20).dtype == FP32
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about rms_norm that its samples do not say."""
+"""Facts about rms_norm that its samples do not say, one of them of layer_norm, too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from liger_core import rms_norm
+from liger_core import Op, layer_norm, rms_norm
 
 
 def test_wide_rows_are_summed_in_float32(device: torch.device) -> None:
@@ -31,12 +31,13 @@ def test_a_row_of_zeros_stays_zero_and_has_a_finite_gradient(device: torch.devic
     assert torch.isfinite(grad).all()
 
 
+@pytest.mark.parametrize("op", [rms_norm, layer_norm], ids=lambda op: str(op.name))
 @pytest.mark.parametrize("scale", [1e-8, 1e8, 1e18], ids=str)
-def test_a_scaled_row_has_the_gradient_scaled_down(scale: float, device: torch.device) -> None:
+def test_a_scaled_row_has_the_gradient_scaled_down(scale: float, op: Op[..., Tensor], device: torch.device) -> None:
     x, upstream = torch.randn(4, 64, device=device), torch.randn(4, 64, device=device)
 
     def gradient(x: Tensor) -> Tensor:
         leaf = x.clone().requires_grad_()
-        return torch.autograd.grad(rms_norm(leaf, eps=1e-30), leaf, upstream)[0]
+        return torch.autograd.grad(op(leaf, eps=1e-30), leaf, upstream)[0]
 
     torch.testing.assert_close(gradient(x * scale) * scale, gradient(x), rtol=1e-4, atol=1e-5)
