@@ -52,13 +52,14 @@ def save(kind: str, fields: dict[str, Any], folder: Path) -> None:
     AutoConfig.for_model(kind, **fields).save_pretrained(folder)
 
 
-def predict_both(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> list[Prediction]:
-    """With peft, and without."""
+def check_without_peft(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> Prediction:
+    """The prediction with peft, which must be the one without it."""
     pytest.importorskip("peft")
-    found = [predict(setup)]
+    with_peft = predict(setup)
     step._step.cache_clear()
     without_peft(monkeypatch)
-    return [*found, predict(setup)]
+    assert predict(setup) == with_peft
+    return with_peft
 
 
 def without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,17 +74,14 @@ def test_a_plan_is_that_of_a_model_that_peft_has_adapted(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"batch": 2, "sequence": 64, "adapter": "lora", "device": "cuda", "checkpoint": "full"}
-    setup = Setup("tiny", **(options | changes))
-    with_peft, without = predict_both(setup, monkeypatch)
-    assert without == with_peft
+    check_without_peft(Setup("tiny", **(options | changes)), monkeypatch)
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_same_layers_get_adapters(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(kind, MODELS[kind], tmp_path)
     setup = Setup(str(tmp_path), batch=2, sequence=64, adapter="lora", device="cuda", checkpoint="none")
-    with_peft, without = predict_both(setup, monkeypatch)
-    assert without == with_peft
+    check_without_peft(setup, monkeypatch)
 
 
 def test_only_an_alternative_for_experts_needs_peft_and_names_it(
@@ -104,8 +102,7 @@ def test_only_an_alternative_for_experts_needs_peft_and_names_it(
 def test_a_plan_has_the_rank_and_the_targets_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"batch": 2, "sequence": 64, "device": "cuda", "checkpoint": "none", "precision": "bf16"}
     setup = Setup("tiny", adapter="qlora", adapter_rank=64, adapter_alpha=8, adapter_targets="q_proj,v_proj", **options)
-    with_peft, without = predict_both(setup, monkeypatch)
-    assert without == with_peft
+    with_peft = check_without_peft(setup, monkeypatch)
     # Frozen layers without an adapter are in 4 bits, too.
     everywhere = predict(Setup("tiny", adapter="qlora", adapter_rank=64, **options))
     assert with_peft.static_bytes < everywhere.static_bytes

@@ -20,17 +20,20 @@ RUN: dict[str, Any] = {
     "peak_bytes": None, "peak_reserved_bytes": 1 << 30, "static_bytes": 1 << 20,
 }  # fmt: skip
 WRONG: tuple[Any, ...] = (None, 1, "words", ["words"], [], {"a": 1}, {})
-SEALED = json.dumps(RUN | {"files": {}})
+SEALED = RUN | {"files": {}}
+
+
+def save(checkpoint: Path) -> None:
+    saved_checkpoints.mark_unfinished(checkpoint)
+    (checkpoint / "model.safetensors").write_bytes(b"weights")
+    saved_checkpoints.seal(checkpoint, RUN)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Two checkpoints that are whole, of steps 2 and 4."""
     for step in (2, 4):
-        checkpoint = tmp_path / f"checkpoint-{step}"
-        saved_checkpoints.mark_unfinished(checkpoint)
-        (checkpoint / "model.safetensors").write_bytes(b"weights")
-        saved_checkpoints.seal(checkpoint, RUN)
+        save(tmp_path / f"checkpoint-{step}")
     return tmp_path
 
 
@@ -70,27 +73,22 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_is_used(
 
 
 def wrong_seals() -> list[Any]:
-    """Each field of a seal missing, and files and whole seals that are something else."""
-    sealed = json.loads(SEALED)
-    found = [pytest.param({name: sealed[name] for name in sealed if name != lost}, id=f"no {lost}") for lost in sealed]
-    found += [pytest.param(sealed | {"files": {"model.safetensors": value}}, id=f"a file {value}") for value in WRONG]
-    return found + [pytest.param(value, id=f"all {value}") for value in WRONG]
+    """Each field of a seal missing, files and whole seals that are something else, and seals that were cut."""
+    found = {f"no {lost}": {name: SEALED[name] for name in SEALED if name != lost} for lost in SEALED}
+    found |= {f"a file {value}": SEALED | {"files": {"model.safetensors": value}} for value in WRONG}
+    found |= {f"all {value}": value for value in WRONG}
+    whole = json.dumps(SEALED)
+    cut = [pytest.param(whole[:length], id=f"{length} bytes") for length in range(0, len(whole), 7)]
+    return [pytest.param(json.dumps(value), id=name) for name, value in found.items()] + cut
 
 
 @pytest.mark.parametrize("content", wrong_seals())
-def test_a_seal_with_anything_else_in_it_costs_one_checkpoint(folder: Path, content: Any) -> None:
-    (folder / "checkpoint-4" / saved_checkpoints.SEAL).write_text(json.dumps(content))
+def test_a_seal_with_anything_else_in_it_costs_one_checkpoint(folder: Path, content: str) -> None:
+    (folder / "checkpoint-4" / saved_checkpoints.SEAL).write_text(content)
     step, (note,) = resumed(folder)
     assert step == 2
     assert note.startswith("checkpoint-4 was damaged (")
     assert names(folder) == ["checkpoint-2", "damaged-checkpoint-4"]
-
-
-@pytest.mark.parametrize("length", range(0, len(SEALED), 7))
-def test_a_seal_that_was_cut_costs_one_checkpoint(folder: Path, length: int) -> None:
-    seal = folder / "checkpoint-4" / saved_checkpoints.SEAL
-    seal.write_text(seal.read_text()[:length])
-    assert resumed(folder)[0] == 2
 
 
 def test_a_seal_from_before_there_was_an_option_is_of_a_run_without_it(folder: Path) -> None:
@@ -124,9 +122,7 @@ def test_somebody_elses_checkpoint_is_set_aside_and_stays(folder: Path) -> None:
 def test_of_damaged_checkpoints_the_last_one_stays(folder: Path) -> None:
     for step in range(6, 12):
         checkpoint = folder / f"checkpoint-{step}"
-        saved_checkpoints.mark_unfinished(checkpoint)
-        (checkpoint / "model.safetensors").write_bytes(b"weights")
-        saved_checkpoints.seal(checkpoint, RUN)
+        save(checkpoint)
         (checkpoint / "model.safetensors").write_bytes(b"weighty")
         assert resumed(folder)[0] == 4
         assert names(folder) == ["checkpoint-2", "checkpoint-4", f"damaged-checkpoint-{step}"]

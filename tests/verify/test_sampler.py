@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import typer
+from torch import Tensor
 
 from liger_core.errors import OptionError
 from liger_verify import compare_sampler
@@ -41,26 +43,25 @@ def drop_a_key(model: Any) -> None:
     model.model.forward = forward
 
 
-def shift_positions(model: Any) -> None:
-    """Give decoded tokens the rotary embedding of the next position."""
+def with_positions(change: Callable[[Tensor], Tensor], model: Any) -> None:
+    """Give the rotary embedding other positions, (rows, tokens)."""
     original = model.model.rotary_emb.forward
 
     def forward(x: Any, position_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(x, position_ids + (x.shape[1] == 1), *args, **kwargs)
+        return original(x, change(position_ids), *args, **kwargs)
 
     model.model.rotary_emb.forward = forward
 
 
-def ignore_positions(model: Any) -> None:
+def of_the_next(positions: Tensor) -> Tensor:
+    """Give decoded tokens the next position."""
+    return positions + (positions.shape[1] == 1)
+
+
+def of_columns(positions: Tensor) -> Tensor:
     """Count positions from the first column, padding included."""
-    original = model.model.rotary_emb.forward
-
-    def forward(x: Any, position_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        if x.shape[1] > 1:
-            position_ids = torch.arange(x.shape[1], device=x.device).expand_as(position_ids)
-        return original(x, position_ids, *args, **kwargs)
-
-    model.model.rotary_emb.forward = forward
+    columns = positions.shape[1]
+    return torch.arange(columns, device=positions.device).expand_as(positions) if columns > 1 else positions
 
 
 def round_the_head(model: Any) -> None:
@@ -75,8 +76,8 @@ def round_the_head(model: Any) -> None:
 DECODE = "the prefill agrees and decoded tokens do not: look at the cache and at position_ids of decode"
 BUGS: dict[str, tuple[Callable[[Any], None], str, str]] = {
     "the cache is off by one": (drop_a_key, DECODE, "layers first differ at layers.0"),
-    "positions of decode are off by one": (shift_positions, DECODE, "layers first differ at layers.0"),
-    "left padding without position_ids": (ignore_positions, "each sequence alone agrees, so the batch changes it: look at padding, its mask and position_ids", "layers first differ at layers.0"),
+    "positions of decode are off by one": (partial(with_positions, of_the_next), DECODE, "layers first differ at layers.0"),
+    "left padding without position_ids": (partial(with_positions, of_columns), "each sequence alone agrees, so the batch changes it: look at padding, its mask and position_ids", "layers first differ at layers.0"),
     "a bf16 head": (round_the_head, "the tokens after the prefill differ, too: look at what train() and eval() change, and at the head", "all layers agree, so the head differs"),
 }  # fmt: skip
 

@@ -133,10 +133,17 @@ def test_what_differs_by_nature_is_not_wrong(setup: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_whose_layers_see_only_their_part_of_a_sequence_is_refused_with_a_sentence() -> None:
-    sentence = r"rwkv .* failed: rank \d: OptionError: verify: with cp, all 2 layers of rwkv must have attention"
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"model": ["rwkv"], "cp": 2}, r"rwkv .* failed: rank \d: OptionError: verify: with cp, all 2 layers of rwkv must have attention"),
+        ({"model": ["git"], "shard": "ddp"}, "verify: git must compute a loss from input_ids, position_ids and labels, on one process it raised ValueError: "),
+    ],
+    ids=["layers that see their part of a sequence alone", "no loss of tokens alone"],
+)  # fmt: skip
+def test_a_model_that_cannot_be_compared_is_refused_with_a_sentence(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(OptionError, match=sentence):
-        verify(model=["rwkv"], cp=2, liger=False)
+        verify(**options, liger=False)
 
 
 @pytest.mark.slow
@@ -171,15 +178,6 @@ def test_a_model_of_several_texts_is_refused_with_a_sentence(monkeypatch: pytest
         OptionError, match="verify: llama must have one text config, Transformers raised ValueError: Multiple valid"
     ):
         Training("llama").check()
-
-
-@pytest.mark.slow
-def test_a_model_without_a_loss_of_tokens_alone_is_refused_with_a_sentence() -> None:
-    sentence = (
-        "verify: git must compute a loss from input_ids, position_ids and labels, on one process it raised ValueError: "
-    )
-    with pytest.raises(OptionError, match=sentence):
-        verify(model=["git"], shard="ddp", liger=False)
 
 
 def test_one_rank_has_nothing_to_be_compared_with() -> None:
