@@ -57,7 +57,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return Kernel()
 
 
-def launcher(kernel: Kernel) -> Launcher:
+@pytest.fixture
+def launch(kernel: Kernel) -> Launcher:
     made = Launcher(kernel)
     made.direct = True
     return made
@@ -71,8 +72,7 @@ def ways(kernel: Kernel) -> list[str]:
     return [entry[0] for entry in kernel.log]
 
 
-def test_an_equal_call_starts_the_kernel_with_the_addresses(kernel: Kernel) -> None:
-    launch = launcher(kernel)
+def test_an_equal_call_starts_the_kernel_with_the_addresses(kernel: Kernel, launch: Launcher) -> None:
     call(launch)
     call(launch, y=X.clone(), eps=0.5)
     assert ways(kernel) == ["triton", "directly"]
@@ -83,9 +83,8 @@ def test_an_equal_call_starts_the_kernel_with_the_addresses(kernel: Kernel) -> N
     assert (address, width, eps, flag, block) == (X.data_ptr(), 8, 0.5, True, 16)
 
 
-def test_from_triton_3_7_on_the_arguments_go_down_in_a_tuple(kernel: Kernel) -> None:
+def test_from_triton_3_7_on_the_arguments_go_down_in_a_tuple(kernel: Kernel, launch: Launcher) -> None:
     kernel.release = "3.7"
-    launch = launcher(kernel)
     call(launch)
     call(launch, eps=0.5)
     given = kernel.log[1]
@@ -96,9 +95,8 @@ def test_from_triton_3_7_on_the_arguments_go_down_in_a_tuple(kernel: Kernel) -> 
     )
 
 
-def test_every_kernel_says_whether_products_may_be_fused(kernel: Kernel) -> None:
+def test_every_kernel_says_whether_products_may_be_fused(kernel: Kernel, launch: Launcher) -> None:
     """The default changes with Triton 3.10."""
-    launch = launcher(kernel)
     call(launch)
     assert kernel.options["enable_fp_fusion"] is True
     launch((1,), X, Y, 8, 1e-6, FLAG=True, BLOCK=16, enable_fp_fusion=False)
@@ -131,8 +129,9 @@ def test_the_installed_triton_starts_known_kernels_directly() -> None:
     [{"x": X.double()}, {"y": None}, {"width": 16}, {"flag": False}],
     ids=["dtype", "absent_tensor", "integer", "flag"],
 )
-def test_a_call_for_another_kernel_does_not_get_this_one(kernel: Kernel, change: dict[str, Any]) -> None:
-    launch = launcher(kernel)
+def test_a_call_for_another_kernel_does_not_get_this_one(
+    kernel: Kernel, launch: Launcher, change: dict[str, Any]
+) -> None:
     call(launch)
     call(launch, **change)
     call(launch, **change)
@@ -140,8 +139,9 @@ def test_a_call_for_another_kernel_does_not_get_this_one(kernel: Kernel, change:
     assert ways(kernel) == ["triton", "triton", "directly", "directly"]
 
 
-def test_another_device_has_kernels_of_its_own(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = launcher(kernel)
+def test_another_device_has_kernels_of_its_own(
+    kernel: Kernel, launch: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     call(launch)
     monkeypatch.setattr("liger_triton.launch.current_device", lambda: 1)
     call(launch)
@@ -149,17 +149,15 @@ def test_another_device_has_kernels_of_its_own(kernel: Kernel, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("scratch", "x"), [(0, X[1:]), (64, X)], ids=["not_aligned", "scratch_memory"])
-def test_what_only_triton_starts_is_left_to_it(scratch: int, x: Tensor, kernel: Kernel) -> None:
+def test_what_only_triton_starts_is_left_to_it(scratch: int, x: Tensor, kernel: Kernel, launch: Launcher) -> None:
     kernel.scratch = scratch
-    launch = launcher(kernel)
     for given in (X, x, x):
         call(launch, x=given)
     assert ways(kernel) == ["triton", "triton", "triton"]
 
 
-def test_the_store_of_kernels_does_not_grow_for_ever(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_of_kernels_does_not_grow_for_ever(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Launcher, "LIMIT", 4)
-    launch = launcher(kernel)
     for width in range(16):
         call(launch, width=width)
     assert len(launch.compiled) <= 4

@@ -59,14 +59,16 @@ def test_a_row_ends_with_where_and_when_it_was_measured(kind: type[ResultRow]) -
     assert sorted(kind.header()) == sorted(field.name for field in fields(kind))
 
 
+WHERE = dict.fromkeys(("machine", "versions", "commit", "date"), "here")
+
+
 def jobs(*implementations: str) -> list[sharded.HeadJob]:
     return [sharded.HeadJob("op", 8, 4, 50, name, 2, "cpu", "float32") for name in implementations]
 
 
 def test_a_row_without_figures_says_why_and_what_was_asked_for() -> None:
     (job,) = jobs("liger")
-    where = dict.fromkeys(("machine", "versions", "commit", "date"), "here")
-    row = row_from(sharded.HeadRow, job, where, {"reason": "no GPU"})
+    row = row_from(sharded.HeadRow, job, WHERE, {"reason": "no GPU"})
     assert (row.op, row.implementation, row.reason, row.failed, row.date) == ("op", "liger", "no GPU", False, "here")
     assert row.seconds is None
     assert list(row.columns()) == sharded.COLUMNS
@@ -75,16 +77,15 @@ def test_a_row_without_figures_says_why_and_what_was_asked_for() -> None:
 @pytest.mark.parametrize("other", ["machine", "versions", "commit", "dtype", "implementation", None])
 def test_only_a_row_of_the_same_job_and_place_is_not_measured_again(other: str | None) -> None:
     wanted = jobs("gathered", "liger")
-    where = dict.fromkeys(("machine", "versions", "commit", "date"), "here")
-    before = [row_from(sharded.HeadRow, wanted[1], where, {"loss": 1.0})]
+    before = [row_from(sharded.HeadRow, wanted[1], WHERE, {"loss": 1.0})]
     before = [replace(row, **{other: "another"}) for row in before] if other else before
     asked: list[sharded.HeadJob] = []
 
     def measure(todo: list[sharded.HeadJob], kept: object, show: object) -> Iterator[Measurement[sharded.HeadRow]]:
         asked.extend(todo)
-        yield from (Measurement(row_from(sharded.HeadRow, job, where, {"loss": 2.0})) for job in todo[::-1])
+        yield from (Measurement(row_from(sharded.HeadRow, job, WHERE, {"loss": 2.0})) for job in todo[::-1])
 
-    rows, found = completed(sharded.HeadJob, wanted, where, before, Files("sharded", sharded.COLUMNS), measure)
+    rows, found = completed(sharded.HeadJob, wanted, WHERE, before, Files("sharded", sharded.COLUMNS), measure)
     assert asked == (wanted if other else wanted[:1])
     assert [(row.implementation, row.loss) for row in rows] == [("gathered", 2.0), ("liger", 2.0 if other else 1.0)]
     assert len(found) == len(asked)

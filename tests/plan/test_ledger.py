@@ -26,6 +26,7 @@ from liger_train.plan.optimizers import OPTIMIZERS, weights_of
 from liger_train.runs.arguments import training_arguments
 from liger_train.techniques import TECHNIQUES
 from plan.measuring import tiny
+from test_selection import THIRD
 
 KiB = 1024
 
@@ -158,23 +159,13 @@ def test_a_plan_counts_the_memory_of_a_loss(
 
 
 X = torch.randn(4, 8)
-BACKEND = """
-    import liger_core
-    from liger_core import Backend, hookimpl
-
-    def swiglu(gate, up=None, *, limit=None, alpha=1.0, shift=0.0, gate_scale=1.0, scale=1.0, overwrite=False):
-        return liger_core.swiglu.reference(gate, up) + 1
-
-    @hookimpl
-    def liger_backends():
-        return [Backend("third", ("cuda",), 1000, {liger_core.swiglu: swiglu}, OPTIONS)]
-"""
+BACKEND = THIRD.replace("DEVICES", "('cuda',)").replace("PRIORITY", "1000")
 
 Install = Callable[[str, str], Path]
 
 
 def test_cpu_tensors_stand_in_for_those_of_a_gpu(install: Install) -> None:
-    install("third", BACKEND.replace("OPTIONS", "supports_fake_tensors=True"))
+    install("third", BACKEND)
     with choosing_as_on("cuda", "cpu") as backends:
         assert backends[-1] == "third"
         assert torch.equal(swiglu(X, X), swiglu.reference(X, X) + 1)
@@ -183,14 +174,14 @@ def test_cpu_tensors_stand_in_for_those_of_a_gpu(install: Install) -> None:
 
 def test_what_stands_in_need_not_be_able_to_run(install: Install) -> None:
     """Where there is no GPU, Triton's backend is unavailable, but what it would allocate is known."""
-    install("third", BACKEND.replace("OPTIONS", "unavailable=lambda: 'broken', supports_fake_tensors=True"))
+    install("third", BACKEND.replace("table, supports", "table, unavailable=lambda: 'broken', supports"))
     assert "third" in registry().unavailable
     with choosing_as_on("cuda", "cpu"):
         assert torch.equal(swiglu(X, X), swiglu.reference(X, X) + 1)
 
 
 def test_a_backend_without_fake_tensors_does_not_stand_in(install: Install) -> None:
-    install("third", BACKEND.replace("OPTIONS", "supports_fake_tensors=False"))
+    install("third", BACKEND.replace("tensors=True", "tensors=False"))
     with choosing_as_on("cuda", "cpu") as backends:
         assert "third" not in backends
 
