@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from liger_bench.bench.limits import Limits
+
+# A machine that takes as long as its operations or bytes say.
+LIMITS = Limits(1e9, 1e9, lambda p: 2 * p.rows * p.inner * p.columns / 1e9, lambda size: size / 1e9)
 InProcess = Callable[..., tuple[int, str]]
 START = "from liger_core.commands import main; main()"
 TWICE = f"""

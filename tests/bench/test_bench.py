@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench.commands import Finished, InProcess
+from bench.commands import LIMITS, Finished, InProcess
 from liger_bench.bench.case import constants, make_case
 from liger_bench.bench.implementations import backend
-from liger_bench.bench.limits import Limits
 from liger_bench.bench.measure import Bench
 from liger_bench.bench.rows import HEADER, OpRow
 from liger_bench.machine import ENVIRONMENT
@@ -32,9 +31,7 @@ FIGURES = (
 # Where and how a row was measured.
 WHERE = ("machine", "versions", "commit", "date", "copy_bytes_per_second", "product_flops_per_second")
 CPU = torch.device("cpu")
-RUN = Bench(
-    CPU, torch.float32, Limits(1e9, 1e9), 0.01, dict.fromkeys(("machine", "versions", "commit", "date"), "here")
-)
+RUN = Bench(CPU, torch.float32, LIMITS, 0.01, dict.fromkeys(("machine", "versions", "commit", "date"), "here"))
 
 
 def reference_rows(finished: Finished) -> list[dict[str, Any]]:

@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.commands import InProcess
+from bench.commands import LIMITS, InProcess
 from liger_bench import peers
 from liger_bench.bench.case import Case, CaseRun, make_case
 from liger_bench.bench.implementations import Implementation, backend, peer
-from liger_bench.bench.limits import Limits
 from liger_bench.bench.measure import Bench
 from liger_bench.bench.rows import OpRow
 from liger_bench.peers import Peer, eager, liger_kernel, torch_compile
@@ -65,7 +64,7 @@ def log_prob_case(mode: str, **options: Any) -> Case:
 
 
 def measured(case: Case, implementations: list[Implementation]) -> list[OpRow]:
-    return Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.0, WHERE, rounds=2).rows(case, implementations)
+    return Bench(CPU, torch.float32, LIMITS, 0.0, WHERE, rounds=2).rows(case, implementations)
 
 
 def assert_agrees(case: Case, implementation: Implementation, most: float) -> None:
@@ -333,7 +332,7 @@ def test_implementations_are_interleaved() -> None:
 
         return peer(rms_norm, Peer(name, {"rms_norm": call}))
 
-    bench = Bench(CPU, torch.float32, Limits(1e9, 1e9), 0.0, WHERE, passes=("forward",), rounds=3)
+    bench = Bench(CPU, torch.float32, LIMITS, 0.0, WHERE, passes=("forward",), rounds=3)
     bench.rows(quick_case(rms_norm), [noting("a"), noting("b")])
     # Accuracy of each, memory and length of each, then three rounds.
     assert "".join(order) == "ab" + "aabb" + "ab" * 3

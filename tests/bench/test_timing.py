@@ -25,13 +25,15 @@ def test_a_slow_call_is_repeated_five_times_and_its_quantiles_enclose_the_median
     ("size", "operations", "seconds"), [(200, 10, 2.0), (100, 30, 3.0)], ids=["memory_bound", "compute_bound"]
 )
 def test_least_time_is_that_of_the_tighter_limit(size: int, operations: int, seconds: float) -> None:
-    least = Limits(bandwidth=100.0, rate=10.0).least_seconds(Work(size, 2 * size, operations, 2 * operations))
+    least = Limits(100.0, 10.0, pytest.fail, pytest.fail).least_seconds(
+        Work(size, 2 * size, operations, 2 * operations)
+    )
     assert least == {"forward": seconds, "evaluation": seconds, "full": 2 * seconds}
 
 
 def with_products(measured: list[Product]) -> tuple[Limits, Work]:
     """Limits that count each measured matmul as one second, and work of three matmuls."""
-    limits = Limits(100.0, 10.0, lambda product: float(len(measured.append(product) or [1])))
+    limits = Limits(100.0, 10.0, lambda product: float(len(measured.append(product) or [1])), pytest.fail)
     forward = Product(2, 3, 4, "right")
     products = (forward, Product(2, 4, 3, "", "hidden"), Product(4, 2, 3, "left", "weight"))
     return limits, Work(10, 20, forward_products=(forward,), full_products=products)
