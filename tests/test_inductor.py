@@ -51,7 +51,6 @@ def step(x: Tensor) -> Tensor:
     leaf = x.detach().requires_grad_()
     with use("inductor", only=[relu_squared]):
         relu_squared(leaf).backward(torch.ones_like(leaf))
-    assert leaf.grad is not None
     return leaf.grad
 
 

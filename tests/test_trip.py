@@ -49,8 +49,7 @@ def trips() -> dict[str, list[str]]:
     done = subprocess.run(
         [sys.executable, "-c", TRACE], env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=300
     )
-    result: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(("op", "most"), [("linear_cross_entropy", 12), ("rms_norm", 8)])

@@ -24,7 +24,6 @@ def answer(job: Any, connection: Connection) -> Answer:
 
 def test_a_killed_process_is_a_failure_with_its_reason(tmp_path: Path) -> None:
     process = Process(None, tmp_path / "log", 60, answer)
-    assert process.process.pid is not None
     os.kill(process.process.pid, signal.SIGKILL)
     state, results = process.wait()
     process.end()

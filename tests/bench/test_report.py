@@ -54,9 +54,7 @@ def results(folder: Path, ops: list[dict[str, Any]]) -> Path:
 
 
 def text_of(folder: Path) -> str:
-    records = read(folder)
-    assert records is not None
-    return "\n\n".join(page(records, {}, "liger report results"))
+    return "\n\n".join(page(read(folder), {}, "liger report results"))
 
 
 def test_a_figure_of_the_page_is_that_of_the_results(tmp_path: Path) -> None:

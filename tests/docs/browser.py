@@ -63,14 +63,12 @@ class Page:
         while (byte := self.answers.read(1)) != b"\0":
             assert byte, "the browser ended"
             text += byte
-        message: dict[str, Any] = json.loads(text)
-        return message
+        return json.loads(text)
 
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Page]:
     """Yield a page of a browser with a fresh profile in this folder."""
-    assert CHROMIUM is not None
     (commands_out, commands_in), (answers_out, answers_in) = os.pipe(), os.pipe()
 
     def connect() -> None:

@@ -90,8 +90,7 @@ def _patient(wait: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder, names = tmp_path_factory.mktemp("ranks"), forks.cases(request, "name")
     forks.on_ranks(2, work, str(folder), *([name for name in kind if name in names] for kind in (MODELS, SETUPS)))
-    first: dict[str, dict[str, Any]] = json.loads((folder / "0.json").read_text())
-    return first
+    return json.loads((folder / "0.json").read_text())
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu]

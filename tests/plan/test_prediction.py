@@ -99,8 +99,7 @@ def test_packed_sequences_have_a_mask(tmp_path: Path) -> None:
 
 
 def _rows(folder: str, file: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads((RESULTS / folder / file).read_text())
-    return rows
+    return json.loads((RESULTS / folder / file).read_text())
 
 
 LIGER = {"hf": "none", "liger": "all"}

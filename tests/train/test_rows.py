@@ -68,11 +68,16 @@ THOUGHT = "<think>\n\n</think>\n\n"
 CALLED = '<call>{"name": "add", "arguments": {"a": 2}}<|im_end|>'
 
 
-def data_of(template: str | None, folder: Path, rows: list[Any] | str, end: str = "<|im_end|>", **options: Any) -> Data:
+def trained_with(
+    template: str | None, folder: Path, rows: list[Any] | str, end: str = "<|im_end|>", **options: Any
+) -> Setup:
     model = model_with(template, folder / "model", end)
     source = rows if isinstance(rows, str) else written(folder / "chats.jsonl", rows)
-    setup = replace(setup_of(model, data=source), **({"batch": 1, "sequence": 768} | options))
-    return read(setup, 400, own_tokenizer=True)
+    return replace(setup_of(model, data=source), **({"batch": 1, "sequence": 768} | options))
+
+
+def data_of(*given: Any, **options: Any) -> Data:
+    return read(trained_with(*given, **options), 400, own_tokenizer=True)
 
 
 def trained_on(data: Data) -> list[str]:
@@ -181,24 +186,22 @@ def test_answers_are_trained_on_after_the_messages_before_them(tmp_path: Path) -
 def test_a_step_has_the_loss_of_sft_trainer_however_it_is_split(
     batch: int, accumulation: int, packing: bool, tmp_path: Path
 ) -> None:
-    model = model_with(TAGS, tmp_path / "model")
-    source = written(tmp_path / "chats.jsonl", MESSAGES * 2)
-    setup = setup_of(model, data=source, steps=1, packing=packing, liger="all" if packing else "none")
-    row = run(replace(setup, batch=batch, accumulation=accumulation, sequence=128))
+    how = {"batch": batch, "accumulation": accumulation, "packing": packing, "liger": "all" if packing else "none"}
+    setup = trained_with(TAGS, tmp_path, MESSAGES * 2, steps=1, sequence=128, **how)
+    row = run(setup)
     arguments = trl.SFTConfig(
         str(tmp_path / "sft"), report_to="none", use_cpu=True, bf16=False, max_steps=1, per_device_train_batch_size=4,
         logging_steps=1, assistant_only_loss=True, packing=packing, max_length=128,
     )  # fmt: skip
-    trainer = trl.SFTTrainer(str(model), arguments, train_dataset=datasets.Dataset.from_list(MESSAGES * 2))
+    trainer = trl.SFTTrainer(setup.model, arguments, train_dataset=datasets.Dataset.from_list(MESSAGES * 2))
     trainer.train()
     assert row.losses == [pytest.approx(trainer.state.log_history[0]["loss"], rel=1e-6)]
 
 
 def test_compiled_layers_keep_packed_documents_apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compiling, "COMPILER", "aot_eager")
-    model, source = model_with(TAGS, tmp_path / "model"), written(tmp_path / "chats.jsonl", MESSAGES * 2)
-    setup = setup_of(model, data=source, steps=1, packing=True)
-    eager, compiled = (run(replace(setup, batch=1, sequence=256, compile=how)) for how in ("none", "default"))
+    setup = trained_with(TAGS, tmp_path, MESSAGES * 2, steps=1, packing=True, sequence=256)
+    eager, compiled = (run(replace(setup, compile=how)) for how in ("none", "default"))
     assert compiled.losses == [pytest.approx(loss, rel=1e-6) for loss in eager.losses]
 
 
@@ -227,11 +230,10 @@ def test_a_packed_document_does_not_change_the_loss_of_another(liger: str, atten
     ids=["recurrent", "with convolutions", "with a mask of its own", "whose mask knows no positions"],
 )  # fmt: skip
 def test_a_model_that_mixes_packed_documents_is_refused(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
-    model = model_with(TAGS, tmp_path / "model")
-    saved_model(model, kind, vocab_size=400, pad_token_id=None, max_position_embeddings=1024, **options)
-    setup = setup_of(model, data=written(tmp_path / "chats.jsonl", MESSAGES), steps=1, packing=True)
+    setup = trained_with(TAGS, tmp_path, MESSAGES, steps=1, packing=True, sequence=128)
+    saved_model(tmp_path / "model", kind, vocab_size=400, pad_token_id=None, max_position_embeddings=1024, **options)
     with refused("--packing needs a model whose layers keep the documents of a sequence apart by their positions"):
-        run(replace(setup, batch=1, sequence=128))
+        run(setup)
 
 
 def test_text_is_not_packed(small: Setup) -> None:
@@ -420,11 +422,9 @@ def test_a_missing_library_is_named_with_its_installation(tmp_path: Path, monkey
 
 
 def test_the_tokenizer_is_left_as_it_was(tmp_path: Path) -> None:
-    model = model_with(TAGS, tmp_path / "model")
-    settings = json.loads((model / "tokenizer_config.json").read_text())
-    others = {name: value for name, value in settings.items() if name != "pad_token"}
-    (model / "tokenizer_config.json").write_text(json.dumps(others))
-    setup = replace(setup_of(model, data=written(tmp_path / "chats.jsonl", MESSAGES)), batch=1, sequence=64)
+    setup, path = trained_with(TAGS, tmp_path, MESSAGES, sequence=64), tmp_path / "model" / "tokenizer_config.json"
+    others = {name: value for name, value in json.loads(path.read_text()).items() if name != "pad_token"}
+    path.write_text(json.dumps(others))
     assert read(setup, 400, own_tokenizer=True).tokenizer.pad_token is None
 
 
@@ -437,14 +437,12 @@ def test_text_needs_neither_trl_nor_datasets(small: Setup, tmp_path: Path, monke
 
 
 def test_what_is_read_is_printed_before_the_first_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = model_with(TAGS, tmp_path / "model")
-    source = written(tmp_path / "chats.jsonl", MESSAGES)
-    notes = ["A decision."]
+    setup, notes = trained_with(TAGS, tmp_path, MESSAGES, steps=1, sequence=128), ["A decision."]
     with progress_bar() as bar:
-        row = run(replace(setup_of(model, data=source, steps=1), batch=1, sequence=128), bar=bar, notes=notes)
+        row = run(setup, bar=bar, notes=notes)
     printed = capsys.readouterr().err
     expected = [
-        f"Training on the column messages of {source}.",
+        f"Training on the column messages of {setup.data}.",
         "Training on 10 of 256 tokens (3.9%) in 2 sequences, those of answers; the rest is prompts and padding.",
         "The first trained answer: 'four<|im_end|>'.",
     ]

@@ -93,7 +93,6 @@ def test_a_seal_with_anything_else_in_it_costs_one_checkpoint(folder: Path, cont
 
 def test_a_seal_from_before_there_was_an_option_is_of_a_run_without_it(folder: Path) -> None:
     found = saved_checkpoints.latest_intact(folder, [])
-    assert found is not None
     saved_checkpoints.check_same(found, {"model": "tiny", "new_option": False}, "a hash")
     with pytest.raises(OptionError, match="which had --model tiny; give these, or another --output"):
         saved_checkpoints.check_same(found, {"model": "small", "new_option": False}, "a hash")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import logging
+import re
 import sys
 import tomllib
 from dataclasses import replace
@@ -253,15 +254,11 @@ def test_the_error_of_a_technique_for_gpus_has_the_reason() -> None:
                 techniques.check(Setup("tiny", device="cpu", **{technique.option: technique.value}))
 
 
-@pytest.mark.parametrize("name", ["llama-3.2-1", ""], ids=["a name on the hub", "a folder without a model"])
-def test_a_model_that_cannot_be_found_raises_a_clear_error(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_without_a_model_raises_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("liger_hf.hub.hub_is_reachable", lambda: False)
     with pytest.raises(OptionError, match="train: --model must be tiny, ") as raised:
-        config_of(Setup(name or str(tmp_path)))
-    assert ("Did you mean 'llama-3.2-1b'?" in str(raised.value)) == bool(name)
-    assert ("cannot be reached" in str(raised.value)) == bool(name)
+        config_of(Setup(str(tmp_path)))
+    assert not re.search("Did you mean|cannot be reached", str(raised.value))
 
 
 def test_more_checkpointed_layers_than_there_are_is_an_error() -> None:

@@ -68,7 +68,6 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Setup:
 def mean_over_tokens(chats: Setup) -> float:
     """In float64, over all held-out tokens with labels; the same ones for every batch, packed or not."""
     held = read(chats, 400, True).held_out
-    assert held is not None
     model = AutoModelForCausalLM.from_pretrained(chats.model, dtype=torch.float64)
     with torch.no_grad():
         return float(model(input_ids=held[:, 0], labels=held[:, 1]).loss)
