@@ -24,6 +24,12 @@ except SystemExit:
 """
 
 
+def assert_refused(liger: InProcess, sentence: str, *words: str) -> None:
+    """The command must end with 2, and say this sentence."""
+    code, said = liger(*words)
+    assert (code, sentence in said) == (2, True), said
+
+
 def cells(text: str, *wanted: str) -> list[str]:
     """The cells of the first line of a table, in Markdown or on a terminal, that has all the wanted ones."""
     table = [line.strip(line[0]).split(line[0]) for line in text.splitlines() if line.startswith(("|", "│"))]

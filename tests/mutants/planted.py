@@ -34,7 +34,7 @@ DEFINITIONS = (
            ACCURATE, f"cross_entropy and {SMALL}", "logits was overwritten"),
     Mutant("rms_norm: mean without eps", "liger_core.ops.rms_norm:rms_norm",
            "torch.sqrt(_1 + eps)", "torch.sqrt(_1)",
-           "tests/ops/test_rms_norm.py::test_a_row_of_zeros_stays_zero_and_has_a_finite_gradient"),
+           "tests/ops/test_norms.py::test_a_row_of_zeros_stays_zero_and_has_a_finite_gradient"),
     Mutant("nn: streams are mixed by the transposed matrix", "liger_core.nn.streams:HyperConnection.forward",
            "_1.mT", "_1",
            "tests/ops/test_streams.py::test_hyper_connections_are_those_of_transformers"),

@@ -13,7 +13,7 @@ import pytest
 import transformers.dynamic_module_utils
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.commands import InProcess
+from bench.commands import InProcess, assert_refused
 from liger_core.errors import OptionError
 from liger_train.plan.comparison import compare_rows
 from liger_train.row import row_of
@@ -74,8 +74,7 @@ def test_the_code_runs_with_the_option_and_standard_input_does_not_decide(
     liger: InProcess, command: str, model: Path, marker: Path
 ) -> None:
     words = (command, "--model", str(model), *COMMANDS[command])
-    code, said = liger(*words)
-    assert (code, f"--model {model} {REFUSED}" in said) == (2, True), said
+    assert_refused(liger, f"--model {model} {REFUSED}", *words)
     assert not marker.exists()
     code, said = liger(*words, "--trust-remote-code")
     assert (code, marker.exists()) == (0, True), said

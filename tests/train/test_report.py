@@ -13,7 +13,7 @@ import matplotlib.colors
 import matplotlib.image
 import pytest
 
-from bench.commands import InProcess, cells
+from bench.commands import InProcess, assert_refused, cells
 from liger_core.errors import OptionError
 from liger_train.implementations import IMPLEMENTATIONS
 from liger_train.report.page import page, sweep_command
@@ -235,6 +235,6 @@ def test_a_report_escapes_what_rows_say(liger: InProcess, tmp_path: Path) -> Non
 
 
 def test_a_report_without_results_writes_nothing(liger: InProcess, tmp_path: Path) -> None:
-    code, errors = liger("report", str(tmp_path))
-    assert (code, "which liger train --out FOLDER and liger bench --out FOLDER write" in errors) == (2, True)
+    sentence = "which liger train --out FOLDER and liger bench --out FOLDER write"
+    assert_refused(liger, sentence, "report", str(tmp_path))
     assert not list(tmp_path.iterdir())
