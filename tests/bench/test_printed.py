@@ -21,35 +21,23 @@ WIDTH = 100
 Read = Callable[[], str]
 
 
-def stored(file: str) -> Any:
-    return json.loads((RESULTS / file).read_text())
-
-
 @pytest.fixture
 def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Read:
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     return lambda: capsys.readouterr().out
 
 
-def table_lines(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line[:1] in "┏┃┡│└"]
-
-
 def fits(text: str, names: Iterable[str] = ()) -> bool:
-    lines = table_lines(text)
+    lines = [line for line in text.splitlines() if line[:1] in "┏┃┡│└"]
     cells = {cell.strip() for line in lines for cell in line.replace("┃", "│").split("│")}
     return bool(lines) and max(map(len, lines)) <= WIDTH and "…" not in text and set(names) <= cells
 
 
 def test_liger_bench(printed: Read) -> None:
-    names = [field.name for field in fields(OpRow)]
-    rows = [OpRow(**{name: row.get(name.rstrip("_")) for name in names}) for row in longest(stored_ops())]
+    names, stored = [field.name for field in fields(OpRow)], read_csv(next(RESULTS.glob("*-all-ops/results.csv")))
+    rows = [OpRow(**{name: row.get(name.rstrip("_")) for name in names}) for row in longest(stored)]
     print_rows(rows, {})
     assert fits(printed(), {name for row in rows for name in (row.op, row.workload, row.implementation, row.pass_)})
-
-
-def stored_ops() -> list[dict[str, Any]]:
-    return read_csv(next(RESULTS.glob("*-all-ops/results.csv")))
 
 
 def longest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -59,7 +47,7 @@ def longest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_liger_demo(printed: Read) -> None:
-    demo._print(stored("2026-11-21-one-h200/demo-1b.json"), Path("demo"))
+    demo._print(json.loads((RESULTS / "2026-11-21-one-h200" / "demo-1b.json").read_text()), Path("demo"))
     assert fits(printed(), {"peak memory of LM head and loss", "tokens per second"})
 
 

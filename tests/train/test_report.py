@@ -51,10 +51,6 @@ def by_batch(*batches: int, base: Setup = IN_24_GIB, strategies: list[str] = STR
     return [row(setup) for setup in setups_of(base, {"batch": batches}, strategies)]
 
 
-def by_sequence(*sequences: int) -> list[Row]:
-    return [row(setup) for setup in setups_of(replace(IN_24_GIB, batch=4), {"sequence": sequences}, STRATEGIES)]
-
-
 def written(folder: Path, rows: list[Row]) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "train.json").write_text(json.dumps([each.columns() for each in rows]))
@@ -192,7 +188,8 @@ def test_a_picture_marks_what_ran_out_of_memory(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two small sweeps and their timelines."""
-    made = written(tmp_path_factory.mktemp("report"), by_batch(4, 16) + by_sequence(512))
+    by_sequence = [row(each) for each in setups_of(replace(IN_24_GIB, batch=4), {"sequence": [512]}, STRATEGIES)]
+    made = written(tmp_path_factory.mktemp("report"), by_batch(4, 16) + by_sequence)
     (made / "snapshots").mkdir()
     for liger in ("none", "all"):
         record: dict[str, Any] = {

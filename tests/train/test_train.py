@@ -231,8 +231,8 @@ def test_the_search_ends_at_the_first_batch_that_fits(small: Setup, fits: int, f
     assert row.notes[-1].startswith(f"--batch auto: {found}")
 
 
-def data_of(setup: Setup, path: Path, **changes: Any) -> Data:
-    return read(replace(setup, data=str(path), **changes), vocabulary=400, own_tokenizer=False)
+def data_of(setup: Setup, source: Path | str, vocabulary: int = 400, **changes: Any) -> Data:
+    return read(replace(setup, data=str(source), **changes), vocabulary, own_tokenizer=False)
 
 
 def test_a_folder_is_read_in_order_and_its_binary_files_are_named(small: Setup, tmp_path: Path) -> None:
@@ -278,18 +278,14 @@ def short_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache" / "liger"
 
 
-def read_library(small: Setup) -> text_of_runs.Data:
-    return read(replace(small, data="library"), vocabulary=400, own_tokenizer=False)
-
-
 def test_the_tokens_of_the_standard_library_are_kept_for_later_runs(
     small: Setup, short_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = read_library(small)
+    first = data_of(small, "library")
     assert len(list(short_library.iterdir())) == 1
     monkeypatch.setattr(text_of_runs, "trained_tokenizer", lambda *_: pytest.fail("the tokenizer was trained again"))
     monkeypatch.setattr(text_of_runs, "_tokens", lambda *_: pytest.fail("the text was tokenized again"))
-    second = read_library(small)
+    second = data_of(small, "library")
     assert torch.equal(second.sequences, first.sequences)
     assert second.digest == first.digest
     assert second.tokenizer.backend_tokenizer.to_str() == first.tokenizer.backend_tokenizer.to_str()
@@ -300,23 +296,23 @@ def test_the_tokens_of_the_standard_library_are_kept_for_later_runs(
 def test_a_damaged_cache_is_made_again_and_one_that_cannot_be_written_is_none(
     small: Setup, short_library: Path
 ) -> None:
-    first = read_library(small)
+    first = data_of(small, "library")
     (kept,) = short_library.iterdir()
     kept.write_bytes(b"half of a file")
-    assert read_library(small).digest == first.digest
+    assert data_of(small, "library").digest == first.digest
     assert kept.stat().st_size > 100
     shutil.rmtree(short_library.parent)
     short_library.parent.write_text("a file, not a folder")
-    assert read_library(small).sequences.numel() > 0
+    assert data_of(small, "library").sequences.numel() > 0
 
 
 def test_another_text_or_vocabulary_has_tokens_of_its_own(
     small: Setup, short_library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read_library(small)
-    read(replace(small, data="library"), vocabulary=350, own_tokenizer=False)
+    data_of(small, "library")
+    data_of(small, "library", vocabulary=350)
     monkeypatch.setattr(text_of_runs, "library", lambda: ["other words\n" * 400])
-    read_library(small)
+    data_of(small, "library")
     assert len(list(short_library.iterdir())) == 3
 
 
