@@ -21,7 +21,6 @@ COPIED = (
     "packages", "tests", "docs", "benchmarks", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md",
     "constraints.txt", "mkdocs.yml", "pyproject.toml", "noxfile.py",
 )  # fmt: skip
-NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu]
 
@@ -161,7 +160,7 @@ def test_the_rule_of_the_page_reaches_a_model(copy: Path) -> None:
     assert any("cubed" in line for line in ops)
 
 
-@NEEDS_COMPILER
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 def test_the_backend_of_the_page_passes_the_suite(tmp_path: Path) -> None:
     site = installed("liger-compiled", tmp_path)
     assert "compiled" in run("-c", "from liger_core.commands import main; main()", "doctor", site=site)

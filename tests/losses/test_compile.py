@@ -71,16 +71,12 @@ def test_another_count_of_tokens_does_not_recompile() -> None:
     assert graphs.frame_count == 1
 
 
-def fakes(batch: Given) -> Given:
-    return Given(**{name: torch.empty_like(x) for name, x in vars(batch).items()})
-
-
 @EACH
 def test_a_loss_reads_no_values(case: Case) -> None:
     """Tensors without values fail where one is read, which on a GPU would wait for it. Metrics are detached numbers."""
     batch = in_dtype(random_batch(), torch.float32)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        without = fakes(batch)
+        without = Given(**{name: torch.empty_like(x) for name, x in vars(batch).items()})
         policy = without.policy.requires_grad_()
         loss, metrics = case.ours((policy, without.entropy) if case.entropy else policy, without, mask=without.mask)
         loss.backward()

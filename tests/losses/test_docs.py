@@ -10,8 +10,7 @@ from typing import Any
 from liger_core import losses
 from liger_core.losses import pairs, surrogates
 
-PAGE_PATH = Path(__file__).parents[2] / "docs" / "losses.md"
-PAGE = PAGE_PATH.read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
 
 
 def test_the_page_names_everything_public() -> None:

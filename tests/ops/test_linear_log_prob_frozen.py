@@ -25,8 +25,6 @@ pytestmark = pytest.mark.slow
 ROWS, WIDTH, CLASSES = 12, 16, 300
 # Beyond the sums of all rows, a third of the logits.
 BUDGET = ROWS * (8 * WIDTH + CLASSES)
-# Few rows at a time.
-NARROW = ROWS * CLASSES
 
 
 def hidden_and_weight(device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -80,7 +78,7 @@ def test_the_derivative_is_not_summed_where_it_does_not_pay_or_hold(
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "narrow": {"budget": NARROW},
+    "few_rows_at_a_time": {"budget": ROWS * CLASSES},
     "no_packing": {"pack": False},
     "scale_softcap_temperature": {"logit_scale": 0.5, "softcap": 5.0, "temperature": 0.7},
     "negative_scale": {"logit_scale": -0.5},

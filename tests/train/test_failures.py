@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import forks
-from bench.commands import InProcess
+from bench.commands import InProcess, assert_refused
 from liger_core.errors import OptionError
 from liger_train import techniques
 from liger_train.row import COLUMNS, row_of
@@ -33,6 +33,7 @@ from train.training import At
 pytestmark = pytest.mark.slow
 
 WHERE = dict.fromkeys(("machine", "versions", "commit", "date"), "")
+TINY = ("train", "--model", "tiny", "--device", "cpu")
 # What the command does, but that it dies in the middle of its sixth step, as by kill -9, and hurries with its log.
 KILLED = """
 import os, signal, time
@@ -173,8 +174,7 @@ def test_two_runs_do_not_write_to_one_folder(
             run(replace(small, seed=1), folder=tmp_path)
         # Whatever loads comes after the refusal.
         monkeypatch.setattr(command, "_train", raising(AssertionError("this run begins")))
-        words = ("train", "--model", "tiny", "--device", "cpu", "--output", str(tmp_path))
-        refused.extend(liger(*words, *more) for more in ([], ["--resume"]))
+        refused.extend(liger(*TINY, "--output", str(tmp_path), *more) for more in ([], ["--resume"]))
 
     assert run(small, folder=tmp_path, save_every=2, observers=[At(3, second_run)]).losses == whole
     sentence = f"got {tmp_path}, in use by process {os.getpid()} on {platform.node()} since {datetime.now():%Y-%m-%d}"
@@ -187,8 +187,7 @@ def test_checkpoints_that_would_be_overwritten_are_an_error_before_anything_is_l
     liger: InProcess, stopped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "_train", raising(AssertionError("it begins")))
-    code, said = liger("train", "--model", "tiny", "--device", "cpu", "--output", str(stopped))
-    assert (code, "--output must be a folder without checkpoints" in said) == (2, True), said
+    assert_refused(liger, "--output must be a folder without checkpoints", *TINY, "--output", str(stopped))
 
 
 def test_resuming_a_finished_run_reports_it_again(small: Setup, whole: list[float], stopped: Path) -> None:
@@ -310,7 +309,7 @@ def test_every_end_has_its_row_and_exit_code(
     liger: InProcess, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outcome: dict[str, bool], code: int
 ) -> None:
     ending(monkeypatch, outcome)
-    assert liger("train", "--model", "tiny", "--device", "cpu", "--out", str(tmp_path))[0] == code
+    assert liger(*TINY, "--out", str(tmp_path))[0] == code
     (row,) = json.loads((tmp_path / "train.json").read_text())
     assert {name: value for name, value in row.items() if value is True} == outcome
     assert (tmp_path / "train.csv").read_text().splitlines()[0].split(",") == COLUMNS
@@ -381,16 +380,16 @@ def test_a_full_disk_for_the_results_loses_neither_earlier_rows_nor_this_one(
     printed: list[str] = []
     monkeypatch.setattr("builtins.print", lambda *words, **more: printed.append(str(words[0])))
     ending(monkeypatch, {"losses": [1.0]})
-    code, said = liger("train", "--model", "tiny", "--device", "cpu", "--out", str(tmp_path), "--json")
-    assert (code, "File too large; the rows that it had are unchanged; make room" in said) == (2, True), said
+    sentence = "File too large; the rows that it had are unchanged; make room"
+    assert_refused(liger, sentence, *TINY, "--out", str(tmp_path), "--json")
     assert json.loads(printed[0])["rows"][0]["losses"] == [1.0]
     assert (tmp_path / "train.json").read_text() == before
 
 
 def test_results_that_cannot_be_appended_to_are_an_error_before_the_run(liger: InProcess, tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("other,columns\n")
-    code, said = liger("train", "--model", "tiny", "--device", "cpu", "--data", "no/such/file", "--out", str(tmp_path))
-    assert (code, "must have the columns of this version" in said) == (2, True), said
+    words = (*TINY, "--data", "no/such/file", "--out", str(tmp_path))
+    assert_refused(liger, "must have the columns of this version", *words)
 
 
 @pytest.fixture
@@ -416,7 +415,7 @@ def test_the_first_rank_that_fails_speaks(one_of_two_ranks: Any, monkeypatch: py
 def test_one_rank_alone_prints_an_option_error_once(
     one_of_two_ranks: Any, liger: InProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("train", "--model", "tiny", "--device", "cpu", "--offload", "parameters")
+    words = (*TINY, "--offload", "parameters")
     first, said = liger(*words)
     # torchrun restarts ranks after any error.
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
