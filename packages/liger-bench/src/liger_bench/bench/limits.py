@@ -22,20 +22,14 @@ class Limits:
 
     bandwidth  the bytes per second of a large copy, read and written
     rate       the floating-point operations per second of a large matmul
-    measured   returns the seconds of a matmul; by default, its operations divided by the rate
-    copied     returns the seconds of a copy of that many bytes; by default, the bytes divided by the bandwidth
+    measured   returns the seconds of a matmul, measured in each call
+    copied     returns the seconds of a copy of that many bytes
     """
 
     bandwidth: float
     rate: float
-    measured: Callable[[Product], float] | None = None
-    copied: Callable[[int], float] | None = None
-
-    def product_seconds(self, product: Product) -> float:
-        """Return the time of one matmul, measured in each call."""
-        if self.measured is None:
-            return 2 * product.rows * product.inner * product.columns / self.rate
-        return self.measured(product)
+    measured: Callable[[Product], float]
+    copied: Callable[[int], float]
 
     def copy_seconds(self, work: Work) -> dict[str, float]:
         """Return, for each pass of memory-bound work, the seconds of a plain copy of as many bytes.
@@ -45,16 +39,14 @@ class Limits:
         if work.full_products:
             return {}
         sizes = {"forward": work.forward_bytes, "evaluation": work.forward_bytes, "full": work.full_bytes}
-        taken = {
-            size: size / self.bandwidth if self.copied is None else self.copied(size) for size in set(sizes.values())
-        }
+        taken = {size: self.copied(size) for size in set(sizes.values())}
         return {name: taken[size] for name, size in sizes.items()}
 
     def least_seconds(self, work: Work, trained: Collection[str] = ()) -> dict[str, float]:
         """Return the least seconds of each pass whose work is defined; trained arguments get a gradient."""
         wanted = tuple(p for p in work.full_products if not p.gradient or p.gradient in trained)
         # A matmul that is in both passes is measured once.
-        taken = {p: self.product_seconds(p) for p in dict.fromkeys((*work.forward_products, *wanted))}
+        taken = {p: self.measured(p) for p in dict.fromkeys((*work.forward_products, *wanted))}
         forward = self._least(work.forward_bytes, work.forward_flops, [taken[p] for p in work.forward_products])
         full = self._least(work.full_bytes, work.full_flops, [taken[p] for p in wanted])
         return {"forward": forward, "evaluation": forward, "full": full}
