@@ -14,7 +14,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from liger_core.errors import LigerError, OptionError
-from liger_core.private_torch import FakeTensorMode
 from liger_train import float8, techniques
 from liger_train.float8 import RECIPES
 from liger_train.model import build
@@ -200,8 +199,7 @@ def test_a_plan_of_fsdp2_holds_gathered_weights_in_float8() -> None:
         ("fp8-rowwise-pure", 2, "with one scale per row; left out"),
     ):
         setup = Setup("tiny", precision=precision, **small)
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        model, notes = fake_model(setup, mode)
+        model, mode, notes = fake_model(setup)
         sizes = [(w.numel(), bytes_of_a_matrix if w.dim() == 2 else 2) for w in model.model.layers[0].parameters()]
         ledger = ledger_of_a_step(setup, model, sharding_of(setup, model), mode)
         gathered = sum(rounded(elements * itemsize) for elements, itemsize in sizes)

@@ -8,10 +8,7 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from liger_bench.printing import size
-from liger_core.private_torch import FakeTensorMode
 from liger_train.auto_checkpoint import GPU, AutoCheckpoint, bytes_of_inputs, splits
 from liger_train.plan.ledger import Ledger
 from liger_train.plan.optimizers import OPTIMIZERS, weights_of
@@ -90,11 +87,10 @@ def predict_end(start: Prediction, limit: int | None) -> Prediction:
     setup = start.setup
     if setup.checkpoint != "auto" or limit is None or not start.fits(limit):
         return start
-    planned, mode = replace(setup, **NEUTRAL), FakeTensorMode(allow_non_fake_inputs=True)
+    planned = replace(setup, **NEUTRAL)
     notes: list[str] = []
     with as_option_error(setup):
-        with torch.random.fork_rng(devices=[]):
-            model, _ = fake_model(planned, mode)
+        model, mode, _ = fake_model(planned)
         sharding = sharding_of(planned, model)
         state, _ = optimizer_memory(setup, OPTIMIZERS[setup.optimizer], weights_of(model))
         memory = PlannedMemory(limit, state, replace(start, peak_bytes=0))

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from liger_core.kernels import KERNELS
-from liger_core.private_torch import FakeTensorMode
 from liger_train.configs import config_of
 from liger_train.model import on_meta, weights_dtype
 from liger_train.plan.ledger import Ledger
@@ -161,9 +160,8 @@ def _bytes(tensor: Tensor) -> int:
 def _micro_batch_time(setup: Setup, layers: int, rates: Rates) -> float:
     """Return the time of a micro-batch of a model with `layers` layers, without attention."""
     # In eager mode, in which the clock sees every operation.
-    with with_layers(replace(setup, compile="none"), layers) as shallow, torch.random.fork_rng(devices=[]):
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        model, _ = fake_model(shallow, mode)
+    with with_layers(replace(setup, compile="none"), layers) as shallow:
+        model, mode, _ = fake_model(shallow)
         clock: Any = ledger_of_a_step(
             replace(shallow, accumulation=1), model, sharding_of(shallow, model), mode, _Clock, rates=rates
         )

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from liger_core.errors import OptionError
 from liger_core.ops.head.loop import chunking
-from liger_core.private_torch import FakeTensorMode
 from liger_train.configs import config_of
 from liger_train.plan.estimate import with_layers
 from liger_train.plan.ledger import CATEGORIES, OPTIMIZER, OTHER, Ledger
@@ -145,9 +144,7 @@ class _Model:
     def __init__(self, stack: ExitStack, setup: Setup, layers: int) -> None:
         self.layers = layers
         self.setup = replace(stack.enter_context(with_layers(setup, layers)), accumulation=1)
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with torch.random.fork_rng(devices=[]):
-            self.model, _ = fake_model(self.setup, self.mode)
+        self.model, self.mode, _ = fake_model(self.setup)
         self.parameters = sum(weight.numel() for weight in self.model.parameters())
 
     def moments(self, batch: int, sequence: int, ranks: int) -> list[Moments]:

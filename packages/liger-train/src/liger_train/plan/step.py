@@ -140,11 +140,8 @@ def _add_optimizer(held: Mapping[str, int], size: int) -> dict[str, int]:
 
 @lru_cache(maxsize=256)
 def _step(setup: Setup) -> Step:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     with as_option_error(setup):
-        # Building a model seeds the generators.
-        with torch.random.fork_rng(devices=[]):
-            model, notes = fake_model(setup, mode)
+        model, mode, notes = fake_model(setup)
         sharding = sharding_of(setup, model)
         ledger = ledger_of_a_step(setup, model, sharding, mode)
         if setup.shard == "zero3":
@@ -162,7 +159,7 @@ def step_of(setup: Setup, model: Any, ledger: Ledger, notes: tuple[str, ...]) ->
 def _counts(setup: Setup, model: Any) -> tuple[int, int]:
     """Return the numbers of weights and of trained weights of the whole model."""
     if setup.tp > 1:
-        model, _ = fake_model(replace(setup, tp=1, liger="none"), FakeTensorMode(allow_non_fake_inputs=True))
+        model, *_ = fake_model(replace(setup, tp=1, liger="none"))
     weights = list(model.parameters())
     return sum(w.numel() for w in weights), sum(w.numel() for w in weights if w.requires_grad)
 
@@ -220,8 +217,8 @@ def _ledger_of_a_step(
     return ledger
 
 
-def fake_model(setup: Setup, mode: Any) -> tuple[Any, list[str]]:
-    """Build the model of a setup on fake tensors; return it, and notes."""
+def fake_model(setup: Setup) -> tuple[Any, Any, list[str]]:
+    """Build the model of a setup on fake tensors; return it, the mode of the tensors, and notes."""
     # Fake tensors cannot be quantized to 4 bits, offloaded or merged, so the first two are modeled separately.
     simple = replace(setup, device="cpu")
     if setup.compile == "graphs":
@@ -230,8 +227,9 @@ def fake_model(setup: Setup, mode: Any) -> tuple[Any, list[str]]:
         # Weights are gathered in the dtype of activations, which is the one of weights in pure precision.
         pure = f"{setup.precision.removesuffix('-pure')}-pure"
         simple = replace(simple, precision=pure if pure in LOW else "bf16-pure")
-    whole = on_meta(simple)
-    with mode:
+    whole, mode = on_meta(simple), FakeTensorMode(allow_non_fake_inputs=True)
+    # Building a model seeds the generators.
+    with torch.random.fork_rng(devices=[]), mode:
         built = build(
             simple,
             CPU,
@@ -243,7 +241,7 @@ def fake_model(setup: Setup, mode: Any) -> tuple[Any, list[str]]:
         if setup.tp > 1:
             classes = config_of(setup).get_text_config().vocab_size
             parallel.share_vocabulary(built.model, setup, classes, LOSS in built.replaced)
-    return built.model, built.notes + ([AUTO] if setup.checkpoint == "auto" else [])
+    return built.model, mode, built.notes + ([AUTO] if setup.checkpoint == "auto" else [])
 
 
 def _shard_of(model: Any, setup: Setup, device: torch.device) -> Any:
