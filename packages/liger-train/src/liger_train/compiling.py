@@ -127,28 +127,20 @@ def cache_hits_and_misses() -> tuple[int, int]:
     return counted["fxgraph_cache_hit"], counted["fxgraph_cache_miss"]
 
 
-class FirstCall:
-    """Runs steps; if the compiler fails in the first one, the layers run eagerly, and `note` gets the reason."""
-
-    def __init__(self, model: nn.Module, note: Callable[[str], object]) -> None:
-        self.model, self.note, self.done = model, note, False
-
-    def __call__(self, step: Callable[[], R]) -> R:
-        if self.done:
-            return step()
-        self.done = True
-        gradients = [weight.grad for weight in self.model.parameters()]
-        try:
-            return step()
-        except CompilerError() as error:
-            if any(grad is not None for grad in gradients):
-                raise
-            reason = first_line(getattr(error, "inner_exception", error))
-        undo(self.model)
-        for weight in self.model.parameters():
-            weight.grad = None
-        self.note(f"--compile: the layers run in eager mode, since the compiler failed: {reason}")
+def or_eagerly(step: Callable[[], R], model: nn.Module, failed: Callable[[str], object]) -> R:
+    """Run a step; if the compiler fails and no earlier step left gradients, `failed` gets the reason, and the layers
+    run in eager mode."""
+    has_gradients = any(weight.grad is not None for weight in model.parameters())
+    try:
         return step()
+    except CompilerError() as error:
+        if has_gradients:
+            raise
+        reason = first_line(getattr(error, "inner_exception", error))
+    undo(model)
+    model.zero_grad(set_to_none=True)
+    failed(reason)
+    return step()
 
 
 def first_line(error: BaseException) -> str:

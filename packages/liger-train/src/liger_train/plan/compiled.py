@@ -18,7 +18,6 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from liger_core.private_names import replacing
 from liger_core.private_torch import (
-    CompilerError,
     active_modes,
     compile_by_inductor,
     fusible_operators,
@@ -28,8 +27,6 @@ from liger_core.private_torch import (
 from liger_train import compiling
 from liger_train.checkpointing import layers
 from liger_train.plan.ledger import Ledger
-
-EAGER = "--compile: layers are planned in eager mode, since the compiler failed: {}"
 
 # The modes outside of the running layer, the innermost last.
 _outside: list[Any] = []
@@ -48,19 +45,6 @@ def compile_layers(model: nn.Module, within: bool) -> str:
     for layer in layers(model):
         layer.forward = _outside_of_modes(layer.forward)
     return note
-
-
-def or_eagerly(step: Callable[[], Ledger], model: nn.Module) -> Ledger:
-    """Return the ledger of a step; if the compiler fails, the layers run in eager mode, and a note has the reason."""
-    try:
-        return step()
-    except CompilerError() as error:
-        reason = compiling.first_line(getattr(error, "inner_exception", error))
-    compiling.undo(model)
-    model.zero_grad(set_to_none=True)
-    ledger = step()
-    ledger.notes.append(EAGER.format(reason.rstrip(".")))
-    return ledger
 
 
 def _outside_of_modes(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from liger_core.errors import LigerError, OptionError
 from liger_core.private_torch import DataDependentOutput, DynamicOutputShape, FakeTensorMode
 from liger_hf.private_transformers import CHECKPOINT
 from liger_train.checkpointing import layers
+from liger_train.compiling import or_eagerly
 from liger_train.configs import config_of
 from liger_train.implementations import PEER
 from liger_train.model import LOSS, LOW, adapter_note, build, on_meta
@@ -51,6 +52,7 @@ NEUTRAL: dict[str, Any] = {
     name: getattr(Setup, name) for name in (*FREE, "memory_limit", "data", "validation") if name != "trust_remote_code"
 }
 GRAPHS = "--compile graphs reserves more than its peak, since a CUDA graph has a memory pool of its own."
+EAGER = "--compile: layers are planned in eager mode, since the compiler failed: {}"
 AUTO = "This is the start of --checkpoint auto, which uses the free memory; with --memory-limit, plans show its end."
 FORWARD, BACKWARD, UPDATE = "forward pass", "backward pass", "weight update"
 
@@ -188,7 +190,11 @@ def ledger_of_a_step(
     setup: Setup, model: Any, sharding: Sharding, mode: Any, kind: type[Ledger] = Ledger, **fields: Any
 ) -> Ledger:
     """Return a ledger of this kind after a step; `fields` are set on it before the step."""
-    return compiled.or_eagerly(partial(_ledger_of_a_step, setup, model, sharding, mode, kind, fields), model)
+    reasons: list[str] = []
+    step = partial(_ledger_of_a_step, setup, model, sharding, mode, kind, fields)
+    ledger = or_eagerly(step, model, reasons.append)
+    ledger.notes.extend(EAGER.format(reason.rstrip(".")) for reason in reasons)
+    return ledger
 
 
 def _ledger_of_a_step(

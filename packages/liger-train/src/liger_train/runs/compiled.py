@@ -17,6 +17,8 @@ from liger_train.runs.graphs import Graphs, Inputs, Step, Tokens
 from liger_train.runs.record import Recorder
 from liger_train.setup import Setup
 
+EAGER = "--compile: the layers run in eager mode, since the compiler failed: "
+
 
 class Compiled(TrainerCallback):
     """Runs micro-batches by the value of --compile.
@@ -52,9 +54,12 @@ class Compiled(TrainerCallback):
 
     def step(self, step: Step, model: nn.Module, inputs: Inputs, tokens: Tokens) -> Tensor:
         """Run a micro-batch, by `step` or by a graph of it; return the loss."""
-        if self._run is None:
-            self._run = self._runner(step, model)
-        return self._run(inputs, tokens)
+        if self._run is not None:
+            return self._run(inputs, tokens)
+        run = self._run = self._runner(step, model)
+        if self.seconds is None:
+            return run(inputs, tokens)
+        return compiling.or_eagerly(lambda: run(inputs, tokens), model, lambda why: self.notes.append(EAGER + why))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self._steps += 1
@@ -65,13 +70,11 @@ class Compiled(TrainerCallback):
             self.recorder.restart_timing()
 
     def _runner(self, step: Step, model: nn.Module) -> Step:
-        if self.seconds is None:
-            return step
-        first = compiling.FirstCall(model, self.notes.append)
         if self.setup.compile != "graphs":
-            return lambda inputs, tokens: first(lambda: step(inputs, tokens))
-        run = Graphs(step, model, lambda: self._steps >= WARM_UP and self.settled(), self.notes.append, self._recording)
-        return lambda inputs, tokens: first(lambda: run(inputs, tokens))
+            return step
+        return Graphs(
+            step, model, lambda: self._steps >= WARM_UP and self.settled(), self.notes.append, self._recording
+        )
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
