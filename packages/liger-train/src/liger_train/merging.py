@@ -39,19 +39,16 @@ class MergedLinears:
         self.x: Tensor | None = None
         self.outputs: list[Tensor | None] = []
 
-    def __call__(self, x: Tensor) -> Tensor | None:
-        """Return the concatenated outputs of all layers, or None if each must run by itself."""
-        if (x.dtype, x.device) != (self.whole.dtype, self.whole.device) or torch.is_autocast_enabled(x.device.type):
-            return None
-        weights = [linear.weight for linear in self.linears]
-        return _merged(x, self.whole, *weights, *[None] * (MOST - len(weights)))
-
     def output(self, index: int, x: Tensor) -> Tensor | None:
-        """Return the output of one layer; the first call with an input computes the outputs of all."""
+        """Return the output of one layer, or None if it must run by itself.
+
+        The first call with an input computes the outputs of all.
+        """
         if self.x is not x:
-            joint = self(x)
-            if joint is None:
+            if (x.dtype, x.device) != (self.whole.dtype, self.whole.device) or torch.is_autocast_enabled(x.device.type):
                 return None
+            weights = [linear.weight for linear in self.linears]
+            joint = _merged(x, self.whole, *weights, *[None] * (MOST - len(weights)))
             self.x, self.outputs = x, list(joint.split(self.sizes, -1))
         output, self.outputs[index] = self.outputs[index], None
         if all(each is None for each in self.outputs):

@@ -277,10 +277,7 @@ def check_techniques(setup: Setup, here: bool) -> None:
 
 def arguments(setup: Setup) -> dict[str, Any]:
     """Return the fields that the setup's techniques set in transformers.TrainingArguments."""
-    merged: dict[str, Any] = {}
-    for technique in chosen(setup):
-        merged |= technique.arguments(setup)
-    return merged
+    return {name: value for technique in chosen(setup) for name, value in technique.arguments(setup).items()}
 
 
 def _chosen(option: str, values: dict[str, Technique], value: str) -> Technique:
