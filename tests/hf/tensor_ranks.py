@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,9 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import liger_hf
-from hf.tiny_models import LargestResult, make, tokens, twin
-from hf.two_ranks import PATIENCE, no_logits
-from liger_core import use
+from hf.tiny_models import LargestResult, make, no_logits, tokens, twin
+from hf.two_ranks import one_of_ranks, whole
 from liger_hf.isolation import DoublePrecision
 from liger_hf.rules.head.causal_loss import causal_lm_loss
 
@@ -34,13 +33,12 @@ TOLERANCE = 1e-10
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, what is given to it in each of the micro-batches of a step, and what the report must say of it."""
+    """A model, and what is given to it in each of the micro-batches of a step."""
 
     architecture: str = "llama"
     options: dict[str, Any] = field(default_factory=dict)
     batches: tuple[dict[str, Tensor], ...] = (tokens(),)
     plan: dict[str, str] = field(default_factory=dict)
-    replaced: int = 1
 
 
 def shifted(**options: Any) -> dict[str, Any]:
@@ -90,11 +88,7 @@ def exact(model: Any, batches: Any) -> dict[str, Tensor]:
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _whole(value: Any) -> Tensor:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def compare(title: str, got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -105,36 +99,25 @@ def compare(title: str, got: dict[str, Tensor], expected: dict[str, Tensor]) -> 
         assert largest <= TOLERANCE, f"{title}: {name} is off by {largest:.3g} of its largest element"
 
 
-@contextmanager
-def ranks(count: int) -> Any:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=PATIENCE)
-    with use("reference"):
-        yield init_device_mesh("cpu", (count,))
-    # Nobody leaves while another one waits for it.
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def in_turn(rank: int, works: tuple[Callable[[Any], None], ...]) -> None:
     """Do what two ranks do, one work after the other."""
-    with ranks(2) as mesh:
+    with one_of_ranks(rank):
+        mesh = init_device_mesh("cpu", (2,))
         for work in works:
             work(mesh)
 
 
-def steps(rank: int) -> None:
+def steps(mesh: Any) -> None:
     """Raises if a model does not have the loss and the gradients of one process, or gathers its logits."""
-    with ranks(2) as mesh:
-        for name, setup in SETUPS.items():
-            base = make(setup.architecture, torch.float64, **setup.options).train()
-            expected = exact(twin(base), setup.batches)
-            model = distributed(base, mesh, setup.plan)
-            report = liger_hf.apply(model)
-            assert report.replaced.get("linear_cross_entropy", 0) == setup.replaced, f"{name}: {report}"
-            with no_logits():
-                got = exact(model, setup.batches)
-            compare(f"{name}, rank {rank}", got, expected)
+    for name, setup in SETUPS.items():
+        base = make(setup.architecture, torch.float64, **setup.options).train()
+        expected = exact(twin(base), setup.batches)
+        model = distributed(base, mesh, setup.plan)
+        report = liger_hf.apply(model)
+        assert report.replaced.get("linear_cross_entropy", 0) == 1, f"{name}: {report}"
+        with no_logits():
+            got = exact(model, setup.batches)
+        compare(f"{name}, rank {dist.get_rank()}", got, expected)
 
 
 def report_of_a_rank(mesh: Any) -> None:
@@ -182,7 +165,7 @@ def log_probabilities(mesh: Any) -> None:
             x = hidden.clone().requires_grad_()
             log_prob, entropy = liger_hf.head_log_prob(model.lm_head, x, target, return_entropy=True)
             (log_prob * cotangent + 0.3 * entropy).sum().backward()
-            gradients = {"hidden": x.grad, "weight": _whole(model.lm_head.weight.grad)}
+            gradients = {"hidden": x.grad, "weight": whole(model.lm_head.weight.grad)}
             return {"log_prob": log_prob.detach(), "entropy": entropy.detach(), **gradients}
 
         base = make(dtype=torch.float64).train()
@@ -252,7 +235,7 @@ def loaded(rank: int, folders: list[str]) -> None:
     """As a user does it. Embeddings that are tied to the head are sharded like it."""
     from transformers.distributed import DistributedConfig
 
-    with ranks(2):
+    with one_of_ranks(rank):
         for folder in folders:
             _compare_loaded(folder, DistributedConfig(tp_size=2))
 
@@ -278,7 +261,7 @@ def experts_of_ranks(rank: int, folders: list[str]) -> None:
 
     beside = "ep_size" in inspect.signature(DistributedConfig).parameters
     config = DistributedConfig(tp_size=2, **({"ep_size": 2} if beside else {"enable_expert_parallel": True}))
-    with ranks(2), pytest.MonkeyPatch.context() as patch:
+    with one_of_ranks(rank), pytest.MonkeyPatch.context() as patch:
         # The grouped matmul of torch does not support float64; the loop that Transformers has for other cases does.
         patch.setattr("transformers.integrations.moe._can_use_grouped_mm", lambda *_: False)
         for folder in folders:
@@ -293,7 +276,7 @@ def _logits(model: Any) -> dict[str, Tensor]:
 
 def sharded_twice(rank: int) -> None:
     """Four ranks: two shards of the vocabulary, and over them FSDP2, one of whose ranks has no token that counts."""
-    with ranks(4):
+    with one_of_ranks(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         for patch_last, alone in ((True, False), (False, True)):
             base = make(dtype=torch.float64).train()
@@ -328,24 +311,24 @@ def sequence_parallel(mesh: Any) -> None:
         parallelize_module,
     )
 
-    whole, tokens_here = Replicate(), Shard(1)
+    on_all, tokens_here = Replicate(), Shard(1)
     layer = {
         "input_layernorm": SequenceParallel(),
         "self_attn": PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": tokens_here}, desired_input_kwarg_layouts={"hidden_states": whole}
+            input_kwarg_layouts={"hidden_states": tokens_here}, desired_input_kwarg_layouts={"hidden_states": on_all}
         ),
         **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
         "self_attn.o_proj": RowwiseParallel(output_layouts=tokens_here),
         "post_attention_layernorm": SequenceParallel(),
-        "mlp": PrepareModuleInput(input_layouts=tokens_here, desired_input_layouts=whole),
+        "mlp": PrepareModuleInput(input_layouts=tokens_here, desired_input_layouts=on_all),
         "mlp.gate_proj": ColwiseParallel(),
         "mlp.up_proj": ColwiseParallel(),
         "mlp.down_proj": RowwiseParallel(output_layouts=tokens_here),
     }
     plan = {f"model.layers.*.{name}": style for name, style in layer.items()} | {
-        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=tokens_here),
+        "model.embed_tokens": RowwiseParallel(input_layouts=on_all, output_layouts=tokens_here),
         "model.norm": SequenceParallel(),
-        "lm_head": ColwiseParallel(input_layouts=tokens_here, output_layouts=whole),
+        "lm_head": ColwiseParallel(input_layouts=tokens_here, output_layouts=on_all),
     }
     batch = {**tokens(length=12), "position_ids": torch.arange(12)[None]}
     for patch_last in (True, False):
@@ -373,8 +356,8 @@ def shifts_in_a_shard(mesh: Any) -> None:
     model.set_attn_implementation("eager")
     liger_hf.apply(model)
     batch = tokens(length=12)
-    whole = {**batch, "shift_labels": nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()}
-    local = {name: value.clone() for name, value in whole.items()}
+    given = {**batch, "shift_labels": nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()}
+    local = {name: value.clone() for name, value in given.items()}
     with context_parallel(mesh, buffers=list(local.values()), buffer_seq_dims=[1] * len(local)):
         assert local["labels"].shape[1] == 6
         assert model(**local).loss.isfinite()

@@ -8,7 +8,6 @@ import torch
 
 import liger_hf
 from hf import tiny_models
-from hf.test_breakage import pair
 from hf.tiny_models import (
     ARCHITECTURES,
     VOCABULARY,
@@ -16,7 +15,8 @@ from hf.tiny_models import (
     disagreements,
     exact_step,
     make,
-    patched_twin,
+    pair,
+    pair_of,
     step,
     step_disagreements,
     tokens,
@@ -40,8 +40,7 @@ def test_in_every_precision_the_same_is_replaced_and_logits_in_evaluation_are_th
 ) -> None:
     replaced = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        plain = make(architecture, dtype).eval()
-        patched = patched_twin(plain)
+        patched, plain = pair_of(make(architecture, dtype).eval())
         replaced.append(patched.liger_report.replaced)
         models = patched, plain, twin(plain).double()
         with torch.no_grad():
@@ -86,8 +85,7 @@ def test_autocast_training_stays_within_the_noise_of_autocast(architecture: str)
 
 
 def test_generated_tokens_are_the_same(architecture: str) -> None:
-    plain = make(architecture).eval()
-    patched = patched_twin(plain)
+    patched, plain = pair_of(make(architecture).eval())
     ids = tokens()["input_ids"]
     options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     assert torch.equal(patched.generate(ids, **options), plain.generate(ids, **options))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,15 +11,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import liger_hf
 from hf import two_ranks
-from hf.tiny_models import VOCABULARY, make, patched_twin, step, step_disagreements, tokens, twin
+from hf.tiny_models import VOCABULARY, make, pair, step, step_disagreements, tokens, twin
 
 pytestmark = pytest.mark.cpu
-
-
-def pair(architecture: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
-    """A model and its patched copy, both training."""
-    plain = make(architecture, dtype, **options).train()
-    return patched_twin(plain), plain
 
 
 def test_logits_to_keep_is_honoured_while_training() -> None:
@@ -61,8 +54,8 @@ def test_replicas_of_data_parallel_are_refused_with_a_sentence() -> None:
     patched._replicate_for_data_parallel()
 
 
-def fsdp1(rank: int, store: str) -> None:
-    with two_ranks.two_processes(rank, store):
+def fsdp1(rank: int) -> None:
+    with two_ranks.one_of_ranks(rank):
         model = make(tie_word_embeddings=False).train()
         expected = step(twin(model), **tokens())["loss"]
         liger_hf.apply(model)
@@ -74,8 +67,8 @@ def fsdp1(rank: int, store: str) -> None:
 
 
 @pytest.mark.slow
-def test_fsdp1_has_the_whole_head_within_the_forward(tmp_path: Path) -> None:
-    two_ranks.on_two_ranks(fsdp1, str(tmp_path / "store"))
+def test_fsdp1_has_the_whole_head_within_the_forward() -> None:
+    two_ranks.on_two_ranks(fsdp1)
 
 
 def test_norms_one_after_the_other_do_not_overwrite_what_a_backward_needs() -> None:

@@ -18,9 +18,7 @@ from transformers import DynamicCache
 
 import liger_hf
 from hf.sweep import build
-from hf.test_breakage import pair
-from hf.test_heads import adapted
-from hf.tiny_models import VOCABULARY, disagreements, exact_step, make, patched_twin, step, tokens
+from hf.tiny_models import VOCABULARY, adapted, disagreements, exact_step, make, pair, pair_of, recorded, step, tokens
 from liger_hf.patch import replacement
 from liger_hf.rules.norm.within import untouched
 
@@ -49,13 +47,7 @@ def graph_breaks() -> set[str]:
 
 def compiled_step(model: Any, backend: Any, fullgraph: bool = True, **inputs: Any) -> dict[str, Tensor]:
     """A training step through one compiled graph."""
-    return step_of(torch.compile(model, fullgraph=fullgraph, backend=backend), **inputs)
-
-
-def step_of(compiled: Any, **inputs: Any) -> dict[str, Tensor]:
-    """A training step in which every name is that of the model itself."""
-    results = step(compiled, **inputs)
-    return {name.removeprefix("_orig_mod."): value for name, value in results.items()}
+    return step(torch.compile(model, fullgraph=fullgraph, backend=backend), **inputs)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
@@ -73,7 +65,7 @@ def test_a_patched_model_is_one_graph_with_the_right_gradients_and_logits_that_a
     # More rows than any weight has, so that a gradient of a weight is not taken for logits.
     inputs = tokens(batch=8, length=50)
     compiled = torch.compile(patched, fullgraph=True, backend=aot_autograd(fw_compiler=watch, bw_compiler=watch))
-    results, expected = step_of(compiled, **inputs), step(plain, **inputs)
+    results, expected = step(compiled, **inputs), step(plain, **inputs)
     assert disagreements(results, expected, exact_step(plain, **inputs)) == {}
     torch.testing.assert_close(compiled(**inputs).logits + 0, plain(**inputs).logits)
     assert graphs() == 1
@@ -83,8 +75,7 @@ def test_a_patched_model_is_one_graph_with_the_right_gradients_and_logits_that_a
 
 @pytest.mark.cpu
 def test_a_hook_in_a_head_with_an_adapter_breaks_no_graph() -> None:
-    plain = adapted(make(tie_word_embeddings=False), "lm_head")
-    patched = patched_twin(plain)
+    patched, plain = pair_of(adapted(make(tie_word_embeddings=False), "lm_head"))
     for model in (plain, patched):
         model.base_model.model.lm_head.lora_A.default.register_forward_hook(lambda module, args, output: output * 2)
     inputs = tokens()
@@ -95,8 +86,7 @@ def test_a_hook_in_a_head_with_an_adapter_breaks_no_graph() -> None:
 @pytest.mark.cpu
 @pytest.mark.parametrize("model_type", ["opt", "bert", "glm4", "gemma4_text"])
 def test_other_heads_and_rotary_functions_break_no_graph(model_type: str) -> None:
-    plain = build(model_type).train()
-    patched = patched_twin(plain)
+    patched, plain = pair_of(build(model_type).train())
     inputs = {**tokens(), "use_cache": False}
     results, breaks = compiled_step(patched, "aot_eager", False, **inputs), graph_breaks()
     torch.testing.assert_close(results, step(plain, **inputs), rtol=1e-4, atol=1e-5)
@@ -147,8 +137,7 @@ def test_a_patched_model_recompiles_no_more_than_the_plain_one() -> None:
 
 
 def test_the_compiled_model_evaluates_like_the_plain_one() -> None:
-    plain = make().eval()
-    patched = patched_twin(plain)
+    patched, plain = pair_of(make().eval())
     with torch.no_grad():
         results, expected = torch.compile(patched, fullgraph=True, backend="aot_eager")(**tokens()), plain(**tokens())
     torch.testing.assert_close((results.logits, results.loss), (expected.logits, expected.loss))
@@ -200,17 +189,15 @@ def test_a_compiled_patched_model_needs_no_causal_mask() -> None:
 
 
 def test_a_patched_model_needs_no_causal_mask_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags: list[bool] = []
-    attention = nn.functional.scaled_dot_product_attention
-
-    def watch(*args: Any, is_causal: bool, **options: Any) -> Tensor:
-        flags.append(is_causal)
-        return attention(*args, is_causal=is_causal, **options)
-
     model = make("llama").train()
     inputs = tokens() | {"use_cache": False}
     expected = model(**inputs).loss
-    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", watch)
+    flags = recorded(
+        monkeypatch,
+        nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, is_causal, **options: is_causal,
+    )
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     model(**inputs)
     with liger_hf.apply(model):

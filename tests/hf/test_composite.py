@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, EncoderDecoderConfig, Enco
 import liger_hf
 from hf.sweep import build, differences
 from hf.tiny_configs import tiny_config
-from hf.tiny_models import VOCABULARY, exact_step, step, twin
+from hf.tiny_models import VOCABULARY, exact_step, pair_of, step, twin
 
 pytestmark = pytest.mark.cpu
 
@@ -82,10 +82,8 @@ def test_an_encoder_and_a_decoder_of_two_models_train_as_before() -> None:
     decoder = tiny_config("gpt2", add_cross_attention=True)
     config = EncoderDecoderConfig.from_encoder_decoder_configs(tiny_config("bert"), decoder)
     config.decoder_start_token_id, config.pad_token_id = 1, 0
-    plain = EncoderDecoderModel(config).train()
-    patched = twin(plain)
-    report = liger_hf.apply(patched)
-    assert report.replaced.keys() >= {"layer_norm", "linear_cross_entropy"}
+    patched, plain = pair_of(EncoderDecoderModel(config).train())
+    assert patched.liger_report.replaced.keys() >= {"layer_norm", "linear_cross_entropy"}
     ids = torch.randint(3, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
     inputs = {"input_ids": ids, "labels": ids}
     assert problems(patched, plain, **inputs) == []

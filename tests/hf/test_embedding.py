@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import liger_hf
 from hf.sweep import build
-from hf.tiny_models import assert_same_step, make, rows_of, step_disagreements, twin
+from hf.tiny_models import assert_same_step, make, pair_of, rows_of, step_disagreements
 from liger_hf.rules.embedding import rule
 
 pytestmark = pytest.mark.cpu
@@ -28,9 +28,8 @@ MODELS: dict[str, tuple[int, set[str]]] = {
 @pytest.mark.parametrize(("model_type", "expected"), MODELS.items(), ids=MODELS)
 def test_a_model_trains_like_the_unpatched_one(model_type: str, expected: tuple[int, set[str]]) -> None:
     count, details = expected
-    plain = build(model_type).eval()
-    patched = twin(plain)
-    report = liger_hf.apply(patched, only=["embedding"])
+    patched, plain = pair_of(build(model_type).eval(), only=["embedding"])
+    report = patched.liger_report
     assert report.replaced == {"embedding": count}
     replaced = [row for row in rows_of(report, "embedding") if row.verdict == "replaced"]
     assert {row.reason.removeprefix("outputs and gradients agree") for row in replaced} <= details

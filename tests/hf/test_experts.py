@@ -11,7 +11,7 @@ import torch
 
 import liger_hf
 from hf.sweep import build
-from hf.tiny_models import checkpoint_layers, patched_twin, rows_of, step, tokens, twin
+from hf.tiny_models import checkpoint_layers, pair_of, patched_twin, recorded, rows_of, step, tokens, twin, watched
 from liger_core.accuracy import error
 from liger_hf.report import Row
 from liger_hf.rules.experts import rule
@@ -22,22 +22,11 @@ GATES = ("swiglu", "geglu")
 
 
 def loss(model: Any) -> torch.Tensor:
-    return model(**{name: values.to(model.device) for name, values in tokens().items()}).loss
+    return model(**tokens()).loss
 
 
 def row_of(report: Any, module: str, op: str = "experts") -> Row:
     return next(row for row in rows_of(report, op) if row.module == module)
-
-
-class Watched:
-    """An op that notes the arguments of its calls."""
-
-    def __init__(self, op: Any, calls: list[Any]) -> None:
-        self.op, self.calls, self.name = op, calls, op.name
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        self.calls.append((args, options))
-        return self.op(*args, **options)
 
 
 def test_an_implementation_that_was_chosen_stays_and_the_report_says_how_to_change_it() -> None:
@@ -81,9 +70,7 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def arguments(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The arguments of each call of the op."""
-    found: list[Any] = []
-    monkeypatch.setattr(rule, "experts", Watched(rule.experts, found))
-    return found
+    return recorded(monkeypatch, rule, "experts", lambda *args, **options: (args, options))
 
 
 # Each layout of the experts, with and without checkpointing, with each choice of targets.
@@ -98,8 +85,7 @@ def test_lora_on_experts_has_the_gradients_of_peft(
     model_type: str, targets: str, checkpointed: bool, arguments: list[Any]
 ) -> None:
     names, factors = TARGETS[targets]
-    plain = adapted(model_type, names)
-    patched = patched_twin(plain)
+    patched, plain = pair_of(adapted(model_type, names))
     for model in (plain, patched):
         if checkpointed:
             model.enable_input_require_grads()
@@ -197,13 +183,11 @@ def test_experts_in_a_wrapper_that_no_rule_takes_are_left_with_a_reason() -> Non
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 def test_the_gate_of_every_implementation_is_replaced(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    right = gated_mlp.swiglu
-    monkeypatch.setattr("liger_hf.rules.gated_mlp.rule.ACTIVATIONS", ((Watched(right, calls), {}),))
+    monkeypatch.setattr(gated_mlp, "ACTIVATIONS", ((watched(gated_mlp.swiglu, calls), {}),))
     plain = build("mixtral").train()
     plain.set_experts_implementation(implementation)
-    patched = twin(plain)
-    report = liger_hf.apply(patched, only=["swiglu"])
-    assert report.replaced == {"swiglu": 2}
+    patched = patched_twin(plain, only=["swiglu"])
+    assert patched.liger_report.replaced == {"swiglu": 2}
     calls.clear()
     torch.testing.assert_close(loss(patched), loss(plain))
     assert len(calls) == 2
@@ -232,8 +216,7 @@ def test_a_limited_gate_is_replaced_and_one_with_a_slope_of_its_own_is_left(mode
 
 def test_under_autocast_experts_compute_in_the_dtype_of_their_weights_as_in_transformers(arguments: list[Any]) -> None:
     torch.manual_seed(0)
-    plain = build("mixtral").train()
-    patched = patched_twin(plain)
+    patched, plain = pair_of(build("mixtral").train())
     arguments.clear()
     experts = [next(m for m in model.modules() if type(m).__name__ == "MixtralExperts") for model in (plain, patched)]
     hidden, index = torch.randn(30, plain.config.hidden_size), torch.stack([torch.randperm(4)[:2] for _ in range(30)])

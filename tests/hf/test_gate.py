@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import liger_hf
 from hf.sweep import build
-from hf.tiny_models import outcome, rows_of, twin
+from hf.tiny_models import outcome, pair_of, rows_of, twin
 from liger_hf.patch import INSTALLED
 from liger_hf.rebinding import innermost
 from liger_hf.rules.gated_mlp.gate import activations_of
@@ -122,10 +122,8 @@ def test_other_activations_masks_and_numbers_do_not_concern_the_rule() -> None:
 
 
 def test_a_forward_that_another_rule_has_rebuilt_gets_its_gate_too() -> None:
-    plain = build("gemma4_text").eval()
-    patched = twin(plain)
-    report = liger_hf.apply(patched)
-    rows = {row.op: row for row in report.rows if row.module == "Gemma4TextDecoderLayer"}
+    patched, plain = pair_of(build("gemma4_text").eval())
+    rows = {row.op: row for row in patched.liger_report.rows if row.module == "Gemma4TextDecoderLayer"}
     assert {op: row.verdict for op, row in rows.items()} == {"add_rms_norm": "replaced", "geglu": "replaced"}
     # Layers share one forward, which torch.compile then compiles once.
     layers = [module for module in patched.modules() if type(module).__name__ == "Gemma4TextDecoderLayer"]
@@ -133,7 +131,7 @@ def test_a_forward_that_another_rule_has_rebuilt_gets_its_gate_too() -> None:
     assert len(innermost(layers[0].forward.__func__.__dict__[INSTALLED]).__code__.co_freevars) == 2
     inputs = {"input_ids": torch.arange(12)[None]}
     torch.testing.assert_close(patched(**inputs).logits, plain(**inputs).logits)
-    report.undo()
+    patched.liger_report.undo()
     assert torch.equal(patched(**inputs).logits, plain(**inputs).logits)
 
 

@@ -20,9 +20,12 @@ from hf.sweep import build
 from hf.tiny_models import (
     VOCABULARY,
     LargestResult,
+    adapted,
     disagreements,
     exact_step,
+    gradients_of,
     make,
+    pair_of,
     patched_twin,
     step,
     step_disagreements,
@@ -32,26 +35,6 @@ from hf.tiny_models import (
 
 # All but add_rms_norm: nothing passes over a norm on which accelerate has a hook.
 UNDER_HOOKS = {"rms_norm": 5, "rope": 2, "swiglu": 2, "linear_cross_entropy": 1}
-
-
-def adapted(model: Any, target: str | None = None, **options: Any) -> Any:
-    """The model with LoRA on a projection, or on all linear layers of its layers."""
-    peft = pytest.importorskip("peft", reason="needs peft")
-    targets: Any = "all-linear" if target is None else [target]
-    options = {"r": 4, "target_modules": targets, "task_type": "CAUSAL_LM"} | options
-    return random_adapters(peft.get_peft_model(model, peft.LoraConfig(**options)).train())
-
-
-def random_adapters(model: Any) -> Any:
-    """The second factor of an adapter is not zero, so that both get a gradient."""
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_A" in name or "lora_B" in name:
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-            elif "lora_magnitude" in name:
-                parameter.mul_(torch.rand(parameter.shape, generator=generator).to(parameter.device) + 0.5)
-    return model
 
 
 KINDS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"use_dora": True}}
@@ -97,8 +80,7 @@ BESIDE: dict[str, tuple[bool, dict[str, Any], str]] = {
 def test_a_head_and_tokens_that_are_saved_beside_the_adapters_are_trained(
     tied: bool, options: dict[str, Any], name: str
 ) -> None:
-    plain = adapted(make(tie_word_embeddings=tied), "q_proj", **options)
-    patched = patched_twin(plain)
+    patched, plain = pair_of(adapted(make(tie_word_embeddings=tied), "q_proj", **options))
     assert any(name in trained for trained in step(patched, **tokens()))
     assert step_disagreements(patched, plain) == {}
 
@@ -116,8 +98,7 @@ def test_logits_of_an_adapted_head_cannot_be_read_after_its_adapters_were_update
 @pytest.mark.cpu
 def test_weights_that_accelerate_has_offloaded_are_used_where_its_hooks_bring_them() -> None:
     plain = make(tie_word_embeddings=False).train()
-    patched = twin(plain)
-    cpu_offload(patched, execution_device=torch.device("cpu"))
+    patched = cpu_offload(twin(plain), execution_device=torch.device("cpu"))
     report = liger_hf.apply(patched)
     assert report.replaced == UNDER_HOOKS
     outputs, expected = patched(**tokens()), plain(**tokens())
@@ -283,7 +264,7 @@ def test_a_head_is_replaced_whatever_else_the_config_makes_the_model_return(case
     for model in (patched, plain):
         loss = model(**tokens())[0]
         loss.backward()
-        results.append((loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+        results.append((loss, gradients_of(model)))
     torch.testing.assert_close(*results)
 
 

@@ -24,15 +24,7 @@ import liger_hf
 import liger_hf.rules.head.causal_loss
 from hf.sweep import build
 from hf.test_logits_gradients import TARGET, results
-from hf.tiny_models import (
-    VOCABULARY,
-    LargestResult,
-    make,
-    patched_twin,
-    step_disagreements,
-    tokens,
-    twin,
-)
+from hf.tiny_models import VOCABULARY, LargestResult, make, pair_of, step_disagreements, tokens, twin
 from liger_hf.rules.head.rule import patches
 
 pytestmark = pytest.mark.cpu
@@ -41,8 +33,7 @@ pytestmark = pytest.mark.cpu
 @pytest.fixture(params=["llama", "gemma2", "granite"])
 def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """A plain and a patched model in training."""
-    plain = make(request.param).train()
-    patched = patched_twin(plain, only=["linear_cross_entropy"])
+    patched, plain = pair_of(make(request.param).train(), only=["linear_cross_entropy"])
     return plain, patched
 
 
@@ -316,9 +307,8 @@ def test_logits_beside_the_first_ones_are_treated_alike(monkeypatch: pytest.Monk
         return TwoLogits(loss=loss, logits=logits, next_logits=next_logits, unused_logits=unused)
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
-    plain = make().train()
-    patched = twin(plain)
-    assert liger_hf.apply(patched).replaced["linear_cross_entropy"] == 1
+    patched, plain = pair_of(make().train())
+    assert patched.liger_report.replaced["linear_cross_entropy"] == 1
     expected = plain(**tokens())
     for outputs in (patched(**tokens(), keep_logits=True), patched(**tokens())):
         for name, value in expected.items():
@@ -341,7 +331,6 @@ def test_steps_that_the_op_does_not_know_are_computed_in_chunks(monkeypatch: pyt
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
     monkeypatch.setitem(liger_hf.rules.head.causal_loss.CHUNK_ELEMENTS, "cpu", 5 * VOCABULARY)
-    plain = make().train()
-    patched = patched_twin(plain)
+    patched, plain = pair_of(make().train())
     assert isinstance(patched(**tokens()).logits, liger_hf.LazyLogits)
     assert step_disagreements(patched, plain) == {}

@@ -14,8 +14,8 @@ from accelerate import dispatch_model
 from torch import Tensor, nn
 
 import liger_hf.trl
-from hf.test_heads import QUANTIZED, adapted
-from hf.tiny_models import VOCABULARY, LargestResult, make, tokens, twin
+from hf.test_heads import QUANTIZED
+from hf.tiny_models import VOCABULARY, LargestResult, adapted, gradients_of, make, tokens, twin
 from liger_core import DtypeError, OptionError, TargetError, losses
 from liger_core.losses import Head
 from liger_hf import head_log_prob
@@ -60,8 +60,7 @@ def step(model: Any, way: Callable[..., tuple[Tensor, Tensor]], **inputs: Any) -
     weights = torch.randn(2, *results[0].shape, generator=torch.Generator().manual_seed(5)).to(results[0].device)
     model.zero_grad()
     sum((w * result).sum() for w, result in zip(weights, results, strict=True)).backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"log_prob": results[0].detach(), "entropy": results[1].detach(), **gradients}
+    return {"log_prob": results[0].detach(), "entropy": results[1].detach(), **gradients_of(model)}
 
 
 def assert_same(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

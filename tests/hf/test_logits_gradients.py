@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import liger_hf
-from hf.tiny_models import VOCABULARY, disagreements, make, patched_twin, tokens, twin
+from hf.tiny_models import VOCABULARY, disagreements, gradients_of, make, patched_twin, tokens, twin
 
 pytestmark = pytest.mark.cpu
 
@@ -60,8 +60,7 @@ def results(model: Any, loss_of: Callable[[Any], Tensor], **inputs: Any) -> dict
     model.zero_grad()
     loss = loss_of(model(**(inputs or tokens())))
     loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **gradients}
+    return {"loss": loss.detach(), **gradients_of(model)}
 
 
 @pytest.fixture(scope="module", params=["llama-tied", "llama-untied", "gemma2-tied"])

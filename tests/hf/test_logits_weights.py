@@ -19,9 +19,8 @@ from torch.nn import functional as F
 from torch.optim import optimizer as torch_optimizers
 
 import liger_hf
-from hf.test_heads import adapted
 from hf.test_logits_gradients import LOSSES, results
-from hf.tiny_models import VOCABULARY, disagreements, make, patched_twin, step, tokens, twin
+from hf.tiny_models import VOCABULARY, adapted, disagreements, make, pair, pair_of, patched_twin, step, tokens, twin
 from liger_hf.rules.head.projection import LAZY
 from liger_hf.rules.head.weights import OPTIMIZERS
 
@@ -207,8 +206,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 def test_functional_call_uses_the_given_weights_for_loss_and_logits(
     model: Callable[[], Any], loss: Callable[[Any], Tensor], kind: str
 ) -> None:
-    plain = model().train()
-    patched = patched_twin(plain)
+    patched, plain = pair_of(model().train())
     given = others(plain, kind)
     found = []
     exact = {name: p.double() for name, p in given.items()}
@@ -239,8 +237,7 @@ def test_a_head_that_gets_another_weight_leaves_the_logits_those_of_the_forward_
 
 
 def test_gradients_by_torch_func_are_those_of_the_unpatched_model() -> None:
-    plain = make(tie_word_embeddings=False).train()
-    patched = patched_twin(plain, only=["linear_cross_entropy"])
+    patched, plain = pair_of(make(tie_word_embeddings=False).train(), only=["linear_cross_entropy"])
 
     def gradients(model: Any) -> dict[str, Tensor]:
         def loss(weights: dict[str, Tensor]) -> Tensor:
@@ -253,11 +250,9 @@ def test_gradients_by_torch_func_are_those_of_the_unpatched_model() -> None:
 
 
 def test_logits_can_be_read_after_undo() -> None:
-    plain = make().train()
-    model = twin(plain)
-    report = liger_hf.apply(model)
+    model, plain = pair()
     outputs = model(**tokens())
-    report.undo()
+    model.liger_report.undo()
     loss = LOSSES["beside_the_loss"](outputs)
     torch.testing.assert_close(outputs.logits.detach(), plain(**tokens()).logits.detach())
     loss.backward()

@@ -13,14 +13,17 @@ from torch import Tensor, nn
 
 import liger_hf
 from hf import sweep, tiny_models
-from hf.test_heads import adapted, random_adapters
 from hf.test_sweep import SAMPLE
 from hf.tiny_models import (
+    adapted,
     checkpoint_layers,
     exact_step,
     make,
     outcome,
+    pair_of,
     patched_twin,
+    random_adapters,
+    recorded,
     step,
     step_disagreements,
     tokens,
@@ -28,6 +31,7 @@ from hf.tiny_models import (
 )
 from liger_core.accuracy import error
 from liger_core.kernels import KERNELS
+from liger_hf.rules.gated_mlp import rule as gated_mlp
 from liger_hf.rules.lora import rule
 from liger_hf.rules.lora import together as joint
 from liger_hf.rules.lora.source import with_shared_inputs
@@ -44,16 +48,8 @@ ONLY = {"only": ["lora_linear"]}
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The layers that the op computes."""
-    seen: list[Any] = []
-    adapted = rule._adapted
-
-    def recorded(base: Any, *args: Any) -> Tensor:
-        seen.append(base)
-        return adapted(base, *args)
-
-    monkeypatch.setattr(rule, "_adapted", recorded)
-    return seen
+    """An entry for each layer that the op computes."""
+    return recorded(monkeypatch, rule, "_adapted")
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -68,9 +64,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_get_the_gradients_of_peft(kind: str) -> None:
-    plain = adapted(make(tie_word_embeddings=False), **KINDS[kind])
-    patched = twin(plain)
-    assert liger_hf.apply(patched, **ONLY).replaced == {"lora_linear": 2 if "target_modules" in KINDS[kind] else 14}
+    patched, plain = pair_of(adapted(make(tie_word_embeddings=False), **KINDS[kind]), **ONLY)
+    assert patched.liger_report.replaced == {"lora_linear": 2 if "target_modules" in KINDS[kind] else 14}
     assert step_disagreements(patched, plain) == {}
 
 
@@ -125,9 +120,8 @@ def test_dora_beside_a_quantized_layer_computes_what_peft_does(bias: bool, dropo
     layer = nn.Sequential(bitsandbytes.nn.Linear4bit(64, 48, bias=bias, compute_dtype=torch.float32, quant_type="nf4"))
     layer.load_state_dict(nn.Sequential(nn.Linear(64, 48, bias=bias)).state_dict())
     config = peft.LoraConfig(r=4, use_dora=True, lora_dropout=dropout, target_modules=["0"])
-    plain = random_adapters(peft.get_peft_model(layer.to(tiny_models.DEVICE), config).train())
-    patched = twin(plain)
-    assert liger_hf.apply(patched, **ONLY).replaced == {"lora_linear": 1}
+    patched, plain = pair_of(random_adapters(peft.get_peft_model(layer.to(tiny_models.DEVICE), config).train()), **ONLY)
+    assert patched.liger_report.replaced == {"lora_linear": 1}
     calls.clear()
     x = torch.randn(3, 5, 64, device=tiny_models.DEVICE)
     results, expected = outcome(patched, x), outcome(plain, x)
@@ -140,8 +134,7 @@ def test_dora_needs_no_matrix_of_the_size_of_the_weight_in_float32(monkeypatch: 
     weight, a, b = torch.randn(96, 32).bfloat16(), torch.randn(4, 32), torch.randn(96, 4)
     expected = torch.linalg.vector_norm(weight.double() + 0.5 * b.double() @ a.double(), dim=1)
     monkeypatch.setattr(rule, "NORM_ELEMENTS", 32 * 10)
-    sizes, addmm = [], torch.addmm
-    monkeypatch.setattr(torch, "addmm", lambda y, *args, **more: (sizes.append(y.numel()), addmm(y, *args, **more))[1])
+    sizes = recorded(monkeypatch, torch, "addmm", lambda y, *args, **options: y.numel())
     torch.testing.assert_close(rule._norms(weight, a, b, 0.5), expected.float())
     assert max(sizes) == 320
 
@@ -248,22 +241,13 @@ def test_a_compiled_model_has_no_graph_break(dora: bool, calls: list[Any]) -> No
     torch._dynamo.reset()
     got = step(torch.compile(model, backend="aot_eager", fullgraph=True), **inputs)
     assert calls
-    got = {name.removeprefix("_orig_mod."): value for name, value in got.items()}
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of layers in each call of lora_linears."""
-    seen: list[int] = []
-    op = joint.lora_linears
-
-    def recorded(x: Tensor, **given: Any) -> Any:
-        seen.append(3 if "a_3" in given else 2)
-        return op(x, **given)
-
-    monkeypatch.setattr(joint, "lora_linears", recorded)
-    return seen
+    return recorded(monkeypatch, joint, "lora_linears", lambda x, **given: 3 if "a_3" in given else 2)
 
 
 # How a model is adapted, and how many layers each of its layers computes together: q, k and v, then gate and up.
@@ -329,13 +313,11 @@ def test_layers_of_4_bits_with_one_input_share_it(
 
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules=["a", "b"])
-    plain = random_adapters(peft.get_peft_model(Pair().to(tiny_models.DEVICE), config).train())
-    patched = patched_twin(plain)
+    patched, plain = pair_of(random_adapters(peft.get_peft_model(Pair().to(tiny_models.DEVICE), config).train()))
     shared.clear()
     x = torch.randn(3, 5, 64, device=tiny_models.DEVICE)
-    expected, kept, alone = outcome(plain, x), set[int](), []
-    forward = bitsandbytes.nn.Linear4bit.forward
-    monkeypatch.setattr(bitsandbytes.nn.Linear4bit, "forward", lambda *args: (alone.append(1), forward(*args))[1])
+    expected, kept = outcome(plain, x), set[int]()
+    alone = recorded(monkeypatch, bitsandbytes.nn.Linear4bit, "forward")
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.add(t.numel()), t)[1], lambda t: t):
         results = outcome(patched, x)
     assert shared == [2]
@@ -350,11 +332,7 @@ def test_layers_of_4_bits_with_one_input_share_it(
 
 
 def test_gate_and_up_may_be_overwritten_as_those_of_layers_computed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from liger_hf.rules.gated_mlp import rule as gated_mlp
-
-    found: list[bool] = []
-    unshared = gated_mlp.unshared
-    monkeypatch.setattr(gated_mlp, "unshared", lambda parts: found.append(unshared(parts)) or found[-1])
+    found = recorded(monkeypatch, gated_mlp, "unshared", after=lambda result, parts: result)
     model = adapted(make())
     liger_hf.apply(model)
     found.clear()

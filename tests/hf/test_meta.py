@@ -18,7 +18,7 @@ import liger_hf
 from hf import tiny_models
 from hf.sweep import build
 from hf.tiny_models import make, step, tokens
-from hf.two_ranks import Expected, batch, inside_peft, on_two_ranks, sharded, trained, two_processes
+from hf.two_ranks import Expected, batch, inside_peft, on_two_ranks, one_of_ranks, sharded, trained
 
 pytestmark = pytest.mark.cpu
 
@@ -60,7 +60,7 @@ def test_an_embedding_is_replaced_on_request() -> None:
 
 def train(rank: int, folder: str) -> None:
     """One of two ranks, in the order of torchtitan; the ranks read their own parts of the files."""
-    with two_processes(rank, f"{folder}/store"):
+    with one_of_ranks(rank):
         for tied in (False, True):
             whole = make("llama", tie_word_embeddings=tied).train()
             model = on_meta(whole).train()

@@ -4,7 +4,6 @@ norm."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from transformers.models.vibevoice import VibeVoiceConfig
 from transformers.models.vibevoice.modeling_vibevoice import VibeVoiceDiffusionHeadAdaLayerNorm
 
 import liger_hf
-from hf.tiny_models import module_disagreements, outcome
+from hf.tiny_models import module_disagreements, outcome, pair_of, recorded
 from liger_hf.rules.modulation import rule as modulation
 
 pytestmark = pytest.mark.cpu
@@ -60,15 +59,7 @@ EACH = pytest.mark.parametrize(("make", "op", "count", "tokens"), MODULES.values
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each modulated norm that a patched module computes, whether by the op."""
-    seen: list[bool] = []
-    fit = modulation._fit
-
-    def counted(*args: Any) -> bool:
-        seen.append(fit(*args))
-        return seen[-1]
-
-    monkeypatch.setattr(modulation, "_fit", counted)
-    return seen
+    return recorded(monkeypatch, modulation, "_fit", after=lambda fits, *args: fits)
 
 
 def drawn(make: Any, dtype: torch.dtype) -> nn.Module:
@@ -93,13 +84,11 @@ def inputs(tokens: bool, dtype: torch.dtype) -> list[Tensor]:
 def test_a_modulated_norm_is_one_op_as_accurate_as_before_and_undo_restores_it(
     make: Any, op: str, count: int, tokens: bool, dtype: torch.dtype, calls: Any
 ) -> None:
-    plain, given = drawn(make, dtype), inputs(tokens, dtype)
-    patched = copy.deepcopy(plain)
-    report = liger_hf.apply(patched, only=[op])
-    assert report.replaced == {op: 1}
+    (patched, plain), given = pair_of(drawn(make, dtype), only=[op]), inputs(tokens, dtype)
+    assert patched.liger_report.replaced == {op: 1}
     assert module_disagreements(patched, plain, *given) == {}
     assert calls == [True] * count
-    report.undo()
+    patched.liger_report.undo()
     calls.clear()
     torch.testing.assert_close(outcome(patched, *given), outcome(plain, *given), rtol=0, atol=0)
     assert calls == []
@@ -149,9 +138,8 @@ def test_a_hook_that_is_put_on_the_norm_later_runs(calls: Any) -> None:
 
 
 def test_a_scale_of_another_dtype_or_under_autocast_is_computed_as_before(calls: Any) -> None:
-    module = Block(EsmFold2RMSNorm)
-    plain, x, condition = copy.deepcopy(module), torch.randn(2, 3, WIDTH), torch.randn(2, WIDTH)
-    liger_hf.apply(module, only=["modulated_rms_norm"])
+    module, plain = pair_of(Block(EsmFold2RMSNorm), only=["modulated_rms_norm"])
+    x, condition = torch.randn(2, 3, WIDTH), torch.randn(2, WIDTH)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(module(x, condition), plain(x, condition))
     for each in (module, plain):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf.tiny_models import make, patched_twin, step, tokens, twin
+from hf.tiny_models import gradients_of, make, pair_of, patched_twin, step, tokens, twin
 from liger_hf.rules.head.log_prob import head_log_prob
 
 pytestmark = pytest.mark.cpu
@@ -54,7 +54,7 @@ def gradients(model: Any, change: Callable[[Any], Any]) -> dict[str, Tensor]:
     loss = model(**tokens()).loss
     change(model)
     loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+    return {"loss": loss.detach(), **gradients_of(model)}
 
 
 @pytest.mark.slow
@@ -83,16 +83,14 @@ def test_log_probabilities_of_a_head_get_the_gradients_of_the_forward_pass(chang
         log_prob = head_log_prob(head, rows, target) if ours else -F.cross_entropy(head(rows), target, reduction="none")
         change(model)
         log_prob.sum().backward()
-        trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        results.append({"rows": rows.grad, **trained})
+        results.append({"rows": rows.grad, **gradients_of(model)})
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
 @EACH_CHANGE
 def test_logits_are_those_of_the_forward_pass(change: Callable[[Any], Any]) -> None:
-    plain = adapted(["lm_head"])
-    patched = patched_twin(plain)
+    patched, plain = pair_of(adapted(["lm_head"]))
     found = []
     for model in (plain, patched):
         outputs = model(**tokens())
@@ -102,8 +100,7 @@ def test_logits_are_those_of_the_forward_pass(change: Callable[[Any], Any]) -> N
 
 
 def test_logits_have_the_dropout_of_the_loss_and_draw_nothing_more() -> None:
-    plain = adapted(["lm_head"], dropout=0.3)
-    patched = patched_twin(plain)
+    patched, plain = pair_of(adapted(["lm_head"], dropout=0.3))
     found = []
     for model in (plain, patched):
         torch.manual_seed(1)
@@ -115,8 +112,7 @@ def test_logits_have_the_dropout_of_the_loss_and_draw_nothing_more() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [change for change in CHANGES.values() if change is not CHANGES["frozen"]])
 def test_a_step_after_the_change_has_the_new_settings(change: Callable[[Any], Any]) -> None:
-    plain = adapted(["lm_head"])
-    patched = patched_twin(plain)
+    patched, plain = pair_of(adapted(["lm_head"]))
     results = []
     for model in (plain, patched):
         gradients(model, change)

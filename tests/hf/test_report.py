@@ -15,11 +15,10 @@ from transformers import AutoConfig
 
 import liger_hf
 from hf.tiny_configs import tiny_config
-from hf.tiny_models import COMMON, OPTIONS, make, tokens
+from hf.tiny_models import COMMON, make, recorded, tokens
 from liger_core import rms_norm, swiglu
 from liger_core.versions import warn_if_untested
 from liger_hf import application
-from liger_hf.verification import decide
 
 pytestmark = pytest.mark.cpu
 
@@ -190,8 +189,7 @@ def test_a_unpatched_model_has_no_notes_about_others(model_type: str) -> None:
 
 
 def test_a_deep_model_costs_one_check_for_each_kind_of_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked = []
-    monkeypatch.setattr(application, "decide", lambda found, verify: checked.append(found.op) or decide(found, verify))
+    checked = recorded(monkeypatch, application, "decide", lambda found, verify: found.op)
     liger_hf.apply(make(num_hidden_layers=9))
     assert sorted(checked) == ["add_rms_norm", "linear_cross_entropy", "rms_norm", "rope", "swiglu"]
 
@@ -211,7 +209,7 @@ def test_a_version_of_transformers_that_is_not_tested_is_named_once(monkeypatch:
 
 
 def test_auto_models_come_with_their_report(tmp_path: Path) -> None:
-    config = AutoConfig.for_model("llama", **{**COMMON, **OPTIONS["llama"]})
+    config = AutoConfig.for_model("llama", **COMMON)
     model = liger_hf.AutoLigerModelForCausalLM.from_config(config, liger={"exclude": ["rope"]})
     assert model.liger_report.replaced == {"rms_norm": 5, "add_rms_norm": 2, "swiglu": 2, "linear_cross_entropy": 1}
     model.save_pretrained(tmp_path)

@@ -21,7 +21,9 @@ from hf.tiny_models import (
     checkpoint_layers,
     make,
     outcome,
-    patched_twin,
+    pair,
+    pair_of,
+    recorded,
     rows_of,
     step,
     step_disagreements,
@@ -37,24 +39,10 @@ pytestmark = pytest.mark.cpu
 OFFSETS = {"llama": 0, "gemma": 1, "gemma2": 1, "phi3": 0, "granite": 0}
 
 
-def fitting_calls(rule: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """One entry for every call that a rule finds fit for its op."""
-    seen: list[Any] = []
-    fit = rule._fit
-
-    def counted(*args: Any) -> bool:
-        fits: bool = fit(*args)
-        seen.extend([args] if fits else [])
-        return fits
-
-    monkeypatch.setattr(rule, "_fit", counted)
-    return seen
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One entry for every call in which a patched layer adds and norms in one step."""
-    return fitting_calls(residual, monkeypatch)
+    return recorded(monkeypatch, residual, "_fit", after=lambda fits, *args: fits or None)
 
 
 def applied(model: nn.Module, calls: list[Any], **options: Any) -> liger_hf.Report:
@@ -68,9 +56,9 @@ def applied(model: nn.Module, calls: list[Any], **options: Any) -> liger_hf.Repo
 def test_every_layer_adds_and_norms_in_one_step_and_trains_like_the_unpatched_model(
     architecture: str, offset: int, calls: Any
 ) -> None:
-    plain = make(architecture).train()
-    patched = twin(plain)
-    (row,) = rows_of(applied(patched, calls), "add_rms_norm")
+    patched, plain = pair(architecture)
+    calls.clear()
+    (row,) = rows_of(patched.liger_report, "add_rms_norm")
     assert (row.pattern, row.count, row.verdict) == ("model.layers.*", LAYERS, "replaced")
     assert f"weight_offset={offset}" in row.reason
     assert step_disagreements(patched, plain) == {}
@@ -102,28 +90,21 @@ def test_layer_norms_are_added_and_normed_in_one_step_too(
 
 
 def test_under_autocast_a_layer_norm_is_called_as_the_module_that_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = make("starcoder2").eval()
-    patched = patched_twin(plain, only=["add_layer_norm"])
+    patched, plain = pair_of(make("starcoder2").eval(), only=["add_layer_norm"])
     monkeypatch.setattr(residual, "add_layer_norm", lambda *args: pytest.fail("added and normed in one step"))
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
         assert torch.equal(patched(**tokens()).logits, plain(**tokens()).logits)
 
 
 def test_dropout_on_the_branch_draws_the_numbers_of_the_unpatched_model(calls: Any) -> None:
-    plain = make("phi3", resid_pdrop=0.3).train()
-    patched = twin(plain)
-    applied(patched, calls)
+    patched, plain = pair("phi3", resid_pdrop=0.3)
+    calls.clear()
     losses = []
     for model in (plain, patched):
         torch.manual_seed(3)
         losses.append(step(model, **tokens())["loss"])
     torch.testing.assert_close(losses[1], losses[0])
     assert len(calls) == LAYERS
-
-
-def of_a_subclass(layer: nn.Module) -> None:
-    """As FSDP2 and parametrizations leave it."""
-    layer.__class__ = type(f"Sharded{type(layer).__name__}", (type(layer),), {})
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["after_apply", "before_apply"])
@@ -133,7 +114,8 @@ def test_layers_that_get_another_class_are_replaced_and_checkpointed(before: boo
     if not before:
         applied(patched, calls)
     for layer in patched.model.layers:
-        of_a_subclass(layer)
+        # As FSDP2 and parametrizations leave it.
+        layer.__class__ = type(f"Sharded{type(layer).__name__}", (type(layer),), {})
     if before:
         assert not any("replaced on the class" in note for note in applied(patched, calls).notes)
     checkpoint_layers(patched)
@@ -185,9 +167,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_norm_that_is_another_after_apply_is_called_as_it_is(change: str, calls: Any) -> None:
-    plain = make().train()
-    patched = twin(plain)
-    applied(patched, calls)
+    patched, plain = pair()
+    calls.clear()
     for model in (plain, patched):
         CHANGES[change](model.model.layers[0])
         if change == "widen_its_weight":
@@ -198,8 +179,7 @@ def test_a_norm_that_is_another_after_apply_is_called_as_it_is(change: str, call
 
 
 def test_a_parametrised_weight_is_the_one_that_counts() -> None:
-    plain = make().train()
-    patched = patched_twin(plain)
+    patched, plain = pair()
     for model in (plain, patched):
         norm = model.model.layers[0].post_attention_layernorm
         nn.utils.parametrize.register_parametrization(norm, "weight", nn.Softplus())

@@ -17,6 +17,7 @@ from transformers.models.roformer.modeling_roformer import RoFormerSelfAttention
 import liger_hf
 from hf.sweep import build
 from hf.tiny_configs import tiny_config
+from hf.tiny_models import recorded
 from liger_hf.rules.rotary import forms as rotary_forms
 from liger_hf.rules.rotary import method
 from liger_hf.rules.rotary import rule as rotary
@@ -66,18 +67,6 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> lis
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-class Counted:
-    """`rope`, with the number of its calls."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.op, self.calls, self.name = rotary_forms.rope, 0, "rope"
-        monkeypatch.setattr(rotary_forms, "rope", self)
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        self.calls += 1
-        return self.op(*args, **options)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FORMS)
 def test_each_way_to_write_it_is_known(family: str) -> None:
@@ -119,19 +108,19 @@ CALLS: dict[str, tuple[Any, ...]] = {
 def test_calls_are_computed_by_the_op_where_it_was_tried_and_by_the_original_elsewhere(
     function: Any, axis: int | None, of_q: Any, of_k: Any, of_table: Any, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, count = patched(function), Counted(monkeypatch)
+    module, made = patched(function), recorded(monkeypatch, rotary_forms, "rope")
     q, k, cos, sin = tensors(of_q, of_k, of_table, of_table)
     options = {} if axis is None else {"unsqueeze_dim": axis}
     expected = function(q, k, cos, sin, **options)
     torch.testing.assert_close(module(q, k, cos, sin, **options), expected, rtol=0, atol=1e-6 if calls else 0)
-    assert count.calls == calls
+    assert len(made) == calls
 
 
 def test_the_last_columns_are_rotated_where_the_function_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, count = patched(function_of("deepseek_v4")), Counted(monkeypatch)
+    module, calls = patched(function_of("deepseek_v4")), recorded(monkeypatch, rotary_forms, "rope")
     x, cos, sin = tensors((1, 2, 5, WIDTH), (1, 5, 3), (1, 5, 3))
     torch.testing.assert_close(module(x, cos, sin), function_of("deepseek_v4")(x, cos, sin))
-    assert count.calls == 1
+    assert len(calls) == 1
 
 
 MULTIMODAL = {"qwen2_vl": "Qwen2VLTextModel", "qwen2_5_vl": "Qwen2_5_VLTextModel", "glm4v": "Glm4vTextModel"}
@@ -203,11 +192,10 @@ class Turning(nn.Module):
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_static_method_is_replaced(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, calls = Turning(), []
+    module = Turning()
     report = liger_hf.apply(module)
     assert report.replaced == {"rope": 1}
-    right = method.rope
-    monkeypatch.setattr(method, "rope", lambda *args, **options: calls.append(1) or right(*args, **options))
+    calls = recorded(monkeypatch, method, "rope")
     table, *states = tensors((1, 1, 5, WIDTH), *[(2, 4, 5, WIDTH)] * count)
     expected = Turning()(table, *states)
     for twin in (module, copy.deepcopy(module)):

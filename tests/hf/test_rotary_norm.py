@@ -12,12 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import liger_hf
-from hf.test_residual import Doubled, Norm, applied, apply_rotary, apply_rotary_of_one, fitting_calls
+from hf.test_residual import Doubled, Norm, applied, apply_rotary, apply_rotary_of_one
 from hf.tiny_models import (
     LAYERS,
     assert_same_step,
     checkpoint_layers,
     make,
+    pair,
+    pair_of,
+    recorded,
     rows_of,
     step,
     step_disagreements,
@@ -47,18 +50,17 @@ OFFSETS = {"gemma3_text": 1}
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One entry for every call in which a patched attention normalizes and rotates in one step."""
-    return fitting_calls(rule, monkeypatch)
+    return recorded(monkeypatch, rule, "_fit", after=lambda fits, *args: fits or None)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_attention_normalizes_and_rotates_in_one_step_and_trains_like_the_unpatched_model(
     architecture: str, calls: Any
 ) -> None:
-    plain = make(architecture, **ARCHITECTURES[architecture]).train()
-    patched = twin(plain)
-    report = applied(patched, calls)
-    assert report.replaced["qk_norm_rope"] == LAYERS
-    assert f"weight_offset={OFFSETS.get(architecture, 0)}" in rows_of(report, "qk_norm_rope")[0].reason
+    patched, plain = pair(architecture, **ARCHITECTURES[architecture])
+    calls.clear()
+    assert patched.liger_report.replaced["qk_norm_rope"] == LAYERS
+    assert f"weight_offset={OFFSETS.get(architecture, 0)}" in rows_of(patched.liger_report, "qk_norm_rope")[0].reason
     assert step_disagreements(patched, plain) == {}
     # The layers of AFMoE and EXAONE 4 that attend globally do not rotate.
     some = architecture in ("exaone4", "afmoe")
@@ -102,9 +104,8 @@ def test_norms_of_two_dtypes_are_left() -> None:
 
 
 def test_norms_of_another_dtype_than_their_heads_are_called_as_modules(calls: Any) -> None:
-    plain = make("qwen3", num_hidden_layers=1).eval()
-    patched = twin(plain)
-    applied(patched, calls)
+    patched, plain = pair_of(make("qwen3", num_hidden_layers=1).eval())
+    calls.clear()
     seen: list[Tensor] = []
     x = torch.randn(2, 5, 64)
     for model in (plain, patched):
@@ -127,9 +128,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_norm_that_is_another_after_apply_is_called_as_it_is(change: Callable[[Any], None], calls: Any) -> None:
-    plain = make("qwen3").train()
-    patched = twin(plain)
-    applied(patched, calls)
+    patched, plain = pair("qwen3")
+    calls.clear()
     for model in (plain, patched):
         change(model.model.layers[0].self_attn)
     assert_same_step(patched, plain, atol=1e-5)

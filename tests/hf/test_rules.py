@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import liger_hf
-from hf.tiny_models import make, rows_of, step_disagreements, twin
+from hf.tiny_models import make, pair, rows_of, step_disagreements
 from liger_core.plugins import registry
 from liger_hf.discovery import replaceable_ops, rules
 
@@ -106,12 +106,10 @@ def test_an_mlp_without_a_gate_does_not_concern_the_rule_of_gated_mlps(name: str
 
 
 def test_squared_relus_become_relu_squared() -> None:
-    plain = make("nemotron", hidden_act="relu2").train()
-    patched = twin(plain)
-    report = liger_hf.apply(patched)
-    assert report.replaced["relu_squared"] == plain.config.num_hidden_layers
+    patched, plain = pair("nemotron", hidden_act="relu2")
+    assert patched.liger_report.replaced["relu_squared"] == plain.config.num_hidden_layers
     assert step_disagreements(patched, plain) == {}
-    report.undo()
+    patched.liger_report.undo()
     assert "forward" not in patched.model.layers[0].mlp.act_fn.__dict__
 
 

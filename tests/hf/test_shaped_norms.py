@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import liger_hf
-from hf.tiny_models import module_disagreements, outcome
+from hf.tiny_models import module_disagreements, outcome, pair_of
 from liger_core.accuracy import error
 
 pytestmark = pytest.mark.cpu
@@ -70,21 +69,17 @@ def drawn(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 def test_they_become_ops_and_are_what_they_were_after_undo(norm: Norm, dtype: torch.dtype) -> None:
     op, make, shapes = norm
-    plain = drawn(make, dtype)
-    patched = copy.deepcopy(plain)
-    report = liger_hf.apply(patched)
-    assert report.replaced == {op: 1}
+    patched, plain = pair_of(drawn(make, dtype))
+    assert patched.liger_report.replaced == {op: 1}
     for shape in shapes:
         x = (torch.randn(shape, generator=torch.Generator().manual_seed(2)) * 3 + 1).to(dtype)
         assert module_disagreements(patched, plain, x) == {}
-    report.undo()
+    patched.liger_report.undo()
     torch.testing.assert_close(outcome(patched, x), outcome(plain, x), rtol=0, atol=0)
 
 
 def test_under_autocast_they_run_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = nn.GroupNorm(4, 32)
-    patched = copy.deepcopy(plain)
-    liger_hf.apply(patched)
+    patched, plain = pair_of(nn.GroupNorm(4, 32))
     monkeypatch.setattr("liger_hf.rules.norm.shaped.group_norm", lambda *args: pytest.fail("the op ran"))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         x = torch.randn(2, 32, 5)

@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def test_losses_and_gradients_are_those_of_one_process() -> None:
-    on_ranks(2, tensor_ranks.steps)
+    on_ranks(2, tensor_ranks.in_turn, (tensor_ranks.steps,))
 
 
 def test_two_ranks_hold_gather_and_give_back_what_they_should() -> None:

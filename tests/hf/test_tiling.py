@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,12 +22,13 @@ from hf.tiny_models import (
     checkpoint_layers,
     make,
     module_disagreements,
+    recorded,
     step,
     step_disagreements,
     tokens,
     twin,
 )
-from hf.two_ranks import WAYS, Expected, batch, on_two_ranks, two_processes
+from hf.two_ranks import WAYS, Expected, batch, on_two_ranks, one_of_ranks
 from liger_core import GradientError, OptionError
 from liger_hf.tiling import _TiledCall
 from liger_train import checkpointing
@@ -196,7 +196,7 @@ def test_frozen_weights_get_no_gradient_and_adapters_do() -> None:
         assert_same_step(tiled(model, **options), model, atol=1e-5)
 
 
-def test_without_gradients_there_are_tiles_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gradients_there_are_tiles_too() -> None:
     model = make().eval()
     ours = tiled(model, only=())
     counted = calls(ours, "up_proj")
@@ -246,38 +246,30 @@ def test_the_rows_must_be_at_least_one(rows: Any) -> None:
         liger_hf.apply(make(), mlp_rows=rows)
 
 
-def trains(rank: int, ways: tuple[str, ...], store: str) -> None:
-    with two_processes(rank, store):
+def trains(rank: int, ways: tuple[str, ...]) -> None:
+    with one_of_ranks(rank):
         for way in ways:
             _trains(rank, way)
 
 
 def _trains(rank: int, way: str) -> None:
-    gathered: Counter[int] = Counter()
-    weights = _TiledCall.weights
-
-    def counted(run: _TiledCall) -> Any:
-        found = weights(run)
+    def module_of(weights: Any, run: _TiledCall) -> int:
         # What a tile multiplies by is whole, and there for all tiles.
-        assert all(type(weight) is nn.Parameter and weight.numel() == 96 * 64 for weight in found)
-        gathered[id(run.module)] += 1
-        return found
+        assert all(type(weight) is nn.Parameter and weight.numel() == 96 * 64 for weight in weights)
+        return id(run.module)
 
     model = make().train()
     checkpoint_layers(model)
     ours = tiled(model)
-    _TiledCall.weights = counted  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        gathered = recorded(patch, _TiledCall, "weights", after=module_of)
         parallel = WAYS[way](ours)
         parallel(**batch(rank)).loss.backward()
-    finally:
-        _TiledCall.weights = weights  # type: ignore[method-assign]
     # Once in the forward pass, once when the layer is recomputed, once in the backward pass.
-    assert set(gathered.values()) == {3}
-    assert len(gathered) == LAYERS
+    assert [*Counter(gathered).values()] == [3] * LAYERS
     Expected.of(model).compare(way, ours)
 
 
 @pytest.mark.cpu
-def test_two_ranks_train_tiles_to_the_mean_of_their_gradients(tmp_path: Path) -> None:
-    on_two_ranks(trains, ("ddp", "ddp_static", "fsdp2"), str(tmp_path / "store"))
+def test_two_ranks_train_tiles_to_the_mean_of_their_gradients() -> None:
+    on_two_ranks(trains, ("ddp", "ddp_static", "fsdp2"))

@@ -20,7 +20,7 @@ import forks
 import liger_hf
 from hf.test_isolation import instance_state
 from hf.test_training import Rows, arguments_for
-from hf.tiny_models import VOCABULARY, LargestResult, make, twin
+from hf.tiny_models import VOCABULARY, LargestResult, losses_of, make, no_logits, twin
 from liger_core import OptionError
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu]
@@ -79,7 +79,7 @@ def test_a_callback_that_is_added_later_applies_when_training_begins(precision: 
         if callback is not None:
             made.add_callback(callback)
         made.train()
-        losses.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
+        losses.append(losses_of(made))
         if callback is not None:
             assert callback.report.replaced == ALL
             assert "liger_head" not in vars(made.model)
@@ -88,7 +88,7 @@ def test_a_callback_that_is_added_later_applies_when_training_begins(precision: 
 
 @PRECISIONS
 def test_a_model_that_is_created_for_each_training_run_is_patched_each_time(
-    precision: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    precision: dict[str, Any], tmp_path: Path
 ) -> None:
     shown: list[liger_hf.Report] = []
     made = trainer(lambda: make().train(), tmp_path, [liger_hf.LigerCallback(show=shown.append)], **precision)
@@ -99,7 +99,7 @@ def test_a_model_that_is_created_for_each_training_run_is_patched_each_time(
     assert len({id(model) for model in models}) == 3
     assert [report.replaced for report in shown] == [ALL] * 3
     assert [model.liger_report for model in models] == shown
-    largest_of_an_evaluation(made, monkeypatch)
+    largest_of_an_evaluation(made)
 
 
 def test_nothing_stands_in_unless_it_is_installed() -> None:
@@ -118,13 +118,12 @@ def test_an_evaluation_without_metrics_makes_no_logits(
     made = trainer(patched, tmp_path, [liger_hf.LigerCallback(show=None)], **options)
     assert made.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
     monkeypatch.setattr("liger_core.ops.head.loop.CPU_BYTES", 4 * VOCABULARY * 4)
-    assert largest_of_an_evaluation(made, monkeypatch) < Rows(8).ids.numel() * VOCABULARY
+    assert largest_of_an_evaluation(made) < Rows(8).ids.numel() * VOCABULARY
 
 
-def largest_of_an_evaluation(made: Trainer, monkeypatch: pytest.MonkeyPatch) -> int:
+def largest_of_an_evaluation(made: Trainer) -> int:
     """Elements of the largest tensor; fails if the logits are read."""
-    monkeypatch.setattr(liger_hf.LazyLogits, "materialize", lambda self: pytest.fail("somebody read the logits"))
-    with LargestResult() as largest:
+    with no_logits(), LargestResult() as largest:
         assert made.evaluate()["eval_loss"] > 0
     return largest.elements
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 import liger_hf
 import liger_hf.trl
-from hf.tiny_models import VOCABULARY, make
+from hf.tiny_models import VOCABULARY, losses_of, make, recorded
 
 trl = pytest.importorskip("trl", reason="needs trl and datasets: pip install trl")
 datasets = pytest.importorskip("datasets")
@@ -80,7 +80,7 @@ TRAINERS: dict[str, Callable[..., Any]] = {"sft": sft, "dpo": dpo, "grpo": grpo,
 def history(trainer: Any) -> list[float]:
     torch.manual_seed(0)
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses_of(trainer)
 
 
 @cache
@@ -103,9 +103,7 @@ def test_a_trainer_of_trl_has_the_losses_of_the_unpatched_model_and_keeps_its_he
     callback = liger_hf.LigerCallback(show=None)
     trainer = TRAINERS[name](patched, tmp_path, callbacks=[callback] if first == "trainer" else [])
     assert patched.liger_report.replaced == {**LAYERS, "linear_cross_entropy": 1}
-    seen, function = [], trl.trainer.utils._ChunkedLogProbFunction
-    original = function.apply
-    monkeypatch.setattr(function, "apply", lambda *args: seen.append(1) or original(*args))
+    seen = recorded(monkeypatch, trl.trainer.utils._ChunkedLogProbFunction, "apply")
     losses = history(trainer)
     assert seen != []
     assert len(losses) == 2
@@ -115,10 +113,9 @@ def test_a_trainer_of_trl_has_the_losses_of_the_unpatched_model_and_keeps_its_he
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_trainer_of_trl_runs_on_our_head_and_comes_to_the_same_weights(name: str, tmp_path: Path) -> None:
     expected, plain = unpatched(name)
-    other, calls = make(tie_word_embeddings=False).train(), []
-    op = liger_hf.trl.linear_log_prob
+    other = make(tie_word_embeddings=False).train()
     with pytest.MonkeyPatch.context() as patched, liger_hf.use_in_trl():
-        patched.setattr(liger_hf.trl, "linear_log_prob", lambda *args, **more: calls.append(1) or op(*args, **more))
+        calls = recorded(patched, liger_hf.trl, "linear_log_prob")
         losses = history(TRAINERS[name](other, tmp_path))
     assert calls != []
     assert losses == pytest.approx(expected, abs=1e-5)

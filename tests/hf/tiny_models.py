@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,6 +71,36 @@ def patched_twin(model: nn.Module, **options: Any) -> Any:
     return copied
 
 
+def pair_of(plain: nn.Module, **options: Any) -> tuple[Any, Any]:
+    """A patched copy of the model, and the model."""
+    return patched_twin(plain, **options), plain
+
+
+def pair(architecture: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
+    """The same of a new model, both training."""
+    return pair_of(make(architecture, dtype, **options).train())
+
+
+def adapted(model: Any, target: str | None = None, **options: Any) -> Any:
+    """The model with LoRA on a projection, or on all linear layers of its layers."""
+    peft = pytest.importorskip("peft", reason="needs peft")
+    targets: Any = "all-linear" if target is None else [target]
+    options = {"r": 4, "target_modules": targets, "task_type": "CAUSAL_LM"} | options
+    return random_adapters(peft.get_peft_model(model, peft.LoraConfig(**options)).train())
+
+
+def random_adapters(model: Any) -> Any:
+    """The second factor of an adapter is not zero, so that both get a gradient."""
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name or "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+            elif "lora_magnitude" in name:
+                parameter.mul_(torch.rand(parameter.shape, generator=generator).to(parameter.device) + 0.5)
+    return model
+
+
 def checkpoint_layers(model: Any, reentrant: bool = False) -> None:
     """By its name since Transformers 5.23, or the older one."""
     start = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -78,10 +112,18 @@ def step(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
     model.zero_grad()
     loss = model(**inputs).loss
     loss.backward()
-    return {
-        "loss": loss.detach(),
-        **{name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None},
-    }
+    return {"loss": loss.detach(), **gradients_of(model)}
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """The gradient of every parameter that has one, by its name in a model that is not compiled."""
+    parameters = model.named_parameters()
+    return {name.removeprefix("_orig_mod."): p.grad.clone() for name, p in parameters if p.grad is not None}
+
+
+def losses_of(trainer: Any) -> list[float]:
+    """The losses that a Trainer has logged."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def exact_step(model: nn.Module, **inputs: Any) -> dict[str, Tensor]:
@@ -127,7 +169,7 @@ def outcome(module: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
     torch.autograd.backward(outputs, upstream)
     results = {f"output {i}": y.detach() for i, y in enumerate(outputs)}
     results |= {f"gradient of input {i}": leaf.grad for i, leaf in enumerate(leaves)}  # type: ignore[misc]
-    return results | {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    return results | gradients_of(module)
 
 
 def module_disagreements(patched: nn.Module, plain: nn.Module, *inputs: Tensor) -> dict[str, str]:
@@ -135,6 +177,43 @@ def module_disagreements(patched: nn.Module, plain: nn.Module, *inputs: Tensor) 
     with DoublePrecision():
         exact = outcome(twin(plain).double(), *(x.double() for x in inputs))
     return disagreements(outcome(patched, *inputs), outcome(plain, *inputs), exact)
+
+
+@contextmanager
+def no_logits() -> Iterator[None]:
+    """All the logits of a training step are not made. (The check of apply makes some.)"""
+    message = "all the logits of a training step were made"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(liger_hf.LazyLogits, "materialize", lambda self: pytest.fail(message))
+        yield
+
+
+def watched(
+    function: Any,
+    calls: list[Any],
+    before: Callable[..., Any] = lambda *args, **options: True,
+    after: Callable[..., Any] | None = None,
+) -> Any:
+    """A function or an op that notes its calls: what `before` makes of the arguments, also of a call that raises; or what
+    `after` makes of the result and the arguments, unless it is None."""
+
+    @wraps(function)
+    def noted(*args: Any, **options: Any) -> Any:
+        if after is None:
+            calls.append(before(*args, **options))
+        result = function(*args, **options)
+        if after is not None and (entry := after(result, *args, **options)) is not None:
+            calls.append(entry)
+        return result
+
+    return noted
+
+
+def recorded(patch: pytest.MonkeyPatch, owner: Any, name: str, *before: Any, **after: Any) -> list[Any]:
+    """The calls of what is known by this name from now on, as `watched` notes them."""
+    calls: list[Any] = []
+    patch.setattr(owner, name, watched(getattr(owner, name), calls, *before, **after))
+    return calls
 
 
 class LargestResult(TorchDispatchMode):

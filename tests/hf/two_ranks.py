@@ -24,7 +24,7 @@ import liger_hf
 import liger_hf.rules.head.causal_loss
 import liger_hf.trainers
 from hf import tiny_models
-from hf.tiny_models import make, step, tokens, twin
+from hf.tiny_models import adapted, gradients_of, make, no_logits, step, tokens, twin
 from liger_core import losses, use
 
 # On a busy machine a rank may wait for minutes; after a failure there is no wait, since the exception ends the other
@@ -42,8 +42,10 @@ def batch(rank: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def sharded(model: Any, head: dict[str, Any] | None = None, together: bool = False, **options: Any) -> Any:
-    mesh, inner = init_device_mesh(tiny_models.DEVICE.type, (2,)), inside_peft(model)
+def sharded(
+    model: Any, head: dict[str, Any] | None = None, together: bool = False, inside: Any = None, **options: Any
+) -> Any:
+    mesh, inner = init_device_mesh(tiny_models.DEVICE.type, (2,)), inside_peft(inside or model)
     for layer in inner.model.layers:
         fully_shard(layer, mesh=mesh)
     if head is not None:
@@ -71,18 +73,19 @@ WAYS: dict[str, Callable[[Any], nn.Module]] = {
 
 
 @contextmanager
-def two_processes(rank: int, store: str, device: str = "cpu") -> Iterator[None]:
-    """This process is one of two: on the CPU with the reference, or each on a GPU of its own with what a user gets
+def one_of_ranks(rank: int, device: str = "cpu") -> Iterator[None]:
+    """This process is one of several: on the CPU with the reference, or each on a GPU of its own with what a user gets
     there."""
     torch.set_num_threads(1)
     on_gpu = device == "cuda"
     if on_gpu:
         tiny_models.DEVICE = torch.device("cuda", rank)
         torch.cuda.set_device(rank)
-    backend = "nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=PATIENCE)
+    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
     with nullcontext() if on_gpu else use("reference"):
         yield
+    # Nobody leaves while another one waits for it.
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -91,9 +94,9 @@ def tolerance(on_cpu: float) -> float:
     return on_cpu if tiny_models.DEVICE.type == "cpu" else 10 * on_cpu
 
 
-def work(rank: int, store: str, ways: tuple[str, ...], patch_last: bool, device: str = "cpu") -> None:
+def work(rank: int, ways: tuple[str, ...], patch_last: bool, device: str) -> None:
     """One process; raises if a gradient is wrong or if all the logits were made."""
-    with two_processes(rank, store, device):
+    with one_of_ranks(rank, device):
         base = trained("everything")
         for way in ways:
             model = twin(base)
@@ -115,17 +118,7 @@ TRAINED: dict[str, dict[str, Any] | None] = {
 def trained(kind: str) -> Any:
     """A model with these trained weights; none is zero at the start, so that all of them get a gradient."""
     model, options = make("llama", tie_word_embeddings=False), TRAINED[kind]
-    if options is not None:
-        # Imported here: it takes longer than all other imports, and most tests do not need it.
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(model, LoraConfig(r=4, task_type="CAUSAL_LM", **options))
-        generator = torch.Generator().manual_seed(4)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_" in name:
-                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model.train()
+    return model.train() if options is None else adapted(model, **options)
 
 
 def whole_gradient(parameter: Any, zero: bool) -> Any:
@@ -133,7 +126,11 @@ def whole_gradient(parameter: Any, zero: bool) -> Any:
         from deepspeed.utils import safe_get_full_grad
 
         return safe_get_full_grad(parameter)
-    return parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+    return whole(parameter.grad)
+
+
+def whole(value: Any) -> Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 class Expected:
@@ -162,12 +159,12 @@ def optimizer_of(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def train(rank: int, store: str, runs: list[tuple[str, str, bool]], device: str = "cpu") -> None:
+def train(rank: int, runs: list[tuple[str, str, bool]], device: str) -> None:
     """One process; raises if a patched model has other gradients or losses than the unpatched one in one process.
 
     runs  what is trained, how, and whether it is wrapped before it is patched
     """
-    with two_processes(rank, store, device):
+    with one_of_ranks(rank, device):
         for kind, way, patch_last in runs:
             base = trained(kind)
             expected = _losses_of_one_process(twin(base))[rank]
@@ -239,10 +236,10 @@ def _engine(stage: int) -> Callable[[Any], Any]:
     return engine_of
 
 
-def chunks_by_rank(rank: int, store: str, runs: list[tuple[str, str]], device: str = "cpu") -> None:
+def chunks_by_rank(rank: int, runs: list[tuple[str, str]], device: str) -> None:
     """One process; raises if ranks with different numbers of chunks get other gradients, or wait for each other
     forever."""
-    with two_processes(rank, store, device), pytest.MonkeyPatch.context() as patch:
+    with one_of_ranks(rank, device), pytest.MonkeyPatch.context() as patch:
         for kind, way in runs:
             base = trained(kind)
             expected = _mean_gradients(twin(base), lambda model, **inputs: model(**inputs).loss)
@@ -288,12 +285,12 @@ def uneven(rank: int) -> dict[str, Tensor]:
     return {name: value[:, : 9 - 3 * rank] for name, value in batch(rank).items()}
 
 
-def log_probs(rank: int, store: str, runs: list[tuple[str, str, str]], device: str = "cpu") -> None:
+def log_probs(rank: int, runs: list[tuple[str, str, str]], device: str) -> None:
     """One process; raises if a loss of log-probabilities has other gradients than plain PyTorch in one process.
 
     runs  what is trained, how it is sharded, and by what the log-probabilities are computed
     """
-    with two_processes(rank, store, device), pytest.MonkeyPatch.context() as patch:
+    with one_of_ranks(rank, device), pytest.MonkeyPatch.context() as patch:
         in_several_chunks(patch)
         for kind, way, path in runs:
             base = trained(kind)
@@ -303,18 +300,10 @@ def log_probs(rank: int, store: str, runs: list[tuple[str, str, str]], device: s
                 layer = liger_hf.trainers.FusedOutputLinear(model.lm_head.in_features, model.lm_head.out_features)
                 layer.weight = model.lm_head.weight
                 model.lm_head = layer
-            whole = PerToken(model, path)
-            alone = way == "fsdp2_head_alone"
-            wrapped = wrap(way)(whole) if is_zero(way) else _sharded_around(whole, inside_peft(model), alone)
+            policy, head = PerToken(model, path), {} if way == "fsdp2_head_alone" else None
+            wrapped = wrap(way)(policy) if is_zero(way) else sharded(policy, head, inside=model)
             backward(wrapped, wrapped(**uneven(rank)))
-            expected.compare(f"{kind}, {way}, {path}", whole, is_zero(way))
-
-
-def _sharded_around(whole: nn.Module, inner: Any, head_alone: bool) -> nn.Module:
-    mesh = init_device_mesh(tiny_models.DEVICE.type, (2,))
-    for part in (*inner.model.layers, *([inner.lm_head] if head_alone else [])):
-        fully_shard(part, mesh=mesh)
-    return fully_shard(whole, mesh=mesh)
+            expected.compare(f"{kind}, {way}, {path}", policy, is_zero(way))
 
 
 def _mean_gradients(
@@ -325,14 +314,14 @@ def _mean_gradients(
     for rank in range(2):
         model.zero_grad()
         loss(model, **uneven(rank)).backward()
-        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        found.append(gradients_of(model))
     return Expected(found)
 
 
-def trl_head(rank: int, store: str, device: str = "cpu") -> None:
+def trl_head(rank: int, device: str) -> None:
     """One process; raises if TRL's forward pass on our head has other gradients, sharded, than plain PyTorch in one
     process."""
-    with two_processes(rank, store, device):
+    with one_of_ranks(rank, device):
         # Here: only this test needs it.
         from trl.trainer.utils import add_fused_lm_head
 
@@ -349,9 +338,9 @@ def trl_head(rank: int, store: str, device: str = "cpu") -> None:
         expected.compare("TRL", model)
 
 
-def trl_divergence(rank: int, store: str, device: str = "cpu") -> None:
+def trl_divergence(rank: int, device: str) -> None:
     """One process; raises if GKD and DistillationTrainer have other gradients on sharded models than on whole ones."""
-    with two_processes(rank, store, device):
+    with one_of_ranks(rank, device):
         # Here: only this test needs it.
         from trl.experimental.gkd import GKDTrainer
         from trl.models.utils import _ForwardRedirection
@@ -405,12 +394,3 @@ def patched_and_wrapped(model: Any, wrap: Callable[[Any], Any], patch_last: bool
     if model.liger_report.replaced != {**others, **residuals, **adapted}:
         raise AssertionError(f"not everything was replaced: {model.liger_report}")
     return wrapped
-
-
-@contextmanager
-def no_logits() -> Iterator[None]:
-    """All the logits of a training step are not made. (The check of apply makes some.)"""
-    message = "all the logits of a training step were made"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(liger_hf.LazyLogits, "materialize", lambda self: pytest.fail(message))
-        yield
