@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import liger_hf
 from hf.sweep import build
-from hf.test_heads import adapted
-from hf.tiny_models import make, patched_twin, step, tokens, twin
+from hf.tiny_models import adapted, make, pair, patched_twin, rows_of, step, tokens, twin
 
 pytestmark = [pytest.mark.slow, pytest.mark.cpu]
 
@@ -231,7 +230,7 @@ def test_what_becomes_of_the_activation_counts(kind: str, change: Callable[[Any]
 def test_a_watched_activation_when_apply_comes_is_a_reason(kind: str, change: str) -> None:
     model = build(kind)
     CHANGES[change](model.get_submodule(owner_of_activation(model)))
-    rows = [row for row in liger_hf.apply(model).rows if row.op == OF_ACTIVATION[kind]]
+    rows = rows_of(liger_hf.apply(model), OF_ACTIVATION[kind])
     assert "the fused op would skip act_fn, which has a hook or its own forward; remove it before `apply`" in {
         row.reason for row in rows if row.verdict == "left"
     }
@@ -274,16 +273,6 @@ class Scaled(Unit):
         return self.strength if self.words is None else 2.0
 
 
-@pytest.mark.parametrize(("name", "value"), [("strength", 0.5), ("ablated", True), ("words", "twice")])
-def test_a_setting_that_changes_after_apply_counts(name: str, value: Any) -> None:
-    model, x = nn.Sequential(Scaled()), torch.randn(3, 8)
-    assert liger_hf.apply(model).replaced == {"swiglu": 1}
-    before = model(x)
-    setattr(model[0], name, value)
-    assert not torch.allclose(model(x), before)
-    assert torch.equal(model(x), Scaled.forward(model[0], x))
-
-
 class ScaledNorm(nn.RMSNorm):
     """A norm with a setting that does nothing as it is."""
 
@@ -295,19 +284,30 @@ class ScaledNorm(nn.RMSNorm):
         return super().forward(x) * self.strength
 
 
-def test_a_setting_of_a_norm_that_changes_after_apply_counts() -> None:
-    norm, x = ScaledNorm(8), torch.randn(3, 8)
-    model = nn.Sequential(norm)
-    assert liger_hf.apply(model).replaced == {"rms_norm": 1}
-    norm.strength = 2.0
-    assert torch.equal(model(x), ScaledNorm.forward(norm, x))
+SETTINGS: dict[str, tuple[Callable[[], Any], str, str, Any]] = {
+    "number_of_an_mlp": (Scaled, "swiglu", "strength", 0.5),
+    "flag_of_an_mlp": (Scaled, "swiglu", "ablated", True),
+    "words_of_an_mlp": (Scaled, "swiglu", "words", "twice"),
+    "number_of_a_norm": (lambda: ScaledNorm(8), "rms_norm", "strength", 2.0),
+}
+
+
+@pytest.mark.parametrize(("make_one", "op", "name", "value"), SETTINGS.values(), ids=SETTINGS)
+def test_a_setting_that_changes_after_apply_counts(make_one: Callable[[], Any], op: str, name: str, value: Any) -> None:
+    module, x = make_one(), torch.randn(3, 8)
+    model = nn.Sequential(module)
+    assert liger_hf.apply(model).replaced == {op: 1}
+    before = model(x)
+    setattr(module, name, value)
+    assert not torch.allclose(model(x), before)
+    assert torch.equal(model(x), type(module).forward(module, x))
 
 
 def test_a_setting_of_a_norm_after_a_sum_that_changes_after_apply_counts() -> None:
     plain = make(num_hidden_layers=1)
     plain.model.layers[0].post_attention_layernorm = ScaledNorm(64)
-    patched = twin(plain)
-    assert liger_hf.apply(patched).replaced["add_rms_norm"] == 1
+    patched = patched_twin(plain)
+    assert patched.liger_report.replaced["add_rms_norm"] == 1
     for model in (plain, patched):
         model.model.layers[0].post_attention_layernorm.strength = 2.0
     torch.testing.assert_close(step(patched, **tokens()), step(plain, **tokens()), rtol=1e-4, atol=1e-5)
@@ -358,8 +358,7 @@ def of_another_class(module: nn.Module, forward: bool = True) -> None:
 
 @pytest.mark.parametrize("path", [*REPLACED, "model.layers.0.mlp.act_fn"], ids=lambda path: path or "model")
 def test_a_class_that_changes_after_apply_counts(path: str) -> None:
-    plain = make(tie_word_embeddings=False).train()
-    patched = patched_twin(plain)
+    patched, plain = pair(tie_word_embeddings=False)
     for model in (plain, patched):
         of_another_class(model.get_submodule(path))
     torch.testing.assert_close(step(patched, **tokens()), step(plain, **tokens()), rtol=1e-4, atol=1e-5)

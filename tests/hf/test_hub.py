@@ -42,19 +42,14 @@ def test_a_hub_that_answers_is_reachable_whatever_the_answer(endpoint: Callable[
         assert hub_is_reachable()
 
 
-def test_a_closed_port_is_not_a_hub(endpoint: Callable[[str], None]) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        endpoint(f"http://127.0.0.1:{closed.getsockname()[1]}")
-        assert not hub_is_reachable()
-
-
-def test_a_hub_that_never_answers_is_not_waited_for(
-    endpoint: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("listens", [False, True], ids=["closed_port", "no_answer"])
+def test_a_port_that_does_not_answer_is_not_a_hub_and_not_waited_for(
+    listens: bool, endpoint: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "SECONDS", 0.2)
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}")
+    monkeypatch.setattr(hub, "SECONDS", 0.2 if listens else hub.SECONDS)
+    with socket.socket() as port:
+        port.bind(("127.0.0.1", 0))
+        if listens:
+            port.listen()
+        endpoint(f"http://127.0.0.1:{port.getsockname()[1]}")
         assert not hub_is_reachable()

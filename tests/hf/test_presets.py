@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from liger_core.errors import LigerError
-from liger_hf.configs import config_of
 from liger_hf.presets import ALIASES, PRESETS, preset, preset_name
 
 pytestmark = pytest.mark.cpu
@@ -50,28 +48,19 @@ def test_every_command_takes_every_name(command: str, name: str, monkeypatch: py
     assert stopped.value.args[0] == (preset(known_as).to_dict() if command == "inspect" else known_as)
 
 
-@pytest.fixture
-def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("liger_hf.hub.hub_is_reachable", lambda: False)
-
-
 SUGGESTIONS = [("demo", "llama-3.2-1", "'llama-3.2-1b'"), ("demo", "llama", "'llama-3.2-1b' or 'llama-3-8b'")]
 
 
 @pytest.mark.parametrize(("command", "name", "meant"), [*((c, "Tiny", "'tiny'") for c in COMMANDS), *SUGGESTIONS])
 def test_every_command_suggests_a_name(
-    command: str, name: str, meant: str, no_hub: None, liger: Callable[..., tuple[int, str]]
+    command: str, name: str, meant: str, liger: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("liger_hf.hub.hub_is_reachable", lambda: False)
     code, errors = liger(*COMMANDS[command][0], name, *(("--steps", "1") if command == "train" else ()))
     assert code == 2
     assert f"Did you mean {meant}?" in errors
     assert ("must be one of " if command == "demo" else "must be ") in errors
     assert ", ".join(PRESETS) in errors
-
-
-def test_a_name_like_none_gets_no_suggestion(no_hub: None) -> None:
-    with pytest.raises(LigerError, match=r"got 'notamodel': no such folder, and the hub cannot be reached\.$"):
-        config_of("notamodel")
 
 
 @pytest.mark.slow

@@ -17,14 +17,17 @@ from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import liger_hf
 from hf import tiny_models
-from hf.test_breakage import pair
 from hf.tiny_models import (
     VOCABULARY,
     checkpoint_layers,
     disagreements,
     exact_step,
+    gradients_of,
+    losses_of,
     make,
-    patched_twin,
+    no_logits,
+    pair,
+    pair_of,
     step,
     tokens,
     twin,
@@ -65,16 +68,15 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def history(
-    model: Any, folder: Path, compute_metrics: Any = None, **options: Any
+    model: Any, folder: Path, compute_metrics: Any = None, compute_loss_func: Any = None, **options: Any
 ) -> tuple[list[float], dict[str, float]]:
     """The logged losses of four steps, and the metrics of an evaluation."""
     sizes = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
     arguments = arguments_for(folder, **sizes, max_steps=4, logging_steps=1, learning_rate=1e-2, **options)
-    data = {"train_dataset": Rows(16), "eval_dataset": Rows(6)}
+    data = {"train_dataset": Rows(16), "eval_dataset": Rows(6), "compute_loss_func": compute_loss_func}
     trainer = Trainer(model, arguments, compute_metrics=compute_metrics, **data)
     trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    metrics = trainer.evaluate()
+    losses, metrics = losses_of(trainer), trainer.evaluate()
     return losses, {name: value for name, value in metrics.items() if name in ("eval_loss", "eval_accuracy")}
 
 
@@ -83,11 +85,18 @@ def accuracy(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((classes == labels)[labels != -100].mean())}
 
 
+def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    assert type(outputs["logits"]) is torch.Tensor
+    total = nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum")
+    return total / (num_items_in_batch or 1)
+
+
 TRAINERS: dict[str, dict[str, Any]] = {
     "accumulation_and_checkpointing": {"gradient_accumulation_steps": 2, "gradient_checkpointing": True},
     "metrics": {"compute_metrics": accuracy},
     "metrics_in_pieces": {"compute_metrics": accuracy, "eval_accumulation_steps": 1},
     "label_smoothing": {"label_smoothing_factor": 0.1},
+    "loss_of_the_user": {"compute_loss_func": own_loss, "gradient_accumulation_steps": 2},
 }
 
 
@@ -102,24 +111,6 @@ def test_the_trainer_logs_the_losses_and_metrics_of_the_unpatched_model(
     assert len(losses) == 4
     assert losses == pytest.approx(expected, abs=2e-4)
     assert metrics == pytest.approx(expected_metrics, abs=2e-4)
-
-
-def test_a_loss_function_of_the_user_gets_real_logits(tmp_path: Path) -> None:
-    seen, losses = [], []
-
-    def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        seen.append(type(outputs["logits"]))
-        total = nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten(), reduction="sum")
-        return total / num_items_in_batch
-
-    patched, plain = pair()
-    options = {"max_steps": 2, "gradient_accumulation_steps": 2, "logging_steps": 1, "learning_rate": 1e-2}
-    for model in (patched, plain):
-        trainer = Trainer(model, arguments_for(tmp_path, **options), train_dataset=Rows(64), compute_loss_func=own_loss)
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert set(seen) == {torch.Tensor}
-    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
 
 
 @pytest.mark.parametrize("items", [None, 40], ids=["mean", "items_of_the_batch"])
@@ -142,8 +133,7 @@ def test_packed_sequences_have_the_loss_and_gradients_of_the_unpatched_model(
 
 def test_logits_of_an_evaluation_are_padded_and_gathered(fresh_accelerator: None) -> None:
     accelerator, gathered = Accelerator(cpu=on_cpu()), []
-    plain = make().eval()
-    patched = patched_twin(plain)
+    patched, plain = pair_of(make().eval())
     for model in (patched, plain):
         prepared = accelerator.prepare(model)
         with torch.no_grad():
@@ -171,20 +161,16 @@ def test_scaled_training_under_autocast_has_the_losses_of_float32(device: torch.
         assert not enabled or scaler.get_scale() == 2.0**10
         return losses
 
-    plain = make().train().to(device)
-    patched = patched_twin(plain)
+    patched, plain = pair_of(make().train().to(device))
     expected = train(plain, False)
     assert expected[-1] < 0.9 * expected[0]
     assert train(patched, True) == pytest.approx(expected, rel=2e-3)
 
 
-def test_training_with_the_trainer_makes_no_tensor_of_all_the_logits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make(tie_word_embeddings=False).train()
-    liger_hf.apply(model)
-    monkeypatch.setattr(liger_hf.LazyLogits, "materialize", lambda self: pytest.fail("somebody read the logits"))
-    Trainer(model, arguments_for(tmp_path, max_steps=2), train_dataset=Rows(4)).train()
+def test_training_with_the_trainer_makes_no_tensor_of_all_the_logits(tmp_path: Path) -> None:
+    model, _ = pair(tie_word_embeddings=False)
+    with no_logits():
+        Trainer(model, arguments_for(tmp_path, max_steps=2), train_dataset=Rows(4)).train()
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
@@ -211,8 +197,7 @@ def test_checkpointing_of_the_whole_model_gives_the_same_gradients(reentrant: bo
         model.zero_grad()
         value = checkpoint(loss, model.get_input_embeddings()(inputs["input_ids"]), use_reentrant=reentrant)
         value.backward()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        return {"loss": value.detach(), **gradients}
+        return {"loss": value.detach(), **gradients_of(model)}
 
     assert disagreements(whole(patched), whole(plain), whole(twin(plain).double())) == {}
 

@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 
 import liger_hf
 from hf.sweep import build
-from hf.tiny_models import assert_same_step, make, outcome, patched_twin, rows_of, tokens, twin
+from hf.tiny_models import assert_same_step, make, outcome, pair, pair_of, rows_of, tokens, twin
 from liger_core import BackendError, LigerError, OptionError, rms_norm
 from liger_core.accuracy import judge
 from liger_hf.discovery import replaceable_ops
@@ -170,9 +170,8 @@ class Packed(nn.Module):
 
 @pytest.mark.parametrize("twice", [False, True], ids=["dropout_once", "dropout_twice"])
 def test_norms_and_dropouts_of_a_gated_mlp_are_called_where_its_own_forward_calls_them(twice: bool) -> None:
-    plain = Packed(twice)
-    patched = twin(plain)
-    assert liger_hf.apply(patched, only=["swiglu"]).replaced == {"swiglu": 1}
+    patched, plain = pair_of(Packed(twice), only=["swiglu"])
+    assert patched.liger_report.replaced == {"swiglu": 1}
 
     x, results = torch.linspace(-2, 2, 5 * 24, dtype=torch.float64).view(5, 24).sin(), []
     for module in (patched, plain):
@@ -422,8 +421,7 @@ def test_a_head_that_does_something_else_with_another_length_keeps_its_loss_and_
         return modeling_llama.CausalLMOutputWithPast(loss=loss, logits=logits)
 
     monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", forward)
-    plain = make().train()
-    patched = patched_twin(plain)
+    patched, plain = pair()
     for length in (32, 33):
         assert_same_step(patched, plain, **tokens(length=length))
 
@@ -487,14 +485,14 @@ def test_a_gate_that_no_op_computes_is_left(activation: str) -> None:
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_new"])
 def test_the_activation_decides_the_op(activation: str) -> None:
-    plain = make(hidden_act=activation).train()
-    patched = twin(plain)
-    assert liger_hf.apply(patched).replaced["geglu"] == 2
+    patched, plain = pair(hidden_act=activation)
+    assert patched.liger_report.replaced["geglu"] == 2
     assert_same_step(patched, plain)
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[LigerError], str]] = {
     "no_model": (lambda: liger_hf.apply({"a": 1}), liger_hf.ModelError, "liger_hf.apply: model must be a torch.nn.Module, got dict"),  # type: ignore[arg-type]
+    "no_model_to_inspect": (lambda: liger_hf.inspect(None), liger_hf.ModelError, "liger_hf.inspect: model must be a torch.nn.Module, got NoneType"),  # type: ignore[arg-type]
     "unknown_op": (lambda: liger_hf.apply(make(), only=["rms_nrom"]), OptionError, f"liger_hf.apply: only must name ops among {', '.join(replaceable_ops())}, got 'rms_nrom'. Did you mean 'rms_norm'?"),
     "one_name": (lambda: liger_hf.apply(make(), exclude="rope"), OptionError, "liger_hf.apply: exclude must be an iterable of ops, got 'rope'; write exclude=['rope']"),
     "cross_entropy": (lambda: liger_hf.apply(make(), only=["cross_entropy"]), OptionError, "liger_hf.apply: only must name ops that are put into models, cross_entropy comes with linear_cross_entropy"),
