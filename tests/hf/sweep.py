@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointError
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM, PreTrainedModel
 
 import liger_hf
-from hf.tiny_configs import COMPOSITES, TYPES, VOCABULARY, tiny_config
+from hf.tiny_configs import COMPOSITES, TYPES, VOCABULARY, drawn, tiny_config
 from liger_core import use
 from liger_core.accuracy import floor
 from liger_hf.isolation import DoublePrecision
@@ -186,16 +186,9 @@ MODES = ("training", "evaluation")
 
 
 def build(model_type: str, draw: int = 0) -> Any:
-    """A model whose weights are large enough that every part of it matters to the result."""
     torch.manual_seed(draw)
     kind, _, name = model_type.rpartition(":")
-    model = CLASSES[kind].from_config(tiny_config(name))
-    generator = torch.Generator().manual_seed(draw + 1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(parameter + 0.2 * noise if parameter.dim() < 2 else 0.1 * noise)
-    return model
+    return drawn(CLASSES[kind].from_config(tiny_config(name)), draw + 1)
 
 
 def _outcomes(model: nn.Module) -> dict[str, Tensor]:

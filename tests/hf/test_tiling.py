@@ -15,6 +15,7 @@ from torch import nn
 
 import liger_hf
 from hf import tiny_models
+from hf.test_verification import Odd, Unit, by_child, same
 from hf.tiny_models import (
     LAYERS,
     LargestResult,
@@ -139,25 +140,11 @@ def test_a_second_derivative_is_refused() -> None:
         torch.autograd.grad(mlp(x).sum(), x, create_graph=True)
 
 
-class Unit(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 24), nn.Linear(24, 8)
-        self.dropout = nn.Dropout(0.5)
-
-
-class Dropped(Unit):
-    """A gated MLP with dropout."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dropout(self.down(nn.functional.silu(self.gate(x)) * self.up(x)))
-
-
 def test_the_backward_pass_draws_the_same_dropout() -> None:
     torch.manual_seed(0)
-    model = nn.ModuleList([Dropped()]).to(tiny_models.DEVICE, torch.float64).train()
+    model = nn.ModuleList([Odd(nn.Dropout(0.5), same, by_child)]).to(tiny_models.DEVICE, torch.float64).train()
     liger_hf.apply(model, only=(), mlp_rows=4)
-    x, direction = torch.randn(2, 1, 30, 8, dtype=torch.float64).to(tiny_models.DEVICE)
+    x, direction = torch.randn(2, 1, 30, 24, dtype=torch.float64).to(tiny_models.DEVICE)
 
     def loss(x: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(1)
@@ -225,19 +212,14 @@ def test_a_weight_that_was_updated_since_the_forward_pass_is_an_error() -> None:
         loss.backward()
 
 
-class Mixing(Unit):
-    """Has the children of a gated MLP, but its rows depend on each other."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.gate(x).softmax(dim=-2) * self.up(x))
-
-
 def test_a_module_whose_rows_depend_on_each_other_is_left_whole() -> None:
-    model = nn.ModuleList([Mixing()]).to(tiny_models.DEVICE)
-    report = liger_hf.apply(model, only=(), mlp_rows=4)
-    assert report.notes[-1].startswith("0 gated MLPs")
-    x = normal(1, 12, 8)
-    assert torch.equal(model[0](x), Mixing.forward(model[0], x))
+    mixing = Unit(lambda unit, gate, up: unit.dropout(gate.softmax(dim=-2) * up))
+    other = Unit(lambda unit, gate, up: unit.dropout(gate * up))
+    for unit, count in ((mixing, 0), (other, 1)):
+        report = liger_hf.apply(nn.ModuleList([unit]).to(tiny_models.DEVICE).eval(), only=(), mlp_rows=4)
+        assert report.notes[-1].startswith(f"{count} gated MLPs")
+    x = normal(1, 12, 24)
+    assert torch.equal(mixing(x), Unit.forward(mixing, x))
 
 
 @pytest.mark.parametrize("rows", [0, "16k"])

@@ -201,14 +201,14 @@ def same(unit: Odd, x: Tensor) -> Tensor:
     return x
 
 
-def child_first(unit: Odd, x: Tensor) -> Tensor:
+def by_child(unit: Odd, x: Tensor) -> Tensor:
     return unit.child(x)
 
 
 ODD: dict[str, tuple[Odd, str]] = {
     "norm_in_training_only": (Odd(nn.LayerNorm(24), lambda unit, x: unit.child(x) if unit.training else x, same), "its forward calls child 1 times in training, 0 times in evaluation"),
-    "norm_of_long_inputs_only": (Odd(nn.LayerNorm(24), child_first, lambda unit, y: unit.child(y) if y.shape[1] > 64 else y), "length 300"),
-    "norm_of_one_token_only": (Odd(nn.LayerNorm(24), child_first, lambda unit, y: unit.child(y) if y.shape[1] == 1 else y), "length 1,"),
+    "norm_of_long_inputs_only": (Odd(nn.LayerNorm(24), by_child, lambda unit, y: unit.child(y) if y.shape[1] > 64 else y), "length 300"),
+    "norm_of_one_token_only": (Odd(nn.LayerNorm(24), by_child, lambda unit, y: unit.child(y) if y.shape[1] == 1 else y), "length 1,"),
     "norm_of_columns": (Odd(nn.BatchNorm1d(24), lambda unit, x: unit.child(x.transpose(1, 2)).transpose(1, 2), same), "child must get one row per row of its input (2, 9, 24), it gets (2, 24, 9)"),
     "factor_after_a_norm": (Odd(nn.LayerNorm(24), same, lambda unit, y: unit.child(y) * unit.down_multiplier), NO_OP),
     "random_function": (Odd(nn.LayerNorm(24), lambda unit, x: unit.child(nn.functional.dropout(x, 0.5, unit.training)), same), "float64 run gives another result"),

@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -73,6 +75,16 @@ def tiny_config(model_type: str, **options: Any) -> PretrainedConfig:
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     return config
+
+
+def drawn(model: nn.Module, seed: int = 1) -> Any:
+    """The model, with weights that are large enough that every part of it matters to the result."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(parameter + 0.2 * noise if parameter.dim() < 2 else 0.1 * noise)
+    return model
 
 
 def shrunk(default: PretrainedConfig) -> dict[str, Any]:

@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import liger_hf
+from hf.tiny_configs import VOCABULARY, drawn
 from liger_core.accuracy import judge
 from liger_hf.isolation import DoublePrecision
 from liger_hf.report import Row
 
-VOCABULARY = 300
 # Where models and inputs are made; the fixture `place` sets it.
 DEVICE = torch.device("cpu")
 COMMON: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -41,15 +41,8 @@ LAYERS = COMMON["num_hidden_layers"]
 
 
 def make(architecture: str = "llama", dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """A model whose weights are large enough that every part of it matters to the result."""
     config = AutoConfig.for_model(architecture, **{**COMMON, **OPTIONS.get(architecture, {}), **options})
-    model = AutoModelForCausalLM.from_config(config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(parameter + 0.2 * noise if parameter.dim() == 1 else 0.1 * noise)
-    return model.to(DEVICE, dtype)
+    return drawn(AutoModelForCausalLM.from_config(config)).to(DEVICE, dtype)
 
 
 def tokens(batch: int = 2, length: int = 11, seed: int = 2) -> dict[str, Tensor]:
