@@ -22,11 +22,17 @@ GATES = ("swiglu", "geglu")
 
 
 def loss(model: Any) -> torch.Tensor:
-    return model(**tokens()).loss
+    return model(**{name: value.to(model.device) for name, value in tokens().items()}).loss
 
 
 def row_of(report: Any, module: str, op: str = "experts") -> Row:
     return next(row for row in rows_of(report, op) if row.module == module)
+
+
+def test_experts_with_another_activation_are_checked_on_their_own() -> None:
+    model = build("mixtral")
+    model.model.layers[1].mlp.experts.act_fn = torch.nn.Tanh()
+    assert liger_hf.apply(model, only=["experts"]).replaced == {"experts": 1}
 
 
 def test_an_implementation_that_was_chosen_stays_and_the_report_says_how_to_change_it() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -452,13 +452,48 @@ def test_a_gated_mlp_is_replaced_only_if_all_of_it_is_computed(between: Between,
     assert report.replaced == ({"swiglu": 1} if fits else {})
 
 
-def test_units_of_one_class_with_other_settings_are_checked_one_by_one() -> None:
-    def limited(unit: Any, gate: Tensor, up: Tensor) -> Tensor:
-        return unit.dropout(gate * up.clamp(-unit.limit, unit.limit))
+def clamped(unit: Any, gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
+    limit = unit.limits[0] if limit is None else limit
+    return unit.dropout(gate * up.clamp(-limit, limit))
 
-    first, second = Unit(limited), Unit(limited)
-    first.limit, second.limit = float("inf"), 5.0
-    assert [row.verdict for row in liger_hf.apply(nn.Sequential(first, second)).rows] == ["replaced", "left"]
+
+def clamped_to(limit: float) -> Between:
+    return lambda unit, gate, up: clamped(unit, gate, up, limit)
+
+
+def of_a_missing_variable(limit: float) -> Between:
+    def function(unit: Any, gate: Tensor, up: Tensor) -> Tensor:
+        return clamped(unit, gate, up, limit) if unit.limits else missing
+
+    if limit < 0:
+        missing = gate  # noqa: F821
+    return function
+
+
+def unit_with(between: Between = clamped, **attributes: Any) -> Unit:
+    unit = Unit(between)
+    for name, value in attributes.items():
+        setattr(unit, name, value)
+    return unit
+
+
+# Pairs of units of one class, of which only the first computes a swiglu.
+INF = float("inf")
+DIFFERENT: dict[str, tuple[Unit, Unit]] = {
+    "settings": (unit_with(limits=[INF]), unit_with(limits=[5.0])),
+    "functions": (Unit(lambda unit, gate, up: unit.dropout(gate * up)), Unit(lambda unit, gate, up: unit.dropout(gate * up.sin()))),
+    "variables_of_functions": (Unit(clamped_to(INF)), Unit(clamped_to(5.0))),
+    "functions_of_a_missing_variable": (unit_with(of_a_missing_variable(INF), limits=[0]), unit_with(of_a_missing_variable(5.0), limits=[0])),
+    "partial_functions": (Unit(partial(clamped, limit=INF)), Unit(partial(clamped, limit=5.0))),
+    "children_of_children": (unit_with(clamped_to(INF), act=nn.Sequential(nn.SiLU())), unit_with(clamped_to(INF), act=nn.Sequential(nn.Tanh()))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
+@pytest.mark.parametrize("units", DIFFERENT.values(), ids=DIFFERENT.keys())
+def test_units_of_one_class_that_differ_are_checked_one_by_one(units: tuple[Unit, Unit], order: int) -> None:
+    verdicts = {row.pattern: row.verdict for row in liger_hf.apply(nn.Sequential(*map(twin, units[::order]))).rows}
+    assert verdicts == dict(zip("01", ["replaced", "left"][::order], strict=True))
 
 
 def test_a_module_that_does_something_else_in_float64_is_left() -> None:

@@ -58,14 +58,15 @@ def checkpointed(function: Callable[..., Any], *args: Any, settings: Settings | 
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
-    settings = {name: value for name, value in vars(module).items() if name not in MANAGED and _is_setting(value)}
+    settings = {name: value for name, value in vars(module).items() if name not in MANAGED and is_setting(value)}
     return {**copy.deepcopy(settings), "_modules": dict(module._modules)}
 
 
-def _is_setting(value: Any) -> bool:
+def is_setting(value: Any) -> bool:
+    """Return whether a value is a flag, a number, a string or None, or a collection of these."""
     if isinstance(value, dict):
-        return all(map(_is_setting, [*value, *value.values()]))
-    return all(map(_is_setting, value)) if isinstance(value, (list, tuple, set)) else isinstance(value, SCALARS)
+        return all(map(is_setting, [*value, *value.values()]))
+    return all(map(is_setting, value)) if isinstance(value, (list, tuple, set)) else isinstance(value, SCALARS)
 
 
 def _put(attributes: dict[str, Any], values: dict[str, Any]) -> None:

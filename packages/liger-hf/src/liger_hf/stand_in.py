@@ -7,10 +7,12 @@ these weights (`replica`), runs it forward and backward (`trial`), and `decide` 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 from liger_core.private_names import replacing
 from liger_hf.private_transformers import OFFLOADED, OFFLOADED_FORWARD
+from liger_hf.repeated import MANAGED, is_setting
 
 # Modules may treat few and many tokens differently. Besides a few tokens in every dtype, checks run in float32 on one
 # token, as in generation, and on a sequence that every module treats as long.
@@ -26,6 +29,8 @@ LENGTHS = (1, 300)
 # finite in float16.
 SCALES = {"moderate": 2.0, "large": 150.0}
 SCALES_IN_FLOAT16 = SCALES | {"large": 40.0}
+# Attributes of a module that do not count as settings; Module.compile() sets the last one.
+OTHER_ATTRIBUTES = MANAGED | {"training", "layer_idx", "forward", "_compiled_call_impl"}
 
 
 class Unfit(Exception):
@@ -176,12 +181,54 @@ def twin_trial(
 
 
 def configuration(module: nn.Module) -> tuple[Any, ...]:
+    """Return what distinguishes modules besides their weights: class, settings, and the same of all children."""
+    children = ((name, configuration(child)) for name, child in module._modules.items() if child is not None)
+    return (type(module), settings(module), *children)
+
+
+def settings(module: nn.Module) -> tuple[Any, ...]:
     """Return the settings that distinguish two instances of one class, besides weights and children."""
-    plain = (bool, int, float, str, type(None), torch.dtype)
-    settings = {n: v for n, v in vars(module).items() if isinstance(v, plain) and n not in ("training", "layer_idx")}
-    functions = {n: v for n, v in vars(module).items() if inspect.isroutine(v) and n != "forward"}
-    names = sorted((n, getattr(v, "__qualname__", "")) for n, v in functions.items())
-    return (*sorted((n, repr(v)) for n, v in settings.items()), *names)
+    values = {n: v for n, v in vars(module).items() if n not in OTHER_ATTRIBUTES}
+    chosen = {n: v for n, v in values.items() if is_setting(v) or isinstance(v, torch.dtype) or callable(v)}
+    return tuple((name, _identity(chosen[name], module)) for name in sorted(chosen))
+
+
+def _identity(value: Any, module: nn.Module) -> Any:
+    """Return what distinguishes a setting from others; of a function, that is its code and the values that it uses."""
+    if is_setting(value) or isinstance(value, torch.dtype):
+        return repr(value)
+    function = getattr(value, "__func__", value)
+    if isinstance(value, functools.partial):
+        code: tuple[Any, ...] = (_identity(value.func, module), len(value.args), *value.keywords)
+        used = [*value.args, *value.keywords.values()]
+    elif isinstance(function, FunctionType):
+        code = (function.__code__, _Same(function.__globals__))
+        used = [getattr(value, "__self__", None), *map(_contents, function.__closure__ or ())]
+        used += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    else:
+        return _Same(value)
+    return (*code, *(None if each is module else repr(each) if is_setting(each) else _Same(each) for each in used))
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        # The variable has no value.
+        return cell
+
+
+class _Same:
+    """An object that equals nothing but itself."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 class Draw:

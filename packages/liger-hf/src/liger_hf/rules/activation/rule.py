@@ -33,7 +33,7 @@ def look(module: nn.Module) -> Found | None:
 
     return Found(
         "relu_squared",
-        kind=(type(module), configuration(module)),
+        kind=configuration(module),
         original=original,
         candidates=lambda: [_candidate(original)],
         cases=lambda device, dtypes: row_cases(run, Draw(device), 40, 40, dtypes),

@@ -37,7 +37,7 @@ def look(module: nn.Module) -> Found | None:
     weight = module.weight
     return Found(
         "embedding",
-        kind=(type(module), configuration(module), tuple(module._buffers), weight.dtype, str(weight.device)),
+        kind=(configuration(module), tuple(module._buffers), weight.dtype, str(weight.device)),
         original=original,
         candidates=lambda: (_candidate(scale, original, arguments[0]) for scale in (None, *_scales(module))),
         cases=lambda device, dtypes: _cases(module, device, dtypes),

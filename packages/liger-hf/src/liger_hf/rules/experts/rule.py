@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from liger_core import experts
 from liger_core.op import autocast_dtype
+from liger_hf import stand_in
 from liger_hf.four_bits import declared, matrices_of, quantized
 from liger_hf.passing import may_pass, passing, skipping
 from liger_hf.patch import forward_of
@@ -27,7 +28,7 @@ from liger_hf.private_transformers import EXPERTS_CHOSEN, GATE, experts_implemen
 from liger_hf.rule import Candidate, Found, Rule
 from liger_hf.rules.experts.adapters import FACTORS, TAKES_FACTORS, added
 from liger_hf.rules.experts.unlike import unlike
-from liger_hf.stand_in import LENGTHS, Case, Draw, Run, configuration, device_of, of_length, replica, sized, trial
+from liger_hf.stand_in import LENGTHS, Case, Draw, Run, device_of, of_length, replica, sized, trial
 
 NOTHING = "no module holds experts"
 # Other implementations were chosen by the user, or by generate() for the few tokens of a step.
@@ -83,9 +84,12 @@ def look(module: nn.Module) -> Found | None:
     if refusal is not None or isinstance(original, str):
         return Found("experts", refusal=refusal)
     first = getattr(module, weights.gate_up)
+    # Each module with weights in four bits has a class of its own.
+    children = (stand_in.configuration(child) for name, child in module.named_children() if name != "parametrizations")
+    kind = (type_before_parametrizations(module), stand_in.settings(module), *children)
     return Found(
         "experts",
-        kind=(type_before_parametrizations(module), configuration(module), weights, first.dtype, str(first.device)),
+        kind=(*kind, weights, first.dtype, str(first.device)),
         original=original,
         candidates=lambda: _candidates(module, original, weights),
         cases=lambda device, dtypes: _cases(module, weights, device, dtypes),

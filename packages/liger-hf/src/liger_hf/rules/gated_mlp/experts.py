@@ -34,7 +34,7 @@ def look(module: nn.Module) -> Found | None:
         return Found("swiglu", refusal=reason, fallback=True)
     return Found(
         "swiglu",
-        kind=(type(module), configuration(module), runs, *weight_kind(module)),
+        kind=(configuration(module), runs, *weight_kind(module)),
         original=gate,
         candidates=lambda: _candidates(module),
         cases=lambda device, dtypes: row_cases(partial(_run, module), Draw(device), 2 * INNER, INNER, dtypes),

@@ -96,7 +96,7 @@ def _unread(module: nn.Module) -> str | None:
 
 
 def _kind(activation: Any) -> Any:
-    return (type(activation), configuration(activation)) if isinstance(activation, nn.Module) else activation
+    return configuration(activation) if isinstance(activation, nn.Module) else activation
 
 
 def _is_known(activation: Any) -> bool:

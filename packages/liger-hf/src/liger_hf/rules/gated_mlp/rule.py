@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from liger_core import Op, geglu, relu_squared, swiglu
+from liger_hf import stand_in
 from liger_hf.passing import may_pass, passing, skipping
 from liger_hf.patch import forward_of
 from liger_hf.rule import Candidate, Dtypes, Found, Rule
 from liger_hf.rules.gated_mlp.ownership import unshared
 from liger_hf.rules.gated_mlp.parts import HIDDEN, INPUTS, Layout, MLPParts, watch
 from liger_hf.rules.lora.together import together
-from liger_hf.stand_in import Case, Draw, Run, configuration, device_of, replica, row_cases, trial, weight_kind
+from liger_hf.stand_in import Case, Draw, Run, device_of, replica, row_cases, trial, weight_kind
 
 NOTHING = "no module is a gated MLP: none takes one tensor through two or three Linear children around an activation"
 ACTIVATIONS: tuple[tuple[Op[..., Any], dict[str, Any]], ...] = (
@@ -54,10 +55,10 @@ def look(module: nn.Module) -> Found | None:
         return Found("swiglu", refusal=reason)
     parts = MLPParts(linears, between, passed, layout)
     first = next(iter(linears.values()))
-    children = tuple((name, type(child), configuration(child)) for name, child in others.items())
+    children = tuple((name, stand_in.configuration(child)) for name, child in others.items())
     return Found(
         "swiglu",
-        kind=(type(module), layout, children, configuration(module), *weight_kind(first)),
+        kind=(type(module), stand_in.settings(module), layout, children, *weight_kind(first)),
         original=original,
         candidates=lambda: _candidates(module, original, arguments[0].name, parts),
         cases=lambda device, dtypes: _cases(module, original, parts, device, dtypes),

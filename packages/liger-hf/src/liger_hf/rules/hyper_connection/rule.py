@@ -51,7 +51,7 @@ def look(module: nn.Module) -> Found | None:
         return Found("sinkhorn", refusal=reason)
     return Found(
         "sinkhorn",
-        kind=(type(module), configuration(module), type(norm), configuration(norm), streams, fn.dtype, fn.device.type),
+        kind=(configuration(module), streams, fn.dtype, fn.device.type),
         original=original,
         candidates=lambda: [_candidate(original, arguments[0], name, iterations, eps)],
         cases=lambda device, dtypes: _cases(module, streams, device, dtypes),

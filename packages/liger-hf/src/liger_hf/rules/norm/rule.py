@@ -73,7 +73,7 @@ def look(module: nn.Module) -> Found | None:
 
     return Found(
         op,
-        kind=(type(module), configuration(module), shape),
+        kind=(configuration(module), shape),
         original=original,
         candidates=candidates,
         cases=lambda device, dtypes: (
