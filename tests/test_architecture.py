@@ -48,10 +48,15 @@ def metadata(package: str) -> dict[str, object]:
     return tomllib.loads(path.read_text())["project"]  # type: ignore[no-any-return]
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> set[str]:
     """The top-level packages that a file imports, wherever in the file."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -69,7 +74,7 @@ def modules(package: str) -> dict[str, Path]:
 def imported_modules(path: Path, known: dict[str, Path]) -> set[str]:
     """The modules of its own package that a file imports, wherever in the file; what only a type checker reads does not
     count."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     guards = (node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
     typing_only = {id(node) for guard in guards for node in ast.walk(guard)}
     names: set[str] = set()
@@ -226,7 +231,7 @@ def test_every_file_has_a_license_line_a_docstring_and_a_descriptive_name(packag
     wrong = []
     for path in sources(package):
         licensed = path.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n")
-        if not licensed or not ast.get_docstring(ast.parse(path.read_text())) or path.stem in EMPTY_NAMES:
+        if not licensed or not ast.get_docstring(parsed(path)) or path.stem in EMPTY_NAMES:
             wrong.append(str(path.relative_to(ROOT)))
     assert wrong == []
 
@@ -272,7 +277,7 @@ def test_every_autograd_function_checks_its_backward_pass() -> None:
     """Its gradients are made by kernels or in tiles: differentiated again, they would count as constants."""
     found = {}
     for path in (path for package in PACKAGES for path in sources(package)):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ClassDef) and "torch.autograd.Function" in map(ast.unparse, node.bases):
                 found[f"{path.as_posix().split('/src/')[1]} {node.name}"] = ast.unparse(node)
     assert {name for name, code in found.items() if "check_backward(" not in code} == UNCHECKED
@@ -314,7 +319,7 @@ def is_command(function: ast.FunctionDef | ast.AsyncFunctionDef, module: ast.Mod
 def test_no_function_has_many_parameters() -> None:
     found = []
     for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
-        place, module = path.relative_to(ROOT).as_posix().split("/src/")[1], ast.parse(path.read_text())
+        place, module = path.relative_to(ROOT).as_posix().split("/src/")[1], parsed(path)
         for node in ast.walk(module):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or place.startswith(FLAT):
                 continue
