@@ -19,7 +19,7 @@ import triton
 import liger_core
 import liger_triton
 import sanitize
-from liger_triton.launch import KNOWN_RELEASES, Launcher
+from liger_triton.launch import KNOWN_RELEASES, Launcher, gradients_of
 from liger_triton.table import TABLE
 
 X, Y = torch.zeros(8), torch.zeros(8)
@@ -202,3 +202,10 @@ def test_the_second_dimension_of_a_grid_does_not_grow_with_rows(name: str, monke
     torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
     assert grids
     assert [grid for grid in grids if max(grid[1:], default=1) > 65535] == []
+
+
+def test_a_gradient_of_no_argument_of_the_backward_launch_needs_memory_of_its_own() -> None:
+    def backward(grad_z: Tensor, /, grad_y: Tensor, x: Tensor, needs: list[bool]) -> None: ...
+
+    with pytest.raises(TypeError, match=r"must be grad_<one of its arguments> \(grad_y, x, needs\), got grad_z; pass"):
+        gradients_of(backward)

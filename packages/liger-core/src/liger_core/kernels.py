@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -133,8 +133,15 @@ class _ReferenceKernel(Kernel):
         )
 
 
-# Makes a kernel of the pure-PyTorch references.
-reference_kernel = partial(_ReferenceKernel, "liger_reference")
+def reference_kernel(
+    name: str,
+    allocate: Callable[..., Outputs],
+    launch: Callable[..., None],
+    recycle: Callable[..., Outputs] | None = None,
+    scratch: Callable[..., int] | None = None,
+) -> Kernel:
+    """Return a kernel of the pure-PyTorch references."""
+    return _ReferenceKernel("liger_reference", name, allocate, launch, recycle, scratch)
 
 
 @cache

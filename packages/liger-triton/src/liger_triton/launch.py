@@ -245,7 +245,7 @@ def gradients_like(needs: list[bool], *tensors: Tensor | None) -> Outputs:
 
 
 def first_like(x: Tensor, *rest: object) -> Outputs:
-    """Allocate the only result of a launch, which is like its first input."""
+    """Allocate the only result of a launch, which is like its first input; in a backward pass, that is the gradient."""
     return (dense_like(x),)
 
 
@@ -254,6 +254,11 @@ def gradients_of(launch_backward: Callable[..., None]) -> Callable[..., Outputs]
     parameters = inspect.signature(launch_backward).parameters.values()
     results = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
     inputs = [p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY]
+    if unknown := [result for result in results if result.removeprefix("grad_") not in inputs]:
+        raise TypeError(
+            f"{launch_backward.__module__}: the results of a backward launch must be grad_<one of its arguments> "
+            f"({', '.join(inputs)}), got {', '.join(unknown)}; pass allocate_backward for others"
+        )
     sources = [inputs.index(result.removeprefix("grad_")) for result in results]
 
     def allocate(*args: Any) -> Outputs:

@@ -159,7 +159,12 @@ def with_steps(setup: Setup, data: Data) -> Setup:
 
 def _documents(source: str, notes: list[str]) -> Iterator[str]:
     if source == LIBRARY:
-        yield from _truncate(library(), CHARACTERS)
+        size = 0
+        for document in library():
+            yield document
+            size += len(document)
+            if size >= CHARACTERS:
+                break
         return
     check_source(source)
     path = Path(source).expanduser()
