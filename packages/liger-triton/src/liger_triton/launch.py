@@ -262,10 +262,7 @@ def gradients_of(launch_backward: Callable[..., None]) -> Callable[..., Outputs]
     sources = [inputs.index(result.removeprefix("grad_")) for result in results]
 
     def allocate(*args: Any) -> Outputs:
-        return tuple(
-            dense_like(args[i]) if need and args[i] is not None else None
-            for need, i in zip(args[-1], sources, strict=True)
-        )
+        return gradients_like(args[-1], *[args[i] for i in sources])
 
     return allocate
 

@@ -270,7 +270,7 @@ class Training:
         _quiet()
         options: dict[str, Any] = dict(EAGER)
         # From 5.18 on, Transformers shards layers and parameters in one call; before, it takes a mesh.
-        if self.tp > 1 and hasattr(DistributedConfig, "dp_replicate_size"):
+        if self.tp > 1 and "dp_replicate_size" in {f.name for f in dataclasses.fields(DistributedConfig)}:
             options["distributed_config"] = DistributedConfig(
                 tp_size=self.tp, tp_plan="auto", fsdp_size=self.dp * self.cp
             )
