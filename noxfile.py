@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can be run here; `nox -l` lists it. Sessions share environments, so that torch installs once."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import importlib.util

@@ -9,8 +9,6 @@ same machine, versions and commit. Each setup and implementation has its own pro
 modules.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure pairs of things to compare, each in a process of its own."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -10,8 +10,6 @@ for KTO. GRPO and RLOO do not generate. Everything else is TRL's default: checkp
 limited. Rows are appended to trl.json. A second start skips those of the same machine, versions and commit.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import copy

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every example trains: a small random Llama that needs no network, or a model of yours, on random tokens."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator
 from typing import Any

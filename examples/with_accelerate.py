@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Liger in a loop of Accelerate: `python examples/with_accelerate.py`, or `accelerate launch examples/with_accelerate.py`."""
 
-from __future__ import annotations
-
 import torch
 from accelerate import Accelerator
 from tiny_llama import arguments, batches, load

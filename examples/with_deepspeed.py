@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Liger with DeepSpeed ZeRO: `torchrun --nproc-per-node 2 examples/with_deepspeed.py --stage 3`."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Liger with FSDP2, one process per GPU, or processes of the CPU: `torchrun --nproc-per-node 2 examples/with_fsdp2.py`."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Liger under LoRA in the Trainer of Transformers, by its callback: `python examples/with_lora.py`."""
 
-from __future__ import annotations
-
 import tempfile
 
 from peft import LoraConfig, get_peft_model

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Liger under QLoRA: weights in 4 bits by bitsandbytes, adapters by PEFT. `python examples/with_qlora.py`."""
 
-from __future__ import annotations
-
 import tempfile
 
 import torch

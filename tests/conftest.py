@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared by all tests: options, seeds and the count of conformance cases."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

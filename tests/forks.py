@@ -7,8 +7,6 @@ what a library prints meanwhile, start one all the same, by `subprocess`.
 A fork ends without taking down its interpreter, which aborts now and then while a thread of gloo is busy.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

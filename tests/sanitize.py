@@ -6,8 +6,6 @@ One process a tool and op, at most `--together` at a time; every finding is prin
 The samples are those of the conformance suite up to LARGE elements, forward and backward, in float32 and bfloat16.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

@@ -2,8 +2,6 @@
 """The command `liger` itself: what it prints of versions, plugins and the selection, and what a broken plugin leaves of
 it."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re

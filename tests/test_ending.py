@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process with a process group ends by itself, before the interpreter takes down what a thread of gloo still uses."""
 
-from __future__ import annotations
-
 import ast
 import atexit
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pages of docs/extend do what they say: their blocks, applied to a copy, pass the suite."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """No file uses a refused wording; docstrings begin with a verb or a noun phrase; names say the thing."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

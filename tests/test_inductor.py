@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend `inductor`: what compiles, how often, and what runs the reference. `nox -s parity` tests all samples."""
 
-from __future__ import annotations
-
 import json
 import operator
 from pathlib import Path

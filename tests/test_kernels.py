@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a kernel's signature says, and the sentences for a signature that says something else."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

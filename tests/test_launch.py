@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launcher that keeps compiled kernels: an equal call starts one directly, another call never gets the wrong one."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processors without instructions for a 16-bit dtype multiply in float32, without float32 copies of whole weights."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planted bugs: each can be planted in the sources of today, and its test is there."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

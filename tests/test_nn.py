@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules compute what their ops do, and have the weights of torch and of Transformers."""
 
-from __future__ import annotations
-
 import copy
 import doctest
 import inspect

@@ -2,8 +2,6 @@
 """`nox -s tests -- …` runs what its arguments select: each part of the tests gets the arguments that select the same in
 it."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import tomllib

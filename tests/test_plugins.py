@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plugins: what they add, and the sentence for each way to get one wrong."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

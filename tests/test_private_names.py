@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Private names of other libraries: in two modules only, each with a fallback, and on the page that lists them."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os

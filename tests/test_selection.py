@@ -2,8 +2,6 @@
 """Which implementation a call gets: the environment variable, `use` as a call and as a context, and the automatic
 choice."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shares of the tests: CI takes one, and all of them together are the suite."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

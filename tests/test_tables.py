@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables: whole names at any width, a legend, and only the columns that matter."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 

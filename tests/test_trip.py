@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trip of one call: the files that a reader of both passes opens, with Triton's kernels in the interpreter."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -2,8 +2,6 @@
 """Every kernel that a sample launches compiles for an H100 or H200, without one: the interpreter accepts more than the
 compiler does."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metadata allows the versions that are tested; outside of them one warning says so."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import metadata

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wheels are ready to be published: what their metadata says, and what they hold."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

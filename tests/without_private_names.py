@@ -4,8 +4,6 @@
 `python tests/without_private_names.py backend...`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 Then any generator that reads mkdocs.yml can build it. What is generated is not in the repository, so it cannot be stale.
 """
 
-from __future__ import annotations
-
 import os.path
 import re
 import shutil

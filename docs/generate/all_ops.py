@@ -4,8 +4,6 @@
 The rows are those of the newest folder *-all-ops of benchmarks/results; `nox -s benchmarks` measures them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures of all benchmark pages in short, and where Liger is slower: `python docs/generate/benchmarks.py` writes docs/benchmarks.md."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One reference page per command, from the help of Typer."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -4,8 +4,6 @@
 They are in the repository, where README's reader finds them; tests/docs/test_site.py says when they are stale.
 """
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

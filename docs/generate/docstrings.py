@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Docstrings as Markdown: the aligned rows *name  meaning* become tables; formulas stay code."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The extension of Griffe by which the API reference shows docstrings as Markdown."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ select models. It also writes the VRAM table, docs/vram.md, from the same data. 
 models, minutes each for the largest, and writes fits_checked.json, with which a test compares the data.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

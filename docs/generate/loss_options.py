@@ -5,8 +5,6 @@ Options and defaults are those of the signatures; TRL's names are below. tests/d
 tests/losses/test_trl.py when TRL has no such option.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import fields, is_dataclass
 from pathlib import Path

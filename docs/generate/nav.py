@@ -4,8 +4,6 @@
 So a new op, command or module of the API needs no line in mkdocs.yml.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@
 A notebook has one section of its page, and no outputs. Its first cell has the installation that the page describes.
 """
 
-from __future__ import annotations
-
 import os.path
 import re
 from pathlib import Path

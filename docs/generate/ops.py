@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One reference page per op, from the op's own description: docstring, signature, samples, misuses, backends."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

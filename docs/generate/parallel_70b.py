@@ -4,8 +4,6 @@
 It needs neither a GPU nor a network. It keeps what it has found in .sweep/parallel-70b.json, and resumes when it is started again.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence

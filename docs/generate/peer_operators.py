@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which op of Liger does what a function of liger-kernel does, from peer_operators.toml; docs/benchmarks/ops.md has it as a table."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@
 It first records in private_names.toml which names the installed versions have. Run it with every supported set of versions.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reference pages of the Python API: the public names of a package, which mkdocstrings fills from the docstrings."""
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 from typing import Any

@@ -7,8 +7,6 @@ prepares a run with the model in FOLDER, with random weights, or sharded by tens
 times a second, and what is used of its GPU, if there are GPUs. Without arguments, it draws the pictures from the committed results.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

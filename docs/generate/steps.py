@@ -4,8 +4,6 @@
 The rows are those of the newest folder *-steps of benchmarks/results, or of an argument; `nox -s steps` measures them.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Sequence

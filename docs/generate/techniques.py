@@ -4,8 +4,6 @@
 They are in the repository, where its reader finds them; tests/docs/test_site.py says when they are stale.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import docstrings

@@ -6,8 +6,6 @@ README.md has one sentence of it.
 benchmarks/trainers.py measures the rows. tests/docs/test_site.py says when the table is stale.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

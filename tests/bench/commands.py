@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `liger` command, run as a user runs it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`liger bench`: complete rows, files that grow, and reasons instead of crashes."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a row says of where it was measured."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory meter against allocations whose size is known."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

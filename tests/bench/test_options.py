@@ -2,8 +2,6 @@
 """Every numeric or path option of every command of liger-bench and liger-train, with nonsensical values; generated from
 the commands."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

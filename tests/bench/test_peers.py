@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The peers that need no package compute what the ops define, and one that writes to its inputs disturbs nobody."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from types import SimpleNamespace

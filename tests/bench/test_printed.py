@@ -2,8 +2,6 @@
 """What commands print fits a terminal of 100 columns, with every name in full; shown with results that were measured on
 GPUs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import fields

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that measure: what becomes of one that fails, dies or hangs, and in which order several ranks answer."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

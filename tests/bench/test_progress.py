@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long commands say what they are doing: by a bar on a terminal, and by lines in a log."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`liger report` of ops: the page says what the results say, and the committed page is the one of the committed results."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of rows: what a full disk, a killed run and several runs at once leave of them."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

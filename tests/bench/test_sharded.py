@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`liger bench sharded`: rows for each number of ranks, beside the peers, that resume."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timing and limits against calls whose duration is known."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

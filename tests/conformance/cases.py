@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cases: op × backend × dtype × sample, all taken from the registry."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace

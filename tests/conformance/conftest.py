@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generates the parametrization of the conformance suite, and guards new memory."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any

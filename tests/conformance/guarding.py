@@ -5,8 +5,6 @@ An element that is never written stays NaN. A store past the end of a tensor, as
 instead of the heap, and the next check names the kernel and the tensor; a load from there reads NaN.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,7 +51,7 @@ class GuardedMemory:
         self.held: dict[int, Guarded] = {}
 
     @contextmanager
-    def installed(self) -> Iterator[GuardedMemory]:
+    def installed(self) -> Iterator["GuardedMemory"]:
         """Guard what the functions of torch for new memory return, and check after every kernel."""
         with pytest.MonkeyPatch.context() as patch:
             self._install(patch)

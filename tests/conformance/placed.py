@@ -2,8 +2,6 @@
 """What one of several ranks does for tests/conformance/test_placements.py: the samples of an op on DTensors, compared
 with one process."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a call forward and backward, and compares the results with the definition in float64."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 """What one of several ranks does for tests/conformance/test_shards.py: the samples of an op, on its shard of the
 vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outputs and gradients of every backend against the definition in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The required parts of an op's description, and the derivative of its reference."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts that need a GPU: no host synchronization, capture in a CUDA graph, the device of the tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Devices that hold no values: tensors on the meta device, and a default device that is not that of the tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DTensors: whatever the placements of its arguments are, an op has the outputs and gradients of one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A vocabulary that is sharded over processes: outputs and gradients as those of the op on one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

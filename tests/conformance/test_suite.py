@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The faults that the generated tests must find in an op, and their messages."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

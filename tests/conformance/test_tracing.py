@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Custom ops, torch.compile and fake tensors: a traced call does what eager Python does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -2,8 +2,6 @@
 """torch.func and forward-mode AD: every op gives the right derivative or says that it has none; nothing is dropped in
 silence."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

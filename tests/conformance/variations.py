@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is generated around every sample: other strides of the upstream gradients, other magnitudes of the inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache

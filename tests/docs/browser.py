@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A page in a Chromium without a window, through the DevTools protocol on a pipe."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders that are made once for all workers."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

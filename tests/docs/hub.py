@@ -2,8 +2,6 @@
 """A Hugging Face hub of tiny random models in a cache folder, so that pages can name the models that people use and run
 offline."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -16,8 +16,6 @@ sees, say the rest:
     <!-- not run: reason -->              the next block is not run
 """
 
-from __future__ import annotations
-
 import os
 import pkgutil
 import re
@@ -75,7 +73,7 @@ class Run:
     folder: Path
     device: str
     monkeypatch: pytest.MonkeyPatch
-    setups: dict[str, Callable[[Run, dict[str, Any]], None]]
+    setups: dict[str, Callable[["Run", dict[str, Any]], None]]
     ran: list[Block] = field(default_factory=list)
     # Why blocks were left out.
     left: list[str] = field(default_factory=list)

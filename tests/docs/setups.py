@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The setups of pages, by the names in their comments `<!-- setup: … -->`."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark pages: their figures are those of committed results, and their operators and ops those that there are."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every block of code on the site runs, or says why not; the notebooks are their pages', and run."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

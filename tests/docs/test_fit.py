@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page that answers whether a setup fits, in a browser, as `liger plan --serve` shows it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import threading

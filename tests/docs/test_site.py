@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The source of the site, as docs/generate makes it, and pages that state facts about the code."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How calls are drawn: for every op, a strategy over all shapes, strides, dtypes and options that its docstring allows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod

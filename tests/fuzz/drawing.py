@@ -2,8 +2,6 @@
 """Descriptions of arguments that hypothesis draws: plain values, so that a failing example prints as Python that builds
 it again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod

@@ -5,8 +5,6 @@ PyTorch gives.
 Gradients come from autograd. Roundings that a definition names are written out; in float64 they change nothing.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping

@@ -11,8 +11,6 @@ round-off decides the result, because logits tie but for it, only the loss is ju
 factor of 2 of overflow, another order of its sums and products may overflow.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

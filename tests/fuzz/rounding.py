@@ -8,8 +8,6 @@ what only moves values, stay as they are: a difference of two inputs is as exact
 arithmetic.)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

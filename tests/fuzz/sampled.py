@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How calls are drawn of an op that has no strategy of its own: its samples with other dtypes, strides and magnitudes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ Without --examples the calls are the same every time and take seconds, as one of
 as requested.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 import time

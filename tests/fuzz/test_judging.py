@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the judge of random calls leaves out, and what it does not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

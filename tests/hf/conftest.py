@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the models of a test are made, and which backend runs them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 

@@ -7,8 +7,6 @@ no end of the sweep, keeps what it has found in .sweep/results.jsonl, and writes
 it.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import hashlib

@@ -5,8 +5,6 @@ Transformers.
 Every run is compared in float64 with the unpatched model on one process: the loss, and the gradient of every parameter.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext

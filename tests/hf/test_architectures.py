@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A patched model computes what the plain one computes, for every architecture."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

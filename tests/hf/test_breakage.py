@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is known to break when models are patched: one fact each, from threads of users; other files go into them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A patched model is one graph for torch.compile."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial, update_wrapper, wraps

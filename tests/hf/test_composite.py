@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of several parts: an eye or an encoder beside the language model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

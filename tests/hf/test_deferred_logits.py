@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logits of a Trainer's evaluation are a tensor in every use, and cost nothing until the first."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """On two processes a patched model has the gradients of one process, and the logits stay lazy."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from itertools import product

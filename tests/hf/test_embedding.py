@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embeddings are replaced where they are asked for, and differ in the gradient of a trained table alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

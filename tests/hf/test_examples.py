@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every example runs, with Liger in it, and its loss falls."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts that Transformers runs through its experts interface: the whole module becomes one op, or its gate does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

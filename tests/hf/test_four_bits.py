@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts in 4 bits: as accurate as their dequantized matrices, which no backward pass keeps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gates within the forwards of other modules than a gated MLP, and experts that no op takes the place of."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms that take a gate, or that work on groups of a row: replaced if an op computes all of them, else left."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads that are not a plain Linear: tied, frozen, adapted, saved beside adapters, quantized, offloaded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks see and change in a patched model what they do in the plain one, whenever they were registered."""
 
-from __future__ import annotations
-
 import copy
 import operator
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether the hub can be reached is found out with any version of huggingface_hub, and within seconds."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer

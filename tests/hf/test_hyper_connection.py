@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hyper-connections with a doubly stochastic matrix are replaced; other modules with such weights are left."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -2,8 +2,6 @@
 """Inspection says which implementations a model runs where Transformers has several, and what is missing for faster
 ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`liger inspect` shows what `apply` would do, without weights and without changing anything."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

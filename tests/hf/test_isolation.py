@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Only the instances of the given model change, and undo makes them what they were."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import sys

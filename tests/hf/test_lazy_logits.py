@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lazy logits give the values that plain logits would, whatever is done with them."""
 
-from __future__ import annotations
-
 import copy
 import io
 import operator

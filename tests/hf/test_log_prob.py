@@ -2,8 +2,6 @@
 """Log-probabilities of heads that are not a plain Linear: frozen, tied, adapted, quantized; compiled, checkpointed,
 accumulated."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """However lazy logits are read, what is computed from them afterwards has the gradients of the unpatched model."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lazy logits are those of the weights of the forward pass, or an error says that these are gone."""
 
-from __future__ import annotations
-
 import gc
 import io
 import threading

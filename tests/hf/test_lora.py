@@ -2,8 +2,6 @@
 """Linear layers with adapters of PEFT: what the op computes, what is left to PEFT, and that a model trains as without
 Liger."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

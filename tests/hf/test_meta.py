@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model on the meta device gets Liger before its weights: meta, apply, shard, load."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 """Norms that a forward scales and shifts are computed in one step, where its source says so and nobody watches the
 norm."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A gated MLP lets its backward pass write over gate and up only if nothing else can read them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

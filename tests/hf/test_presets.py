@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models have the same names in every command, and a name that is none gets the names that are."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import sys

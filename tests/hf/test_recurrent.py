@@ -2,8 +2,6 @@
 """Documents packed into one row by position_ids: the report of `apply` says in which models each of them sees those
 before it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -2,8 +2,6 @@
 """What is computed later, in the backward pass or when logits are read, is computed with the settings and random
 numbers of the forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -2,8 +2,6 @@
 """No version of torch or Transformers loses a replacement: every model type has as many replaced modules as
 docs/models.md shows."""
 
-from __future__ import annotations
-
 import pytest
 
 import liger_hf

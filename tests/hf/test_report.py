@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report shows what was replaced, what was not, and why; models that no rule knows keep working."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from importlib import metadata

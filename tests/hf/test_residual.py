@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A residual is added and normed in one step, where a layer's forward says so and nobody stands between."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

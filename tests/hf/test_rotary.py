@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every way to write a rotary function is either computed by `rope` or left alone."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

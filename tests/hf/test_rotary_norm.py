@@ -2,8 +2,6 @@
 """Queries and keys are normalized and rotated in one step, where an attention's forward says so and nobody stands
 between."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

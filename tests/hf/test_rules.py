@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules: each speaks only about modules that could be its own, and those of plugins reach a model like our own."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

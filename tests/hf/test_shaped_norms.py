@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms whose rows are not the last dimension: groups of channels, channels before the space, heads side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

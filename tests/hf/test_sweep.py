@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sample of the model types that `nox -s sweep` compares, and that the sweep notices what is wrong."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

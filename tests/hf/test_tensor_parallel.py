@@ -2,8 +2,6 @@
 """Under the tensor-parallel plan of Transformers a patched model has the losses and gradients of one process, and
 gathers no logits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -2,8 +2,6 @@
 """Gated MLPs in tiles of rows: as accurate as the whole ones, in the memory of a tile, with one gradient for each
 weight."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from functools import partial

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways into a Trainer: the callback, and `use_liger_kernel=True` with Liger standing in for liger-kernel."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The heads for verl, prime-rl and Megatron-core in small stand-ins of these trainers, against plain PyTorch."""
 
-from __future__ import annotations
-
 from itertools import product
 from types import SimpleNamespace
 from typing import Any

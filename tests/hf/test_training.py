@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training as people do it: the Trainer, accelerate, gradient checkpointing, mixed precision."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """TRL's trainers run with the ops of the layers and keep the fused head that they bring."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from functools import cache

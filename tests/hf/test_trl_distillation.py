@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """TRL's distillation trainers compare hidden states: the same losses and weights, and no logits of either model."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

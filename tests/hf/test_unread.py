@@ -2,8 +2,6 @@
 """A forward that a rule would rewrite, but whose source cannot be read, is in the report; one that only lacks such
 statements is not."""
 
-from __future__ import annotations
-
 import functools
 import gc
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replacement that is wrong is refused, whatever it gets wrong; mistakes of the caller get a clear error."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial, wraps

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that training leaves as they are: said once, after the first steps, with the reason."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ Sizes are replaced by the name of their field; layers are chosen so that every k
 occurs.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random models of the architectures that the tests patch, and what the tests measure on them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

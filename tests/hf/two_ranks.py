@@ -2,14 +2,12 @@
 """Training on two processes, compared with the mean of the gradients of one process, and with what one process trains
 to."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -140,7 +138,7 @@ class Expected:
         self.gradients = {name: (ranks[0][name] + ranks[1][name]) / 2 for name in ranks[0] if name != "loss"}
 
     @classmethod
-    def of(cls, base: Any) -> Expected:
+    def of(cls, base: Any) -> Self:
         return cls([step(twin(base), **batch(rank)) for rank in range(2)])
 
     def compare(self, way: str, model: Any, zero: bool = False) -> None:

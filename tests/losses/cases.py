@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every loss with every variant and option: how it is called, and what its paper says about the same batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -6,8 +6,6 @@ An answer is a one-dimensional tensor with the log-probabilities of its own toke
 run in float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

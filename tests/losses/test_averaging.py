@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The averaging rules: what they count, and that parts of a batch add up."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

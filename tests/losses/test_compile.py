@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The losses compile as one graph and wait for no device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

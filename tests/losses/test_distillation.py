@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about topk_distillation and cosine_distillation: their formulas in float64, full mass, padding, zeros."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

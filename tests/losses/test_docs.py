@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page about losses: its examples run, and it mentions everything."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

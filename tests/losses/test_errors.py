@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong arguments, and the error message of each."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Impossible and certain tokens: where a formula has a finite limit, so have the loss and its gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

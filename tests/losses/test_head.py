@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Head instead of log-probabilities: what it computes, and what it leaves out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

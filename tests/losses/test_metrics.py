@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The metrics of each loss: their formulas, and that they are detached."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every loss and its gradient are those of its paper, from log-probabilities and from a Head."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about top_classes: the classes of torch.topk on all the logits, without holding them."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -2,8 +2,6 @@
 """TRL's trainers compute the same losses: their own methods run on stand-ins for models. docs/losses.md lists what
 differs."""
 
-from __future__ import annotations
-
 import importlib
 from collections import defaultdict
 from dataclasses import fields

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bug that is planted in the syntax tree of a function, so that comments, layout and most names may change."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plants each known bug in a copy of the sources and runs the tests that must see it: a green run is a failure."""
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

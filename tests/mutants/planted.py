@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bugs that `nox -s mutants` plants: each stands for another kind of fault."""
 
-from __future__ import annotations
-
 from mutant import Mutant
 
 CONFORMANCE = "tests/conformance/test_"

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares an op with a formula written out in plain PyTorch, by the project's one criterion."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sizes of what a call allocates, seen by PyTorch's own allocators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selects the backend under test for every fact in this folder."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

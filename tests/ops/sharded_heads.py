@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks do for tests/ops/test_sharded_heads.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +50,7 @@ def placed(tensor: Tensor, mesh: DeviceMesh, *placements: Placement) -> Any:
     return distribute_tensor(tensor.detach(), mesh, placements).requires_grad_(tensor.is_floating_point())
 
 
-def counted() -> Counting:
+def counted() -> "Counting":
     """Collectives from now on."""
     shards._c10d = counting = Counting(C10D)  # type: ignore[assignment]
     return counting

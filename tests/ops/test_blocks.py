@@ -2,8 +2,6 @@
 """References that walk large inputs in blocks of rows give the same results however they are cut: no sample is as large
 as a block."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

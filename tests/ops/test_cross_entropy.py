@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about cross_entropy that its samples do not say."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

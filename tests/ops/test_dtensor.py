@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ops take DTensors where PyTorch can, and say what to do elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

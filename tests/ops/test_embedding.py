@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts of embedding that the conformance suite cannot know."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -2,8 +2,6 @@
 """Logits that other heads got wrong: a large offset that all have in common, only negative ones, and a softcap far below
 its bound."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

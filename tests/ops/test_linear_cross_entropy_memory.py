@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What linear_cross_entropy allocates, and how long its chunks are."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

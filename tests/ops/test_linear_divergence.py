@@ -2,8 +2,6 @@
 """Facts about linear_divergence, kl_div, jsd and total_variation that their samples do not say: other formulas, TRL's,
 what is held."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

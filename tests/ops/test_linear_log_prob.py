@@ -2,8 +2,6 @@
 """Facts about linear_log_prob that its samples do not say: other formulas for it, losses built from it, what it
 allocates."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """linear_log_prob(…, batch_invariant=True): what it returns for a row does not depend on the other rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

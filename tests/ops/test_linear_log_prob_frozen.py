@@ -2,8 +2,6 @@
 """linear_log_prob where hidden alone needs a gradient and the logits do not fit: its derivative is summed in the
 forward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about lora_linears that its samples do not say."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

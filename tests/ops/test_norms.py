@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about rms_norm, layer_norm and group_norm that their samples do not say."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about rope that its samples do not say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 

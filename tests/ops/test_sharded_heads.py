@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A head whose vocabulary is sharded: DTensors, what ranks exchange, and what is refused."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about softmax and sparsemax that their samples do not say."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -2,8 +2,6 @@
 """Facts about sinkhorn, mix_streams and merge_streams that their samples do not say: hyper-connections are those of
 Transformers."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

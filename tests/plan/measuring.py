@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The measured memory of a run on the CPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters are planned without peft to the byte as with it."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Iterator

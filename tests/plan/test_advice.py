@@ -2,8 +2,6 @@
 """The largest batch, the longest sequence and the fewest ranks that fit, and what a plan advises, with peaks that are
 written down."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

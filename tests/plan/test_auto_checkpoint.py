@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of `--checkpoint auto`: it ends as a run does that measures its memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

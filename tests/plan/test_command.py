@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`liger plan` as it is called."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a long run will cost is said before it starts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The time of a step on paper, against training runs on an H200."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

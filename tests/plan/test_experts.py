@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans of models whose experts Transformers runs through its experts interface, as grouped matmuls."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 """The ledger of a step: allocations, releases and their categories, what fused losses and optimizers take, and which
 backend would allocate it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

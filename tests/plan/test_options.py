@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`liger train` and `liger plan` have the same options: a command line of one is a command line of the other."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 """Plans of data, tensor and context parallelism: the shards that Transformers makes, and the memory that two ranks
 take on the CPU."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

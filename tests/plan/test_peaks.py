@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The peaks of a setup for every batch and sequence, against plans of the whole model."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

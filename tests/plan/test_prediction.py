@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predictions against what the Trainer takes on the CPU, and against what was measured on one NVIDIA H200."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

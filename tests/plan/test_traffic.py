@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The formula for the bytes that ranks exchange, against the collectives of a step on gloo."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections import Counter

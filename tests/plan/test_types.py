@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every causal language model type of Transformers gets a plan, or a sentence that says why not."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a process of a sweep does in these tests: quickly one of the things that can happen to a run."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

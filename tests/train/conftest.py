@@ -2,8 +2,6 @@
 """The smallest model that has every part, and a text that says the same again and again, so that it is learnt in a few
 steps."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path

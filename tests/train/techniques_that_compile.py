@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Techniques whose libraries compile for half a minute when they are first used; `nox -s techniques` runs these."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 from dataclasses import replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--adapter-rank`, `--adapter-alpha` and `--adapter-targets`."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

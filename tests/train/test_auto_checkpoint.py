@@ -2,8 +2,6 @@
 """`--checkpoint auto` spends the memory that is left, and never more; what a layer keeps does not change what it
 learns."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 from types import SimpleNamespace

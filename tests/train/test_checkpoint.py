@@ -2,8 +2,6 @@
 """The weights of a checkpoint: trained, kept as they are, or left out with a note; and `--export`, a folder that
 Transformers loads alone."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharded checkpoints that are written while training continues."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -2,8 +2,6 @@
 """`--compile`: compiled layers and CUDA graphs train to the losses of eager mode, and are refused or given up with a
 reason."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -197,7 +195,7 @@ class Training:
         loss.backward()
         return loss.detach()
 
-    def train(self, steps: int = 8) -> Training:
+    def train(self, steps: int = 8) -> "Training":
         for self.step in range(1, steps + 1):
             self.one()
         return self

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`liger demo`: what it prints, what it writes, and how it ends."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that are killed, interrupted, or run out of something: what remains, and how they resume."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

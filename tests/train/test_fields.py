@@ -2,8 +2,6 @@
 """`liger train --set`: fields of TrainingArguments beside the options of Liger, and label smoothing without the logits
 of the whole batch."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """--precision fp8 trains as bf16 does, within the noise of 8 bits, and says which layers it leaves alone."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 """Linear layers that read one input are one matmul, and a tied embedding adds its gradient to rows: with the same
 results, names and files."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers whose inputs are offloaded train to the same bits, and their inputs leave the device."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

@@ -2,8 +2,6 @@
 """Tables of `liger train`, `plan` and `report`: they fit 100 columns, sizes have digits, and a ratio within the spread
 says so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Code that comes with a model runs if --trust-remote-code says so, and never because standard input does."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`liger report`: pictures, tables and statements show what is in the rows."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

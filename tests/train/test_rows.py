@@ -2,8 +2,6 @@
 """`--data` with rows: conversations, or prompts and completions, of which TRL makes tokens and labels; what comes out
 is checked."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

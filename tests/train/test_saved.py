@@ -2,8 +2,6 @@
 """Seals of checkpoints: whatever is wrong with one, the checkpoint before it is taken, and what is of no use does not
 pile up."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

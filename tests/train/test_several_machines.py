@@ -5,8 +5,6 @@ Each machine is an agent of torchrun on this one. The test holds the store of th
 either agent may be lost.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

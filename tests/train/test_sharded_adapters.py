@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters train to the losses of one process with every way of sharding, and resume with other numbers of ranks."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from dataclasses import replace

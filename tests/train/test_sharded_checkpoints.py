@@ -2,8 +2,6 @@
 """Every rank loads its own shards of a model alone, and writes them to checkpoints, which resume with other numbers of
 ranks, and load anywhere."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

@@ -2,8 +2,6 @@
 """Two ranks train with Liger by every way of sharding to the losses of plain data parallelism without it; those of
 `--precision fp8` to the losses of one process."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from dataclasses import replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`liger train --snapshot` and `--profile`: memory over time by category, and a trace."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from contextlib import ExitStack

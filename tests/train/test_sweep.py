@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`liger train --sweep`: each run in a fresh process, whatever happens to the others."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -2,8 +2,6 @@
 """Every technique that runs on the CPU trains a model to the same losses with and without Liger, and rejects what it
 cannot be combined with."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import logging

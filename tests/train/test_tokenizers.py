@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model with weights is trained on the tokens of its own tokenizer, or not at all."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`liger train`: what a run reports, the defaults of the command, and the text that is read."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--validation`: sequences that are never trained on, and their loss."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

@@ -2,8 +2,6 @@
 """A model of thirty thousand weights in a folder, with a chat template or without a tokenizer, conversations in a file,
 a few training steps by a setup, and what happens at one of them."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable

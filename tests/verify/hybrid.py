@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small model whose layers mix tokens by a gated delta rule and by a convolution, with bugs of packing to plant."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any

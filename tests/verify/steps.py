@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training steps with the bugs that parallel setups have had, beside the right ones."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

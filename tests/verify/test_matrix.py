@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`liger verify` over several models and setups: one truth for all that share it, and none is lost because of another."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed documents that are apart pass, and a leak between them is named with its layer."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

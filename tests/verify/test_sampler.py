@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`liger verify --sampler` passes right models, and names what makes a sampler differ from training."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -2,8 +2,6 @@
 """`liger verify` passes right setups, and says of each planted bug what it is; its attention for parts of sequences is
 that of Transformers."""
 
-from __future__ import annotations
-
 import json
 import math
 from types import SimpleNamespace

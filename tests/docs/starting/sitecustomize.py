@@ -2,8 +2,6 @@
 """Imported by every Python that a page of the documentation starts: what the CPU needs and a reader with a GPU does
 not."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """End a process that was one of several."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import NoReturn

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device to measure on, and the description of a measurement: machine, versions, commit and date."""
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import importlib.metadata

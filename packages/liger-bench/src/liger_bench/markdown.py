@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a Markdown page that reports share."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure one job after the other, reuse the rows of earlier runs, and write each new row at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peak memory, measured at the allocator, which also sees temporaries inside custom ops."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

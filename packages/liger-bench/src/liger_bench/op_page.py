@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report's page on ops as Markdown: one table of all ops, and heads whose vocabulary is sharded."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pictures of ops: fraction of the limit of all, and time against size."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

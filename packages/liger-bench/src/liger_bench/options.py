@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks for the options of every command: a path is not empty, a number is finite."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Formats of figures, and other parts of printed tables that several commands share."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

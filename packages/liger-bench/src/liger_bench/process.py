@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a job in its own process: libraries may patch classes, memory starts clean, and a crash affects no other job."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The progress of long commands: a bar on a terminal, and lines in a log."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from threading import Event, Thread
 

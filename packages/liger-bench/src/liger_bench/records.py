@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of a folder of results as dictionaries, of which the last measurement of each case counts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of rows that grow from run to run, and that full disks, killed runs and concurrent runs cannot corrupt."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

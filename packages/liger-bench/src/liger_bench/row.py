@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The columns that all result rows share: whether there are figures, and where and when they were measured."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Generic, TypeVar

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the folders and files that a command will write to, before it loads anything."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -9,8 +9,6 @@ where the error is measured twice: relative in the Frobenius norm, and by the la
 square of the exact value. k is close to 1: a kernel must be as accurate as plain PyTorch in the same dtype.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The derivative of kernels for autograd and torch.compile: written once, so no op writes an autograd function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

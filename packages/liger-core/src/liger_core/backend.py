@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend: a named table op → implementation for some device types."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Mapping

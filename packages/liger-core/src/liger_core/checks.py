@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The argument checks that ops share. They read values only on the CPU, where that is free."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NoReturn

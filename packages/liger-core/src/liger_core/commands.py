@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `liger` command: `doctor`, `ops`, and the commands of plugins."""
 
-from __future__ import annotations
-
 import errno
 import importlib.metadata
 import json

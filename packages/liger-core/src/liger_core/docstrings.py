@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Docstrings as data: their paragraphs, and the aligned rows *name  meaning*."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Collection, Iterator

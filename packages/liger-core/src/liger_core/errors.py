@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every error that Liger raises: a sentence of the form *op: what must hold, what came[, what to do]*."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Sequence
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The explanation of a call: the implementation that it would run, and the reason."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ get the custom op. `liger_core/autograd.py` makes a differentiable function of t
 A processor without instructions for a 16-bit dtype multiplies in float32, a tile at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -36,7 +34,7 @@ from liger_core.private_torch import (
 from liger_core.schema import Schema, read_schema
 
 # Custom op → its kernel, for code that watches operations.
-KERNELS: dict[Any, Kernel] = {}
+KERNELS: dict[Any, "Kernel"] = {}
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype, list, tuple})
 
 Outputs = tuple[Tensor | None, ...]

@@ -6,8 +6,6 @@ have the dimension are sharded alike, and a tensor that lacks it has a part of i
 Other dimensions must be whole. This wraps the call, so backends, references and compiled code share it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

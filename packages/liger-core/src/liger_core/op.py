@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The op: one description from which dispatch, tests, benchmark and documentation are generated; and its dtypes."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The registry of plugins: loads their entry points once, and collects their ops and backends."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import threading

@@ -6,8 +6,6 @@ libraries around it. No other file uses a private name, so a release that drops 
 the import. docs/private-names.md is generated from these descriptions.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import pkgutil
 import re

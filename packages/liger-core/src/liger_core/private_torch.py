@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every private name of torch that the packages use, with a safe fallback: slower, or an error in one feature."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schema of a kernel, read from the signature of its launch."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple, get_type_hints

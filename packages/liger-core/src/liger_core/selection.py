@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The selection of implementations: `with use(…)`, `use(…)`, LIGER_BACKEND, else the automatic choice."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 
@@ -69,7 +67,7 @@ class use:
             _environment()
             self._add()
 
-    def __enter__(self) -> use:
+    def __enter__(self) -> Self:
         with LOCK:
             try:
                 _check_nesting(self._layer)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables that commands print: cells are never cut, and tables of Liger's own commands fit in 100 columns."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

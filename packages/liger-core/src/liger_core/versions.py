@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of installed versions: tested are those that the metadata of Liger's packages allows."""
 
-from __future__ import annotations
-
 import warnings
 from functools import cache
 from importlib import metadata

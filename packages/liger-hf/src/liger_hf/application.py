@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put Liger's ops into a model: find the modules that can be replaced, check, replace and report them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

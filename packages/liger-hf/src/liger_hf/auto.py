@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models with Liger's ops already applied."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Apply Liger in a Trainer by one callback."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -7,8 +7,6 @@ model then always makes a whole mask: on one H200, attention over 1024 tokens (L
 with it. A patched model also omits the mask there, if none of its arguments can require another mask (PLAIN).
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`TrainingArguments(use_liger_kernel=True)` with Liger, if the package liger-kernel is not installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys
@@ -29,7 +27,7 @@ MORE_THAN_NORMS = {
     "layer_norm": ("add_layer_norm", "modulated_layer_norm"),
 }
 
-_installed: list[StandIn] = []
+_installed: list["StandIn"] = []
 
 
 class StandIn(AbstractContextManager["StandIn"]):

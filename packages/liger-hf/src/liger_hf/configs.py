@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the config of a model by its name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collect the rules of this package and of plugins; a faulty rule of a plugin does not affect the others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors of adapting a model."""
 
-from __future__ import annotations
-
 from liger_core import LigerError
 
 

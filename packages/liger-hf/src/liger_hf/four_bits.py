@@ -5,8 +5,6 @@ bitsandbytes and Transformers quantize linear layers only; Transformers 5 stores
 dimensions, which stay in 16 bits.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

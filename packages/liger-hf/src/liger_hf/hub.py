@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check whether models can be downloaded here."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from threading import Thread

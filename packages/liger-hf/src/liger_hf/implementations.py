@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Report which of Transformers' implementations a model uses, and which would be faster."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Report how `apply` would change a model, without loading weights or changing anything."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Isolate a check from the precision, random state, hooks and modes of its process."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -20,7 +18,7 @@ from liger_core.private_torch import global_hooks, unset_fake_temporarily
 class DoublePrecision(TorchFunctionMode):
     """Turn a module's casts to float32, and its new tensors, into float64 ones, for an exact run in float64."""
 
-    def __enter__(self) -> DoublePrecision:
+    def __enter__(self) -> Self:
         self.default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         super().__enter__()

@@ -6,8 +6,6 @@ the ranks after every backward pass. From the second micro-batch on, `weight.gra
 the next one would count once per rank. A hook therefore divides it by the number of ranks before a gradient is added.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record the children, functions and settings that a replacement ignores, and only the module's own forward uses."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable
 from functools import cache

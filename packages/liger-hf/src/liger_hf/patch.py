@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replace one attribute of one instance, and restore it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
@@ -34,7 +32,7 @@ class Patch:
     value: Any
     previous: Any = Missing
 
-    def install(self) -> Patch:
+    def install(self) -> Self:
         self.previous = self.owner.__dict__.get(self.attribute, Missing)
         self.owner.__dict__[self.attribute] = self.value
         return self

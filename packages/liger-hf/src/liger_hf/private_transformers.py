@@ -4,8 +4,6 @@
 Without a name, the feature that needs it is off, or raises an error when it is used; models still train.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantizer by which Transformers loads linear layers and experts in 4 bits, parameter by parameter."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ A global of a modeling file is shared by every model of the process, so it is no
 gets a forward with a private namespace: a copy of the globals that the code names, in which some are replaced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from types import CellType, CodeType, FunctionType, SimpleNamespace
 from typing import Any

@@ -6,8 +6,6 @@ continues. Transformers ends them only by `seq_idx` and `cu_seq_lens_q`, and onl
 PyTorch code ignores both.
 """
 
-from __future__ import annotations
-
 import inspect
 from types import FunctionType
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record the state of a module in a call, for a backward pass that recomputes it or logits that are read later."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext

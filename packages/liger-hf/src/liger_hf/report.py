@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of which modules were replaced, which were not, and why; it can undo the replacements."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -71,7 +69,7 @@ class Report(AbstractContextManager["Report"]):
     implementations: list[str] = field(default_factory=list)
     patches: list[Patch] = field(default_factory=list, repr=False)
     owner: nn.Module | None = field(default=None, repr=False)
-    earlier: Report | None = field(default=None, repr=False)
+    earlier: "Report | None" = field(default=None, repr=False)
 
     @property
     def replaced(self) -> dict[str, int]:
@@ -138,7 +136,7 @@ class Report(AbstractContextManager["Report"]):
         rows = [replace(row, verdict=LEFT, reason=PICKLED) if row.verdict == REPLACED else row for row in self.rows]
         return {**vars(self), "rows": rows, "patches": [], "owner": None, "earlier": None}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Report:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Report":
         """Copy the report with its patches for a copy of the model, which is patched in the same way."""
         copied = memo[id(self)] = Report(self.model)
         copied.__dict__.update(copy.deepcopy(vars(self), memo))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rule that replaces one kind of module by an op, its findings in a module, and the candidates to replace it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read the source of a forward, and rebuild the function with other statements."""
 
-from __future__ import annotations
 import __future__
 
 import ast

@@ -5,8 +5,6 @@ Every rule checks its candidates in the same way: it draws inputs and weights (`
 these weights (`replica`), runs it forward and backward (`trial`), and `decide` compares the results.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import threading
@@ -131,7 +129,7 @@ def of_length(length: int, dtype: torch.dtype, run: Run) -> Case:
 
 
 def row_cases(
-    run: Callable[[Tensor, Tensor], Run], draw: Draw, inputs: int, outputs: int, dtypes: Iterable[torch.dtype]
+    run: Callable[[Tensor, Tensor], Run], draw: "Draw", inputs: int, outputs: int, dtypes: Iterable[torch.dtype]
 ) -> Iterator[Case]:
     """Yield cases of `run(x, upstream)` for rows with these numbers of columns, of several scales and lengths."""
     x, upstream = draw.normal(2, 9, inputs), draw.normal(2, 9, outputs)

@@ -6,8 +6,6 @@ and returns the gradient of each weight once, summed in float32. Hooks on the ML
 accelerate's, run once around it.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext

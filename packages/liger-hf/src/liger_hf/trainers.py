@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads for verl, prime-rl and Megatron-core on `linear_log_prob`, with the signatures of the originals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute the log-probabilities and divergences of TRL's trainers by `linear_log_prob` and `linear_divergence`."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import warnings

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Report forwards that a rule would rebuild from their source, but whose source cannot be read."""
 
-from __future__ import annotations
-
 import dis
 from collections.abc import Collection
 from types import FunctionType

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accept a candidate only if its outputs and gradients are as accurate as the replaced module's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any

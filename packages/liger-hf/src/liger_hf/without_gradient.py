@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the trainable weights that the first optimizer step leaves without a gradient, and why."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An implementation of an op: its reference and the derivative, each compiled at its first call."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plugin that offers the backend `inductor`; importing it imports no compiler."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """op → implementation: the ops whose time goes to reading and writing memory, which a fused loop does once."""
 
-from __future__ import annotations
-
 import liger_core
 from liger_core.backend import Implementations
 from liger_inductor.compiled import compiled

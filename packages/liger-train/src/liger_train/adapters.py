@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--adapter`: the linear layers and the experts that get adapters, and a sentence that counts them on the model."""
 
-from __future__ import annotations
-
 import importlib
 from collections import Counter
 from collections.abc import Collection, Iterable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--checkpoint auto`: decide by measurements during the run what each layer keeps, recomputes or offloads."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

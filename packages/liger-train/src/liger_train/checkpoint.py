@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load a checkpoint, note the weights that the model does not use, and freeze the weights that text does not reach."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from math import prod

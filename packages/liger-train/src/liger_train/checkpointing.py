@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation checkpointing: what each layer of a model keeps for the backward pass, and what it recomputes."""
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Callable
@@ -99,7 +97,7 @@ def checkpointed_layers(model: nn.Module) -> int:
 
 
 def keep(
-    layer: Any, what: Keeps, selective: SelectiveCheckpointing | None = None, offloading: Offloading | None = None
+    layer: Any, what: Keeps, selective: "SelectiveCheckpointing | None" = None, offloading: Offloading | None = None
 ) -> None:
     """Set what a layer keeps from its next forward pass on.
 

@@ -4,8 +4,6 @@
 Each function returns the rest of an error that begins with "--option value", or an empty string.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import fields

@@ -4,8 +4,6 @@
 Layers of the same kind share a graph, so compile time does not grow with their number.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load the config of a setup's model: a preset, a folder, or a name on the hub."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

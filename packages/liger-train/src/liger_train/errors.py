@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors of options that several commands share."""
 
-from __future__ import annotations
-
 from liger_core.errors import DeviceError, OptionError
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--set NAME=VALUE`: fields of transformers.TrainingArguments for which `liger train` has no option of its own."""
 
-from __future__ import annotations
-
 import shlex
 from argparse import ArgumentError
 from collections.abc import Iterable, Mapping

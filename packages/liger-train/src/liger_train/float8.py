@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--precision fp8`: linear layers with float8 matmuls, by torchao."""
 
-from __future__ import annotations
-
 import importlib
 from collections import Counter
 from collections.abc import Iterator

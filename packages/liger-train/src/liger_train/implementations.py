@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The implementations that a sweep compares (Transformers, Liger, another library), each as options of a run."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -5,8 +5,6 @@ Parameters, gradients and state_dict keep their names and shapes. The weights be
 which the matmul reads as one matrix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

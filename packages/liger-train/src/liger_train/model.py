@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the model of a setup: preset or name, precision, adapters, activation checkpointing, Liger."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass

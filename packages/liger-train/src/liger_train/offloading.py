@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation checkpointing that keeps the inputs of layers in host memory, copied while the device computes."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -58,7 +56,7 @@ class _Input:
     previous  returns the input of the previous layer, while its graph exists
     """
 
-    def __init__(self, tensor: Tensor, stream: Any, previous: Callable[[], _Input | None]) -> None:
+    def __init__(self, tensor: Tensor, stream: Any, previous: Callable[[], "_Input | None"]) -> None:
         self.device, self.stream, self.previous = tensor.device, stream, previous
         self.used = False
         self.on_device: Tensor | None = tensor.detach()

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The values of --optimizer, for the table in techniques.py."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

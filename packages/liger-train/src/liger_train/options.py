@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of `liger train` and `liger plan`: one for each field of Setup and of RunOptions."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random weights, one module at a time: a model that is quantized as it loads is never whole in 16 bits."""
 
-from __future__ import annotations
-
 import copy
 import zlib
 from collections.abc import Mapping

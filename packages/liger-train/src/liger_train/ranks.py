@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks that torchrun starts: how many there are, and which one prints."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 

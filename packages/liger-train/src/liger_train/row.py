@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result row of a training run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The setup of a training run: model, text, batch, and techniques."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ replaces its modules and FSDP2 shards it. Each weight there has its shard as an 
 the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial

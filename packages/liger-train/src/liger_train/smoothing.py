@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--set label_smoothing_factor`: label smoothing in the model's loss, for a fused head without full logits."""
 
-from __future__ import annotations
-
 import inspect
 from functools import partial
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The runs of a sweep: every combination of values, with every strategy."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import product

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The description of a technique, for `liger train`, `liger plan`, the tests and the documentation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every value of every option of `liger train` that trades memory, speed or precision: option → value → Technique."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 from itertools import product

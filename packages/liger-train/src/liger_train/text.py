@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text that every machine has: the sources of Python's standard library, and a tokenizer trained on it."""
 
-from __future__ import annotations
-
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path

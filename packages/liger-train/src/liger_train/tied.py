@@ -4,8 +4,6 @@
 Autograd would make a dense gradient over the vocabulary, zero except in these rows, and add it to the LM head's.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device memory over time, by category, from the allocator's events."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

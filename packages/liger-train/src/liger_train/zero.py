@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's configuration for a training run, and its requirements on the machine."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

@@ -4,8 +4,6 @@
 A chunk is CHUNK adjacent columns, 16 bytes of bf16 for each thread. The last one may be shorter.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

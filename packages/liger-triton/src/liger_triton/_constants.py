@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The constants of mathematics and of float32 that kernels share."""
 
-from __future__ import annotations
-
 import math
 
 import torch

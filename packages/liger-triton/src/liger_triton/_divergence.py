@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The row passes of the divergences in Triton: two rows of logits, compared by one program."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

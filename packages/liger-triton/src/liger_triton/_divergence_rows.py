@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reads of two rows of logits for the divergences in Triton, and the maximum and sum of each row."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward KL of two rows of logits in one read, in Triton."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

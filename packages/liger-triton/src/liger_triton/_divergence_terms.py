@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The formulas of the divergences in Triton: terms and slopes of classes, from the maximum and sum of both rows."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

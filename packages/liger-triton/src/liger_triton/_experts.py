@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of experts."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

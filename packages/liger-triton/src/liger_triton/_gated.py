@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of the gated activations: the same gating with different activations."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@
 On one H100 (bfloat16), 16 x 320 x 64 x 64 takes 33 µs forward, as a copy does, and 63 µs backward (a copy 47).
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

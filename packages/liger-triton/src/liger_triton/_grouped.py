@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmuls of groups of rows: torch's grouped matmul on the GPUs that it is made for, elsewhere two Triton kernels."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

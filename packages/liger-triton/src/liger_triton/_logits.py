@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts that row passes over logits share: launch shapes, the scale and cap of a logit, and the online softmax."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import triton

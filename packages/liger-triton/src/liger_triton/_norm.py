@@ -8,8 +8,6 @@ programs sum whole columns: that reads the rows twice, but spares memory, a laun
 `summands`, from which the column sums are made.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -5,8 +5,6 @@ In the forward pass, these are widths between 2048 and 8192 that are not powers 
 backward pass, they are widths up to 16384 and above 512, or above 2048 if there are few rows (`launch_norm_backward`).
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of modulated_rms_norm and modulated_layer_norm: rows of one sample share a scale and a shift."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

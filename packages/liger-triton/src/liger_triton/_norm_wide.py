@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms of rows in tiles, read a second time where necessary, because registers hold such rows badly or not at all."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

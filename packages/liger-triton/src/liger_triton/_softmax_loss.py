@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The row passes of the losses in Triton: statistics and gradient of one row of logits by one program."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The residual streams of mix_streams and merge_streams and their coefficients, read through their strides."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from liger_core import Unsupported

@@ -2,8 +2,6 @@
 """The row passes of per-token results in Triton: sums over a block of classes, and the gradient of the logits from four
 numbers a row."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """add_layer_norm in Triton: one read of x and residual writes both results; one backward pass serves both inputs."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

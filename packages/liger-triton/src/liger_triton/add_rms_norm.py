@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """add_rms_norm in Triton: one read of x and residual writes both results; one backward pass serves both inputs."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

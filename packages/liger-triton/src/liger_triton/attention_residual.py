@@ -4,8 +4,6 @@
 The second pass over a row follows the first at once, and finds the layers in registers or in the cache.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

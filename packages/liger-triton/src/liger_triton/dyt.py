@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """dyt in Triton: one pass forward, one backward that also sums the gradients of the weights."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """embedding in Triton: rows are copied, and their gradients are summed in the order of the sorted indices."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

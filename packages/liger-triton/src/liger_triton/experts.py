@@ -6,8 +6,6 @@ row's output w · (W a) and its upstream gradient g, the gradient of a is w · (
 (Wᵀ g) · a: no output of the second matmul is kept.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, NamedTuple
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """gated_rms_norm in Triton: one pass forward; one backward, which recomputes the gate and sums the weight gradient."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """geglu in Triton."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from torch import Tensor

@@ -7,8 +7,6 @@ over programs, and a second kernel merges their statistics. The backward pass of
 parts of it, then takes the means over groups and the sums over samples, then reads everything again in reverse order.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patches that make Triton's interpreter compute as the hardware does, and call functions in half the time."""
 
-from __future__ import annotations
-
 import inspect
 from functools import cache
 from typing import Any

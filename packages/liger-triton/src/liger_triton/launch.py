@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts that all launchers share: the device guard, row views, and the dtypes that the kernels support."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import cache, partial

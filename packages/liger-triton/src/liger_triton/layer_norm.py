@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """layer_norm in Triton."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -2,8 +2,6 @@
 """lora_linear in Triton: core's cuBLAS matmuls of the layer, and one pass over x or the upstream gradient for each that
 meets the adapter."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """merge_streams in Triton: one pass forward, one backward."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """modulated_layer_norm in Triton."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from liger_core.kernels import Outputs

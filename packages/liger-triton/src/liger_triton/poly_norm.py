@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """poly_norm in Triton: one pass forward; one backward, which also sums the gradients of the four numbers."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

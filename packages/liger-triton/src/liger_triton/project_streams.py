@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """project_streams in Triton: the streams are read once forward, and once backward for both gradients."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

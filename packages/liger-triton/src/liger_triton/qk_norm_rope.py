@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """qk_norm_rope in Triton: one read and one write of queries and keys in one launch, through their strides."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal, NamedTuple
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """relu_squared in Triton; with up, it uses the kernels of the gated activations."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

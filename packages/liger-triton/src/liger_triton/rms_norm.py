@@ -4,8 +4,6 @@
 `launch_norm` takes `_norm_chunks` for `chunked` widths, `_norm_wide` for `tiled` ones, and `_norm` otherwise.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Literal, NamedTuple
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """rope in Triton: queries and keys in one launch, read and written through their strides."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """sinkhorn in Triton: all iterations in registers; backward repeats them for the divisors, then undoes them."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

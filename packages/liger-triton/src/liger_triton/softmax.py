@@ -6,8 +6,6 @@ other's sums, which also reads it once. Where these cannot all run at once, one 
 time in reverse, because caches still hold its end.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ The search starts with the largest of every few neighbors, and their threshold i
 of the support are rarely neighbors, so the search of the whole row usually ends after one pass.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

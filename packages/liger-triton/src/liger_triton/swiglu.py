@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """swiglu in Triton."""
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

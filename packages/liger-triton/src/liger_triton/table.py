@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """op → implementation: one line per op, whose function is in the file of its name."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

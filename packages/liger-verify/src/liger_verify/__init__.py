@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare a parallel step with one process, packed documents with the same alone, and training with its sampler."""
 
-from __future__ import annotations
-
 from liger_verify.comparison import compare
 from liger_verify.packing import PackingReport, compare_packing
 from liger_verify.report import Difference, Report

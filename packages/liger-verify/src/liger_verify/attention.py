@@ -5,8 +5,6 @@ It is a plain formula, because only the training step around it is verified. Mas
 not from the model.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

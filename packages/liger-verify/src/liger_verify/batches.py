@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches that reveal a wrong reduction: sequences differ in the number of tokens in the loss, and some have none."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +23,11 @@ class Batch:
     positions: Tensor
     documents: Tensor
 
-    def take(self, columns: slice) -> Batch:
+    def take(self, columns: slice) -> "Batch":
         """Return the same rows with these tokens only."""
         return Batch(*(t[:, columns].contiguous() for t in (self.ids, self.labels, self.positions, self.documents)))
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> "Batch":
         """Return the batch on a device."""
         return Batch(*(t.to(device) for t in (self.ids, self.labels, self.positions, self.documents)))
 

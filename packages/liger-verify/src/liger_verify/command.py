@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `liger verify`."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

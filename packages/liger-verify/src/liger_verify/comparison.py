@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a step on one process and on several, and measure how much their losses and gradients differ."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import multiprocessing

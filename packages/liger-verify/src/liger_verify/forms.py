@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forms in which `liger verify --packing` packs documents of a tiny model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

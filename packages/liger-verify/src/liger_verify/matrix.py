@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run many comparisons, one after the other: models by setups, with and without Liger."""
 
-from __future__ import annotations
-
 import math
 import time
 import tomllib

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare documents packed into one batch with the same documents alone: losses, hidden states and gradients."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The result of a comparison, and its probable explanation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from liger_core.errors import listed
 
@@ -35,7 +33,7 @@ class Difference:
     problem: str = ""
 
     @classmethod
-    def of(cls, name: str, ranks: Sequence[dict[str, float] | None], least: float) -> Difference:
+    def of(cls, name: str, ranks: Sequence[dict[str, float] | None], least: float) -> Self:
         """Make a difference from the measurements of each rank.
 
         least  the smallest norm that errors are relative to

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare the log-probabilities of the training forward pass with those of generation with a cache."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Sequence

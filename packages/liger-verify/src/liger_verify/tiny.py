@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small configs of Transformers' model types, without randomness."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from typing import Any

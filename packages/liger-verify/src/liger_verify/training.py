@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training step of `liger verify`: a Hugging Face model under tensor, context and data parallelism."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -104,7 +102,7 @@ class Training:
         return f"{self.model}{' with Liger' if self.liger else ''} on {self.ranks} ranks: {sizes}"
 
     @property
-    def truth(self) -> Training:
+    def truth(self) -> "Training":
         """The setup of one process with the same model and micro-batches, whose result several setups share."""
         return dataclasses.replace(
             self, tp=1, cp=1, shard="none", accumulation=1, ranks=self.dp * self.accumulation, liger=False

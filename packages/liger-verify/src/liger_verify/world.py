@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The description of its processes that a training step receives, and the type of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One workload of one op, and the calls of one implementation on it that can be timed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -35,7 +33,7 @@ class Errors:
     outputs: list[float]
     gradients: list[float]
 
-    def ratio(self, other: Errors) -> float | None:
+    def ratio(self, other: Self) -> float | None:
         """Return the largest ratio of a gradient's error to the other's; None if all of the other's are 0."""
         return max((mine / its for mine, its in zip(self.gradients, other.gradients, strict=True) if its), default=None)
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`liger bench [OP]…`: the benchmark of the ops, and `liger bench scaling`, the same over one size."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A call as a CUDA graph, whose replay shows the device time without the host."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The implementations that are measured on a workload: backends of an op, and other libraries."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

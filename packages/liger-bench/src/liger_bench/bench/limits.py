@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The roofline of the machine, measured in the same run as the results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 

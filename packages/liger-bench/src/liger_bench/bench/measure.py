@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure a workload pass by pass, with its implementations interleaved."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator

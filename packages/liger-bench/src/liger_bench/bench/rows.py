@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of a benchmark."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields

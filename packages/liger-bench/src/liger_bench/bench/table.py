@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of rows for the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rich.text import Text

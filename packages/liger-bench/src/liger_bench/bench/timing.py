@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The duration of a call: the median over repetitions and the spread."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 A file has `peers()`, a list of `Peer`, and if it may not run also `unavailable(device)`, the reason or None.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ By default it omits blocks of small probabilities, which causes its gradient err
 CCE_AUTOTUNE=1 in the environment, it searches for tile sizes in the first call, which takes minutes.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

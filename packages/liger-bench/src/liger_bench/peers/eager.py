@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops in plain eager PyTorch: the formulas of Transformers, with its casts to float32."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

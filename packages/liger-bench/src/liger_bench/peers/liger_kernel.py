@@ -10,8 +10,6 @@ upstream gradient, which another op may need; and copies of the arguments that r
 cross_entropy overwrite.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

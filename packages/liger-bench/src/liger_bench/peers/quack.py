@@ -4,8 +4,6 @@
 Its layer_norm has no backward pass of its own, and it has no separate gated activation.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

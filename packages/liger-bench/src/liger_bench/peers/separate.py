@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ops that combine several others, computed by these others with the backend that a call would get."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from liger_bench.peers import Peer, by_name

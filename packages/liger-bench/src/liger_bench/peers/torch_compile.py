@@ -4,8 +4,6 @@
 Its backward pass overwrites the tensors that forward saved, so it can run only once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

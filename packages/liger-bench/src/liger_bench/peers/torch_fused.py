@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch's own fused functions, except layer_norm, which `eager` already calls."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """TRL 1.16: the log-probabilities and divergences of its trainers, in tiles of tokens and of the vocabulary."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

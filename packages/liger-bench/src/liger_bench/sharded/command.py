@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `liger bench sharded`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

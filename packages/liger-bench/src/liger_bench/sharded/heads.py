@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ways to compute the loss of a head whose vocabulary is sharded, each on the rows of weight of its rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

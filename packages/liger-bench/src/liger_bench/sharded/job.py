@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One head on several ranks, and its row of results."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

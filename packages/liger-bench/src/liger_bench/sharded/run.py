@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure heads on several ranks; all implementations of a head run interleaved in the same processes."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 import uuid

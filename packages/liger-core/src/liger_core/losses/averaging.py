@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The averaging rules by which losses reduce per-token terms to one number."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

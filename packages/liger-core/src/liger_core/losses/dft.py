@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DFT: supervised fine-tuning that scales each token by its own probability."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distillation from data that a teacher can store or send: its most likely classes, or its hidden states."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Head: inputs from which a loss computes log-probabilities itself, without storing the logits."""
 
-from __future__ import annotations
-
 from typing import Any, TypeAlias
 
 import torch

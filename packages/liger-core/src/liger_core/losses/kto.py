@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KTO: a loss on single answers that are desirable or not."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

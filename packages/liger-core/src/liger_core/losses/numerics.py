@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ratios of probabilities, safe for any logarithms."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

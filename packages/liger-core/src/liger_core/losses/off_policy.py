@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Corrections of a policy loss for tokens that another policy, or another engine, sampled."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

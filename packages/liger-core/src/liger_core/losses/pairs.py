@@ -5,8 +5,6 @@ chosen, rejected (pairs,) are the policy's preferences for each answer: log π(y
 without a reference. β scales them to rewards, Δ = chosen − rejected, ε is the share of pairs whose labels are wrong.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

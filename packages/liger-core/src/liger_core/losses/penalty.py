@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The terms that a policy loss adds to its surrogate: divergence from a reference policy, and entropy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policy losses on sampled answers: GRPO and its descendants, and PPO."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

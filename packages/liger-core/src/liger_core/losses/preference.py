@@ -6,8 +6,6 @@ counted token is left out; without any pair the loss is 0, with zero gradients. 
 float64).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@
 log_ratio = log π/π_old (B, T), 0 where not counted; A is the advantage, (B, 1) or (B, T). Ratios count as e⁸⁰ at most.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 

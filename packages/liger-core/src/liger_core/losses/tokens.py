@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conversion of a loss's arguments to log-probabilities of the tokens that count."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The most likely classes of a head, found without holding the logits."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

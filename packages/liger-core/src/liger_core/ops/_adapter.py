@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks of a linear layer with a low-rank adapter, for the ops that compute one or several."""
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 import torch

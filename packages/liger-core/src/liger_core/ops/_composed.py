@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ops that run a backend's row passes: each op's function is written once, and bound to every backend's kernels."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

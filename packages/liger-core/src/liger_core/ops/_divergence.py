@@ -23,8 +23,6 @@ Each is Σ f(p, q), and its gradient over the student's x is q · (h - Σ q h) w
   teacher alone KL(q ‖ p).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, Self
@@ -81,7 +79,7 @@ class DivergenceOptions(NamedTuple):
     partial: bool = False
 
     @classmethod
-    def from_arguments(cls, kind: Kind, beta: float, temperature: float = 1.0, **more: Any) -> DivergenceOptions:
+    def from_arguments(cls, kind: Kind, beta: float, temperature: float = 1.0, **more: Any) -> Self:
         """Return the options for the arguments of an op."""
         formula = {"forward_kl": FORWARD, "reverse_kl": REVERSE, "total_variation": VARIATION}.get(kind, MIXTURE)
         skewed = {"skewed_kl": (1.0, 0.0), "skewed_reverse_kl": (0.0, 1.0)}
@@ -106,7 +104,7 @@ class DivergenceResults(NamedTuple):
         empty = functools.partial(torch.empty, dtype=accumulator(like.dtype), device=like.device)
         return cls(empty(like.shape[0]), empty(like.shape[0], MOMENTS))
 
-    def of(self, rows: slice) -> DivergenceResults:
+    def of(self, rows: slice) -> "DivergenceResults":
         return DivergenceResults(self.loss[rows], self.moments[rows])
 
 

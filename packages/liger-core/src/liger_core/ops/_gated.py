@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The formula, arguments, samples and workloads that the gated activations share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Literal
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmuls of groups of rows with a matrix each, in plain PyTorch; and the order of rows that makes the groups."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise, starmap
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random tensors for samples and workloads, and wrong calls that ops share."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

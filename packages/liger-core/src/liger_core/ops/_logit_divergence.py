@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The op of a divergence between two rows of logits: its kernels, checks, samples and work, but for the formula."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -37,7 +35,7 @@ Reduction = Literal["mean", "sum", "none", "classes"]
 def logit_divergence(
     check: Callable[..., Any] = lambda: None, samples: Callable[..., Iterable[Sample]] = lambda device, dtype: (),
     misuses: Callable[..., Iterable[Misuse]] = lambda device: (),
-) -> Callable[[Callable[Concatenate[LogitDivergences, Supported, P], Tensor]], ComposedOp[P, Tensor]]:  # fmt: skip
+) -> Callable[[Callable[Concatenate["LogitDivergences", Supported, P], Tensor]], ComposedOp[P, Tensor]]:  # fmt: skip
     """Turn the function of a divergence into an op.
 
     check, samples, misuses  those of its own options, in addition to what all divergences of logits have

@@ -7,8 +7,6 @@ middle·high + low·high + high·middle: one matmul of four times the rank, [hig
 middle]ᵀ. The rank is small, so this costs the tensor cores little, and long matrices are read as often as with one.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

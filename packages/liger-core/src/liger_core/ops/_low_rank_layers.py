@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two or three linear layers with adapters on one x: one pass over x for all adapters, and one gradient of x."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

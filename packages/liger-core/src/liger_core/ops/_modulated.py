@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks, samples and workloads that modulated_rms_norm and modulated_layer_norm share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts that rope and qk_norm_rope share: checks of queries, keys and angles, usual angles, dimension names."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

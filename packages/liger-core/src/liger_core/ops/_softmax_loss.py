@@ -19,8 +19,6 @@ A row whose target is `ignore_index` has loss 0 and no gradient; one whose targe
 NaN, since no implementation may wait for the device to find out.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Self

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks and workloads of residual streams (..., streams, width), which the ops of hyper-connections share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

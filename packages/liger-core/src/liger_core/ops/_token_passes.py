@@ -21,8 +21,6 @@ form
 with four coefficients (a, b, q, c) a row.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple, Self
 
 import torch
@@ -133,7 +131,7 @@ class Slopes(NamedTuple):
     selected: Tensor
     gradient: Tensor
 
-    def of(self, rows: slice) -> Slopes:
+    def of(self, rows: slice) -> "Slopes":
         return Slopes(*(t[rows] for t in self))
 
 

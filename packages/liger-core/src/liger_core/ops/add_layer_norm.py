@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """add_layer_norm: a residual sum and the layer norm after it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """add_rms_norm: add a residual, then scale every row of the sum to unit root mean square."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

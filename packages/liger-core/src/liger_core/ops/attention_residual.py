@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """attention_residual: the input of a layer as attention over the outputs of earlier layers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

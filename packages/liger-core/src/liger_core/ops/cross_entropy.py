@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """cross_entropy: the loss of logits that already exist."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any

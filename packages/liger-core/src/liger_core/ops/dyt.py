@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """dyt: a tanh in place of a norm."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

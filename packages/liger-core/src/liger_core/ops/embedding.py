@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """embedding: look up rows of a table, whose gradient is summed in float32."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """experts: the feed-forward networks of a mixture of experts, each on the tokens that are routed to it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """gated_rms_norm: an RMSNorm with a gate before or after it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Literal
 

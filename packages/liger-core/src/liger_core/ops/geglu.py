@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """geglu: a linear unit gated by GELU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal

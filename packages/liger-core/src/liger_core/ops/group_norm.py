@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """group_norm: center every group of channels and scale it to unit variance."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

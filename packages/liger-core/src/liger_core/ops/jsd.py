@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """jsd: how far a student's softmax is from a teacher's, by the generalized Jensen-Shannon divergence."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

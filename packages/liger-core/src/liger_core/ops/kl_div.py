@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """kl_div: how far a student's softmax is from a teacher's, by the Kullback-Leibler divergence."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """layer_norm: center every row and scale it to unit variance."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

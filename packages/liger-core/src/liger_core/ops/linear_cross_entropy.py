@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """linear_cross_entropy: LM head and loss in one, without ever holding all the logits."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """linear_divergence: how far a student's head is from a teacher's, without ever holding all the logits."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator

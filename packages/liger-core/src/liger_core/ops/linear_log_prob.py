@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """linear_log_prob: what a language model's head gives each target token, without ever holding all the logits."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

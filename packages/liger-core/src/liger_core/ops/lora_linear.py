@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """lora_linear: a linear layer with a low-rank adapter (LoRA) beside it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any

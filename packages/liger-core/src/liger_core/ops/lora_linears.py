@@ -2,8 +2,6 @@
 """lora_linears: two or three linear layers with low-rank adapters (LoRA) that read one input, such as gate and up, or
 q, k and v."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

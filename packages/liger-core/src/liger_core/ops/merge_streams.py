@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """merge_streams: the residual streams of hyper-connections after a layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """mix_streams: the input of a layer from the residual streams of hyper-connections."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

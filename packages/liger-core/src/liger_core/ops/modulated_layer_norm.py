@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """modulated_layer_norm: a LayerNorm that is modulated for each sample, as in diffusion transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """poly_norm: a cubic polynomial of normalized powers, an activation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

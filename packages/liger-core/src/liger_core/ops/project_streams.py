@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """project_streams: the logits of the coefficients of hyper-connections."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """qk_norm_rope: RMSNorm of every head of queries and keys, then rotary position embedding."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any

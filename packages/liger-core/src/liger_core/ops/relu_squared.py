@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """relu_squared: the activation of ungated feed-forward layers (Nemotron, Arcee), or a gate (BitNet)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """rms_norm: scale every row to unit root mean square."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

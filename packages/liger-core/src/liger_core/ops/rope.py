@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """rope: rotary position embedding of queries and keys."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """sinkhorn: square matrices become doubly stochastic."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """sparsemax: probabilities of the last dimension, most of them exactly zero."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

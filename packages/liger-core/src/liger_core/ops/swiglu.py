@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """swiglu: a linear unit gated by SiLU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """total_variation: how far a student's softmax is from a teacher's, by half the sum of the differences."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from liger_core.ops._composed import Supported

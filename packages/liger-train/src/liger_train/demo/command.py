@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`liger demo`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two pictures of the demo: the losses and the memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

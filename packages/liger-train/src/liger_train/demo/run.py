@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train with and without Liger, and compare the runs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

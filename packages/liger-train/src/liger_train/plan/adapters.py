@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA as peft adds it, for planning where peft is not installed."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

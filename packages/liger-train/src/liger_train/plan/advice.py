@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predict the savings of each technique, and find the first setup of the checklist that fits."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

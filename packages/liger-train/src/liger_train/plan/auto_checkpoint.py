@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan what `--checkpoint auto` ends with: the callback of the run decides, by the memory of steps on fake tensors."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory by category as bars: in the terminal, and as a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`liger plan`."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from contextlib import suppress

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare predicted and measured memory: the error for every row, and whether the prediction of a fit was right."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -4,8 +4,6 @@
 PyTorch decides what a layer saves for its backward pass. Within a graph, only results of fused ops take memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sentence with the predicted memory and time of a run on one GPU, printed before it starts."""
 
-from __future__ import annotations
-
 from liger_bench.printing import size
 from liger_core.errors import OptionError
 from liger_train.plan.estimate import Rates, estimate

@@ -6,8 +6,6 @@ module makes up for the differences: the implementations of Liger's ops, the wor
 libraries reserve.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any

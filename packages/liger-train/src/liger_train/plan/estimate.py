@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimate the time of a step from its operations on fake tensors, at the rates of a GPU."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager

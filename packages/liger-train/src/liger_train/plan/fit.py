@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page that answers whether a setup fits: its data, and a server on this machine."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable, Iterator

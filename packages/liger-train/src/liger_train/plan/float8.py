@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Float8 linear layers that take the memory of torchao's compiled ones, for plans, which need no torchao."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gather sharded or offloaded weights, which are on the device only while modules use them."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

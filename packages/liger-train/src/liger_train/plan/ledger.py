@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of a step on fake tensors, operation by operation and by category."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of each optimizer of `liger train`: its state, and its workspace in a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

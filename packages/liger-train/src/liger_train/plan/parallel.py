@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shards of a rank under tensor and context parallelism, and the tensors that it gathers."""
 
-from __future__ import annotations
-
 import re
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -5,8 +5,6 @@ At each moment of a step, memory is linear in the number of layers and in a few 
 moments of models with fewer layers give the moments of the whole model. Only those that can be the peak are kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace

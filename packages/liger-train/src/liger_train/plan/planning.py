@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan a setup: its prediction, other techniques, a checklist, and values that fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from typing import Any

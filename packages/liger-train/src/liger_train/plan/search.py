@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Search the largest batch, the longest sequence and the fewest ranks that fit, and what fits at other values."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection
 from contextlib import suppress

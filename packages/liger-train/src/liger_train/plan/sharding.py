@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of a rank for weights, gradients and optimizer state, sharded and offloaded by torch or DeepSpeed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

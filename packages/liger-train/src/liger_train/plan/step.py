@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predict memory by one training step of the Transformers Trainer on fake tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans and comparisons as tables and sentences."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from rich.console import Console

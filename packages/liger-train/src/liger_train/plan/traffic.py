@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bytes that ranks exchange in an optimizer step, by a formula."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`liger report`."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import tempfile

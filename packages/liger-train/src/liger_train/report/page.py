@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of a report with pictures, statements and all figures, as Markdown and as one HTML file."""
 
-from __future__ import annotations
-
 import base64
 import html
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pictures of sweeps: throughput and peak memory of each strategy."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statements derived from a sweep: the first size that runs out of memory, growth, speedups, shares."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from liger_bench.records import Record

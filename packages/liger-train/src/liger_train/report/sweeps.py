@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of training runs, grouped into sweeps of the batch size, the sequence length, or the number of ranks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

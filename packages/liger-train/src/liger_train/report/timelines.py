@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pictures of `liger train --snapshot`: memory over time by category, one run or several side by side."""
 
-from __future__ import annotations
-
 import json
 from bisect import bisect_right
 from collections.abc import Sequence

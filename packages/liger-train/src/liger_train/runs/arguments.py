@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of the Transformers Trainer for a setup."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

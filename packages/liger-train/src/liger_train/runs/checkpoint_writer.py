@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write sharded checkpoints on a thread, from a copy in host memory, while training continues."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable

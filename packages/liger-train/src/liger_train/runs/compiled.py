@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run micro-batches with `--compile`; measure compile time, and exclude it from step times."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context parallelism on the CPU, where PyTorch has no ring attention: each rank gathers all keys and values."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

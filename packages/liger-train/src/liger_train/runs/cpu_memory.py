@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory of a run on the CPU, measured in one step, because the CPU allocator keeps no statistics."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 

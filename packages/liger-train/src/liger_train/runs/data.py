@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training data as sequences of tokens, from a file, a folder, a saved dataset, or Python's standard library."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device of a run: its memory limit, and the settings of its allocator."""
 
-from __future__ import annotations
-
 import gc
 import os
 

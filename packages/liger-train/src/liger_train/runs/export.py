@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--export`: write the trained model to a folder, with adapters merged into its weights, for Transformers to load."""
 
-from __future__ import annotations
-
 import importlib
 import shutil
 import tempfile

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--compile graphs`: the forward and backward pass of a micro-batch as one CUDA graph."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The host memory that is left for this process and those beside it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens and labels of conversations, and of prompts and completions, as TRL's SFTTrainer makes them, with checks."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

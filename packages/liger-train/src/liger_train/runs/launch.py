@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start the ranks of a run, and each run of a sweep as a process, by the command that a user would enter."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shlex

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents as sequences: one in each, or with --packing as many as fit, which must not affect each other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Join the other ranks before the Trainer starts, where the Trainer itself does not."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import socket

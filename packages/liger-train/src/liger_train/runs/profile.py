@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`liger train --profile`: a trace of a few steps by PyTorch's profiler, and the time of their kernels by kind."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.autograd import DeviceType
@@ -53,7 +51,7 @@ class Profile(TrainerCallback):
             profile_memory=True,
         )
 
-    def __enter__(self) -> Profile:
+    def __enter__(self) -> Self:
         self._profile.start()
         return self
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record losses, times and memory at the end of each step, without synchronizing the device."""
 
-from __future__ import annotations
-
 import signal
 import statistics
 import threading
@@ -10,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -42,7 +40,7 @@ class Interruption:
         self.requested = False
         self._handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> Interruption:
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             heeded = [number for number in self.SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
             self._handlers = {number: signal.signal(number, self._request) for number in heeded}

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of a file or a saved dataset: conversations, prompts and completions, or texts."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import itertools

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training run by the Transformers Trainer, and its row of results, however it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import platform

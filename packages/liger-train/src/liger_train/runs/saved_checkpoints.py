@@ -7,8 +7,6 @@ written last, and atomically. An unfinished seal is written first, to distinguis
 another program.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

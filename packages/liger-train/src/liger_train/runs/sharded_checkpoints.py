@@ -5,8 +5,6 @@ The weights are files of Hugging Face, which any number of ranks reads, sharded 
 optimizer, and the weights of adapters.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`liger train --snapshot`: memory over the first steps, by category."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import time
@@ -137,7 +135,7 @@ class Snapshot(TrainerCallback, AbstractContextManager["Snapshot"]):
             handle.remove()
         self._handles.clear()
 
-    def _write(self, trace: _Trace) -> None:
+    def _write(self, trace: "_Trace") -> None:
         from liger_train.report.timelines import timeline_picture
 
         start = self.starts[1] if len(self.starts) > 1 else float("-inf")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`liger train --sweep`: many training runs, each in a fresh process; running out of memory is a result."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Trainer of a run, which does not round losses, and the callback that seals its checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial

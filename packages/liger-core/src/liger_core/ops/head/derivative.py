@@ -17,8 +17,6 @@ This holds for log-probabilities alone: a gradient through the entropy also need
 weight needs the logits.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

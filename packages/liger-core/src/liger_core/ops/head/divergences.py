@@ -8,8 +8,6 @@ vocabulary, and G is rounded once. Where G does not fit and hidden alone needs a
 G @ W, and the backward pass only scales it.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradients of a head, summed tile by tile of logits."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import NamedTuple

@@ -4,8 +4,6 @@
 Matmuls leave out the rows whose target is ignored.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -41,7 +39,7 @@ class Head(NamedTuple):
     target: Tensor
     bias: Tensor | None
 
-    def taken(self, rows: CountedRows) -> Self:
+    def taken(self, rows: "CountedRows") -> Self:
         """Return the head of the rows that count."""
         return self._replace(hidden=rows.take(self.hidden), target=rows.take(self.target))
 

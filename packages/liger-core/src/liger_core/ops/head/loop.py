@@ -19,8 +19,6 @@ A tile has some rows and some classes. The walk visits all classes of some rows 
 Where the weight is frozen, "at once" and "kept" take two matmuls and "again" takes three.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Self

@@ -10,12 +10,10 @@ the options are:
 The gradient of weight stays with its rows. That of hidden is a sum over all classes, and so over ranks, in float32.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -53,7 +51,7 @@ class VocabShard(NamedTuple):
     ranks: int | None = None
 
     @classmethod
-    def of(cls, weight: Tensor, group: Any = None, classes: int | None = None) -> VocabShard:
+    def of(cls, weight: Tensor, group: Any = None, classes: int | None = None) -> Self:
         """Return this rank's shard if the ranks hold the rows of weight in order.
 
         group    by default all ranks; each of them must call this method, because they exchange their numbers of rows
@@ -65,7 +63,7 @@ class VocabShard(NamedTuple):
         return cls(group, sum(sizes[: group.rank()]), sum(sizes) if classes is None else classes)
 
 
-def vocabulary(weight: Tensor, vocab: VocabShard | None) -> Vocabulary:
+def vocabulary(weight: Tensor, vocab: VocabShard | None) -> "Vocabulary":
     """Return the shard's description in the form that kernels take."""
     if vocab is None:
         return Vocabulary(None, 0, weight.shape[0])

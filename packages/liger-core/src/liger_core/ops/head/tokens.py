@@ -5,8 +5,6 @@ The upstream gradient of a token arrives in the backward pass. Until then logits
 (liger_core/ops/head/loop.py).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Squared ReLU: a module without children or weights that maps x to max(x, 0)²."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

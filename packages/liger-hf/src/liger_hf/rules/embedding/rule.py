@@ -5,8 +5,6 @@ The op differs from PyTorch's only in the gradient of the table, so calls withou
 DTensors, run as before.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator

@@ -5,8 +5,6 @@ By itself, PEFT parametrizes a matrix as W + s · B A in each call, which comput
 Of a matrix in 4 bits it would dequantize W three times for that, and PEFT 0.21 would not take the adapter away again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import MethodType

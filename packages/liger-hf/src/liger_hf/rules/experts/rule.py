@@ -5,8 +5,6 @@
 matmuls is passed over; the check finds the activation. If no candidate fits, `gated_mlp.experts` replaces the gate.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Report why experts that a model runs by its own code are not replaced."""
 
-from __future__ import annotations
-
 from itertools import permutations
 
 from torch import Tensor, nn

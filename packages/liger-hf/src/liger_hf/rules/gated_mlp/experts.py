@@ -4,8 +4,6 @@
 Only the gate, a method of the module, is replaced; the interface, its implementations and the weights stay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType, MethodType

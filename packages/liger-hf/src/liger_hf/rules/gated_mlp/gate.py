@@ -12,8 +12,6 @@ An instance gets a forward rebuilt from its source. The activation is checked in
 replaced, it is called as a module.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check whether anything else can still read a tensor, because the backward pass may then not overwrite it."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

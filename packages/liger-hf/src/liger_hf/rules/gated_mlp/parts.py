@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The children of a gated MLP, and the order in which its forward calls them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

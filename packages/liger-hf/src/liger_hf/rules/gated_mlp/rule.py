@@ -6,8 +6,6 @@ keep working; only the function between the projections is replaced. The activat
 is replaced, the module runs its own forward.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterator

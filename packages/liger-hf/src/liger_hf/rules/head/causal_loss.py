@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The causal language-model loss of a patched model, computed without logits if possible."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from typing import Any

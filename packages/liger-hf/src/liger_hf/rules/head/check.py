@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a model's own forward with random hidden states and a small head, to check its loss with lazy logits."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any

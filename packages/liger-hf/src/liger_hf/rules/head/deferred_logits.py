@@ -5,8 +5,6 @@ A Trainer keeps only tensors of a model's outputs, and drops the logits if only 
 and outside compiled code, a tensor subclass can take the place of `LazyLogits`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ class DeferredLogits(Tensor):
     lazy: LazyLogits
 
     @staticmethod
-    def __new__(cls, lazy: LazyLogits) -> DeferredLogits:
+    def __new__(cls, lazy: LazyLogits) -> "DeferredLogits":
         deferred = Tensor._make_wrapper_subclass(cls, lazy.shape, dtype=lazy.dtype, device=lazy.device)
         deferred.lazy = lazy
         return deferred

@@ -6,8 +6,6 @@ tensor subclass cannot be compiled, and data-parallel wrappers would read it. It
 scaling, tanh and casts. The loss uses it directly; any other use computes the logits of the unpatched model.
 """
 
-from __future__ import annotations
-
 from functools import partialmethod
 from typing import Any
 
@@ -246,7 +244,7 @@ class LazyLogits:
         self._writable("an assignment to elements")
         self.materialize()[_plain(index)] = _plain(value)
 
-    def _write(self, name: str, operand: Any) -> LazyLogits:
+    def _write(self, name: str, operand: Any) -> "LazyLogits":
         self._writable(f"__{name}__")
         getattr(self.materialize(), f"__{name}__")(_plain(operand))
         return self

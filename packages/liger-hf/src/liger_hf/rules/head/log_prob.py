@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities from a model's output head, of any kind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

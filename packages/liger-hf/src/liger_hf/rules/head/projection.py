@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute the projection of an output head and the steps after it, or read the steps as a scale and a cap."""
 
-from __future__ import annotations
-
 import operator
 import threading
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ Three attributes of instances change: the head's forward returns lazy logits whi
 function takes them, and the model's forward computes unused ones before it returns.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator

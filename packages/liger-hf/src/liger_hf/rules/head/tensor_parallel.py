@@ -5,8 +5,6 @@ Transformers replaces the forward of such a head by one that gathers the logits 
 not call it for a loss, which uses the sharded weight directly; only logits that are read are gathered.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weights that an output head was called with, and whether logits can still be computed from them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ projection read the streams once, without a float32 copy. The decoder layer's us
 not called: if it gets hooks or is replaced, the module runs its own forward.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

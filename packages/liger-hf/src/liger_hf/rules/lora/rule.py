@@ -5,8 +5,6 @@ Adapters can be switched, disabled and merged at any time. Each call therefore c
 the module's own forward if the op cannot compute it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain

@@ -8,8 +8,6 @@
 The input is an argument. Besides these calls, the forward only reads its shape, so it is the same in all of them.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import inspect

@@ -4,8 +4,6 @@
 Every call checks which adapters are active. Layers with hooks, dropout or DoRA run separately.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ An instance gets a forward rebuilt from its source (`liger_hf.rules.modulation.s
 it has hooks, or was wrapped or replaced, it is called as a module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any

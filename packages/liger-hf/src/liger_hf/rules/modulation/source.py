@@ -7,8 +7,6 @@ x, scale and shift are names, perhaps with indices, which may also follow the br
 Names have no effects, so the value is the same if one_call returns self.norm(x) * (1 + scale) + shift.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 from types import FunctionType

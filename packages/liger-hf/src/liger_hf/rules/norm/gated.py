@@ -7,8 +7,6 @@
 State-space models have float32 rows beside a gate in the model's dtype.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product

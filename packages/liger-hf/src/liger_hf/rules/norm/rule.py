@@ -4,8 +4,6 @@
 A norm may also have a gate (gated.py), normalize groups, or take rows of other shapes (shaped.py).
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

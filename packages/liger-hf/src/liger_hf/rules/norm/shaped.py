@@ -6,8 +6,6 @@ channels first        (samples, channels, height, width), each position over its
 each head             (batch, tokens, heads, width) → (batch, tokens, heads · width), with one weight for all of them
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

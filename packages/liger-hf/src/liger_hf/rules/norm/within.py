@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms that become one op together with the code before or after them in the forward of another module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ An instance gets a forward rebuilt from its source (`liger_hf.rules.residual.sou
 has hooks, or was wrapped or replaced, as ZeRO-3, accelerate and PEFT do, it is called as a module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any

@@ -11,8 +11,6 @@ Only these statements, one directly after the other, with plain names, are rebui
 (self.norm(a + b), a + b), every name has the same value afterwards as before.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

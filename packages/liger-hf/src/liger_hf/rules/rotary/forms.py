@@ -5,8 +5,6 @@ A function is recognized by the names of its parameters: one tensor or two, then
 complex table of angles. Its form is found by trial; the forms below are those in Transformers.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

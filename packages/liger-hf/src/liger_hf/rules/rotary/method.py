@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary functions that are static methods and take one table with both sines and cosines."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial

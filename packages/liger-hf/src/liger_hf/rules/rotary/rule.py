@@ -5,8 +5,6 @@ Each instance gets a forward with a private namespace in which they are replaced
 is rebound in the modeling file after `apply` is therefore not seen by a patched instance.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace

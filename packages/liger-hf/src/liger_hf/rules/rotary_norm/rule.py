@@ -6,8 +6,6 @@ if one has hooks, or was wrapped or replaced, as ZeRO-3, tensor parallelism and 
 the rotary function computes `rope`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice

@@ -12,8 +12,6 @@ branch (then held is False before it), and the rotary function too (then the oth
 function of one tensor is treated alike.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
