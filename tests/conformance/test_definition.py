@@ -127,7 +127,8 @@ def test_the_docstring_names_every_tensor_with_its_shape_and_every_error(
     op: Op[..., Any], device: torch.device
 ) -> None:
     text = op.__doc__ or ""
-    tensors = [n for n, p in op.signature.parameters.items() if p.annotation in ("Tensor", "Tensor | None")]
+    tensors = [n for n, p in op.signature.parameters.items() if p.annotation in (torch.Tensor, torch.Tensor | None)]
+    assert tensors
     bare = [n for n in tensors if not re.search(rf"^ *(\w+, )*{n}(, \w+)* +\(.*\)", text, re.MULTILINE)]
     wanted = "a line that begins with its name and its shape in parentheses, such as `weight  (width,)`"
     assert not bare, f"{op.name}: the docstring must have, for every tensor, {wanted}; it has none for {bare}"

@@ -5,7 +5,8 @@ import csv
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from liger_bench.machine import ENVIRONMENT
 from liger_bench.results import Columns
@@ -76,7 +77,7 @@ class OpRow:
         return {name.rstrip("_"): value for name, value in asdict(self).items()}
 
 
-TYPES = {column.name.rstrip("_"): str(column.type) for column in fields(OpRow)}
+TYPES = {column.name.rstrip("_"): column.type for column in fields(OpRow)}
 HEADER = [*TYPES]
 
 
@@ -86,15 +87,16 @@ def read_csv(path: Path) -> list[Columns]:
         return []
     with path.open(newline="", encoding="utf-8") as file:
         return [
-            {name: _value(cell, TYPES.get(name, "str")) for name, cell in row.items()} for row in csv.DictReader(file)
+            {name: _value(cell, TYPES.get(name, str)) for name, cell in row.items()} for row in csv.DictReader(file)
         ]
 
 
-def _value(cell: str, kind: str) -> Any:
+def _value(cell: str, kind: Any) -> Any:
     """Return the value of a column of this type."""
-    if not cell and "None" in kind:
+    kinds = get_args(kind) or (kind,)
+    if not cell and NoneType in kinds:
         return None
-    return cell == "True" if kind == "bool" else cell if kind.startswith("str") else float(cell)
+    return cell == "True" if bool in kinds else cell if str in kinds else float(cell)
 
 
 def measured(
