@@ -264,7 +264,8 @@ def test_layers_with_one_input_are_computed_together_and_get_the_gradients_of_pe
     kind: str, model_type: str, shared: list[int]
 ) -> None:
     options, expected = SHARED[kind]
-    plain = adapted(make(tie_word_embeddings=False) if model_type == "llama" else sweep.build(model_type), **options)
+    model = make(tie_word_embeddings=False) if model_type == "llama" else sweep.build(model_type)
+    plain = adapted(model.to(tiny_models.DEVICE), **options)
     patched = patched_twin(plain, exclude=["linear_cross_entropy"])
     shared.clear()
     assert step_disagreements(patched, plain) == {}

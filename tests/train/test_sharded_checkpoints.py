@@ -35,7 +35,7 @@ from liger_train.setup import Setup
 from liger_train.sharded_loading import SHARD, _init_whole, check_experts, copy_views
 from train.training import At, needs_distributed, saved_model, setup_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.cpu, needs_distributed]
+pytestmark = [pytest.mark.cpu, needs_distributed]
 # Runs that continue one another, with four sequences per step.
 RUNS: dict[str, dict[str, Any]] = {
     "two": {"shard": "fsdp2", "ranks": 2, "batch": 2, "steps": 2},
@@ -120,19 +120,26 @@ def sharded(small: Setup, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_other_numbers_of_ranks(whole: Row, sharded: Path) -> None:
     row = json.loads((sharded / "row.json").read_text())
     assert row["losses"] == pytest.approx(whole.losses, rel=1e-5)
     assert row["notes"][-2] == f"Resumed from step 5, {sharded / 'saved' / 'checkpoint-5'}."
 
 
-def test_an_unsharded_run_with_as_many_sequences_resumes(small: Setup, whole: Row, sharded: Path) -> None:
+@pytest.mark.slow
+def test_an_unsharded_run_with_as_many_sequences_resumes(
+    small: Setup, whole: Row, sharded: Path, tmp_path: Path
+) -> None:
+    # Its last checkpoint replaces the one from which it resumes.
+    folder = shutil.copytree(sharded / "two", tmp_path / "two")
     with pytest.raises(OptionError, match=r"needs the options of .*, which had --shard fsdp2, --ranks 2"):
-        run(small, folder=sharded / "two", resume=True)
-    row = run(replace(small, batch=4), folder=sharded / "two", resume=True)
+        run(small, folder=folder, resume=True)
+    row = run(replace(small, batch=4), folder=folder, resume=True)
     assert row.losses == pytest.approx(whole.losses, rel=1e-5), row.reason
 
 
+@pytest.mark.slow
 def test_transformers_loads_the_checkpoint_and_the_exported_model(small: Setup, sharded: Path) -> None:
     before, saved, exported = (
         AutoModelForCausalLM.from_pretrained(folder).state_dict()
@@ -148,6 +155,7 @@ def test_transformers_loads_the_checkpoint_and_the_exported_model(small: Setup, 
         assert sum(files) == pytest.approx((Path(small.model) / "model.safetensors").stat().st_size, rel=0.1)
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_one_rank_leaves_the_checkpoint_before(small: Setup, whole: Row, tmp_path: Path) -> None:
     forks.on_ranks(2, work_on_a_full_disk, replace(small, **RUNS["two"] | {"steps": 6}), str(tmp_path))
     row = run(replace(small, batch=4), folder=tmp_path, resume=True)
@@ -276,6 +284,7 @@ def test_fewer_experts_than_ranks_are_refused_if_a_file_stores_them_separately(t
     check_experts(model, replace(setup, ranks=4), ())
 
 
+@pytest.mark.slow
 def test_each_rank_copies_and_holds_only_its_shards_and_one_layer_at_most(tmp_path: Path) -> None:
     for name, fields in MODELS.items():
         saved_model(tmp_path / name, name, **fields)
