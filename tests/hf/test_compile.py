@@ -20,7 +20,7 @@ from hf.tiny_models import VOCABULARY, adapted, disagreements, exact_step, make,
 from liger_hf.patch import replacement
 from liger_hf.rules.norm.within import untouched
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernels_when_compiled")]
+pytestmark = pytest.mark.usefixtures("kernels_when_compiled")
 
 
 def forget() -> None:
@@ -48,6 +48,7 @@ def compiled_step(model: Any, backend: Any, fullgraph: bool = True, **inputs: An
     return step(torch.compile(model, fullgraph=fullgraph, backend=backend), **inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_a_patched_model_is_one_graph_with_the_right_gradients_and_logits_that_are_computed_outside(
     architecture: str,
@@ -71,6 +72,7 @@ def test_a_patched_model_is_one_graph_with_the_right_gradients_and_logits_that_a
     assert VOCABULARY * 64 <= max(sizes) < inputs["input_ids"].numel() * VOCABULARY
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 def test_a_hook_in_a_head_with_an_adapter_breaks_no_graph() -> None:
     patched, plain = pair_of(adapted(make(tie_word_embeddings=False), "lm_head"))
@@ -81,6 +83,7 @@ def test_a_hook_in_a_head_with_an_adapter_breaks_no_graph() -> None:
     assert disagreements(results, step(plain, **inputs), exact_step(plain, **inputs)) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.parametrize("model_type", ["opt", "bert", "glm4", "gemma4_text"])
 def test_other_heads_and_rotary_functions_break_no_graph(model_type: str) -> None:
@@ -121,6 +124,7 @@ def test_compiled_code_finds_out_whether_a_norm_has_the_forward_of_its_class(nam
     assert compiled(torch.zeros(())) == expected
 
 
+@pytest.mark.slow
 def test_a_patched_model_recompiles_no_more_than_the_plain_one() -> None:
     def count(model: Any) -> list[int]:
         forget()
@@ -134,6 +138,7 @@ def test_a_patched_model_recompiles_no_more_than_the_plain_one() -> None:
     assert count(patched) == count(plain)
 
 
+@pytest.mark.slow
 def test_the_compiled_model_evaluates_like_the_plain_one() -> None:
     patched, plain = pair_of(make().eval())
     with torch.no_grad():
@@ -141,6 +146,7 @@ def test_the_compiled_model_evaluates_like_the_plain_one() -> None:
     torch.testing.assert_close((results.logits, results.loss), (expected.logits, expected.loss))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True], ids=["traced", "compiled"])
 def test_an_exported_model_in_training_returns_its_logits(strict: bool) -> None:
     patched, plain = pair(num_hidden_layers=1)
@@ -149,6 +155,7 @@ def test_an_exported_model_in_training_returns_its_logits(strict: bool) -> None:
     torch.testing.assert_close((results.logits, results.loss), (expected.logits, expected.loss))
 
 
+@pytest.mark.slow
 def test_inductor_gives_the_right_gradients(place: torch.device) -> None:
     patched, plain = pair(num_hidden_layers=1)
     inputs = tokens()
@@ -176,6 +183,7 @@ def attention_flags(model: Any, **inputs: Any) -> set[bool]:
     return set(found)
 
 
+@pytest.mark.slow
 def test_a_compiled_patched_model_needs_no_causal_mask() -> None:
     model = make("llama").train()
     with liger_hf.apply(model) as report:
@@ -186,6 +194,7 @@ def test_a_compiled_patched_model_needs_no_causal_mask() -> None:
     assert attention_flags(model, **tokens()) == {False}
 
 
+@pytest.mark.slow
 def test_a_patched_model_needs_no_causal_mask_in_a_cuda_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("llama").train()
     inputs = tokens() | {"use_cache": False}
@@ -203,6 +212,7 @@ def test_a_patched_model_needs_no_causal_mask_in_a_cuda_graph(monkeypatch: pytes
     assert flags == [False] * 2 + [True] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_a_compiled_patched_model_reads_its_cache_in_the_second_chunk_of_a_prefill(architecture: str) -> None:
     model = make(architecture).eval()
@@ -220,6 +230,7 @@ def test_a_compiled_patched_model_reads_its_cache_in_the_second_chunk_of_a_prefi
 
 
 # What a later version or another model may call a cache, a mask or a position is not known here.
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["attention_mask", "position_ids", "an_argument_of_tomorrow"])
 def test_padding_packing_and_unknown_arguments_keep_their_mask_when_compiled(given: str, place: torch.device) -> None:
     model = make("llama").train()

@@ -17,16 +17,17 @@ from hf.tiny_models import make
 from liger_hf import partial_gradients
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.cpu,
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed"),
 ]
 
 
+@pytest.mark.slow
 def test_losses_and_gradients_are_those_of_one_process() -> None:
     on_ranks(2, tensor_ranks.in_turn, (tensor_ranks.steps,))
 
 
+@pytest.mark.slow
 def test_two_ranks_hold_gather_and_give_back_what_they_should() -> None:
     works = (
         tensor_ranks.report_of_a_rank, tensor_ranks.logits_that_are_read, tensor_ranks.log_probabilities,
@@ -64,6 +65,7 @@ def saved(folder: Path, *models: Any) -> list[str]:
     return folders
 
 
+@pytest.mark.slow
 def test_a_model_loaded_by_tensor_parallel_ranks_is_patched_as_any_other(tmp_path: Path) -> None:
     on_ranks(2, tensor_ranks.loaded, saved(tmp_path, *(make(tie_word_embeddings=tied) for tied in (False, True))))
 
@@ -75,11 +77,13 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_embeddings_that_are_tied_beside_sharded_experts_are_counted_once(tmp_path: Path) -> None:
     """Transformers #48824: each rank counted the classes of all ranks."""
     models = (make(architecture, tie_word_embeddings=True, **options) for architecture, options in MIXTURES.items())
     on_ranks(2, tensor_ranks.experts_of_ranks, saved(tmp_path, *models))
 
 
+@pytest.mark.slow
 def test_the_vocabulary_may_be_sharded_by_fsdp_as_well() -> None:
     on_ranks(4, tensor_ranks.sharded_twice)

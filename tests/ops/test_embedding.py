@@ -13,9 +13,9 @@ def test_a_frequent_row_gets_all_of_its_gradient(device: torch.device) -> None:
     # A sum in bfloat16 stops growing at 256.
     dtype = torch.bfloat16
     weight = torch.zeros(3, 4, dtype=dtype, device=device, requires_grad=True)
-    index = torch.ones(1000, dtype=torch.int64, device=device)
-    embedding(index, weight).backward(torch.ones(1000, 4, dtype=dtype, device=device))
-    assert torch.equal(weight.grad[:, 0].float(), torch.tensor([0.0, 1000.0, 0.0], device=device))
+    index = torch.ones(300, dtype=torch.int64, device=device)
+    embedding(index, weight).backward(torch.ones(300, 4, dtype=dtype, device=device))
+    assert torch.equal(weight.grad[:, 0].float(), torch.tensor([0.0, 300.0, 0.0], device=device))
 
 
 @pytest.mark.parametrize("compared", [True, False], ids=["compared", "sorted"])

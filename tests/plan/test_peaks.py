@@ -20,8 +20,6 @@ from liger_train.plan.peaks import Peaks, peaks
 from liger_train.plan.step import predict
 from liger_train.setup import Setup
 
-pytestmark = pytest.mark.slow
-
 DOCS = Path(__file__).parents[2] / "docs"
 ALLOWED = 0.015
 # Of one regime each: few tokens, an embedding's workspace, a head of two halves, and of chunks.
@@ -33,6 +31,7 @@ def planned(setup: Setup, batch: int, sequence: int, ranks: int) -> dict[str, in
     return {"total": found.peak_bytes, **found.held}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -53,6 +52,7 @@ def test_peaks_of_few_layers_are_those_of_the_whole_model(options: dict[str, Any
         assert again.held(batch, sequence, optimizer=setup.optimizer) == pytest.approx(held, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_peaks_of_shards_are_those_of_any_number_of_gpus() -> None:
     setup = Setup("small", shard="fsdp2", ranks=2)
     found = peaks(setup)
@@ -63,6 +63,7 @@ def test_peaks_of_shards_are_those_of_any_number_of_gpus() -> None:
         assert held["optimizer"] == pytest.approx(expected["optimizer"], rel=ALLOWED)
 
 
+@pytest.mark.slow
 def test_masks_of_a_sliding_window_grow_with_the_square_of_the_sequence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +81,7 @@ def test_masks_of_a_sliding_window_grow_with_the_square_of_the_sequence(
         assert sum(held.values()) == pytest.approx(planned(setup, batch, sequence, 1)["total"], rel=0.005)
 
 
+@pytest.mark.slow
 def test_layers_that_loop_over_a_sequence_are_planned_with_batches_of_one_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +95,7 @@ def test_layers_that_loop_over_a_sequence_are_planned_with_batches_of_one_length
     assert sum(held.values()) == pytest.approx(planned(setup, 2, 1024, 1)["total"], rel=ALLOWED)
 
 
+@pytest.mark.slow
 def test_the_first_layer_holds_something_else_while_the_second_one_runs(tmp_path: Path) -> None:
     sizes = {"vocab_size": 2000, "hidden_size": 128, "intermediate_size": 256, "eos_token_id": None}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
@@ -110,6 +113,7 @@ def test_the_page_has_only_combinations_that_can_be_trained() -> None:
     assert len(names) == len(set(names))
 
 
+@pytest.mark.slow
 def test_a_config_is_planned_like_the_model_that_it_is_of() -> None:
     name = "full/none/none/none"
     setup, config = Setup("small"), preset("small", 1024).to_json_string()

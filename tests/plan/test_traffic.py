@@ -29,8 +29,6 @@ from liger_train.plan.traffic import (
 from liger_train.setup import Setup
 from train import training
 
-pytestmark = pytest.mark.slow
-
 RANKS = 4
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 needs_torchao = pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
@@ -108,6 +106,7 @@ def counted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return folder / "model", json.loads((folder / "0.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 @training.needs_distributed
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[needs_torchao] if "float8" in n else []) for n in SETUPS])

@@ -24,7 +24,7 @@ from liger_train.runs.run import run
 from liger_train.setup import Setup
 from train.training import needs_distributed
 
-pytestmark = [pytest.mark.slow, pytest.mark.cpu, needs_distributed]
+pytestmark = [pytest.mark.cpu, needs_distributed]
 LIMIT = 900
 KILLED = """
 import os, signal
@@ -69,6 +69,7 @@ def both(small: Setup) -> Setup:
     return replace(small, batch=1, ranks=2)
 
 
+@pytest.mark.slow
 def test_an_error_of_the_ranks_is_printed_once_without_a_traceback(
     both: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,7 @@ def test_an_error_of_the_ranks_is_printed_once_without_a_traceback(
         assert "ChildFailedError" not in errors
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_all_ranks_after_a_step(both: Setup) -> None:
     process = agent(*launch.command(replace(both, steps=10**6))[3:], module="liger_core")
     # A line of progress, every few seconds.
@@ -109,6 +111,7 @@ def test_machines_that_do_not_share_the_folder_are_an_error(
         run(small, folder=tmp_path / "of this machine")
 
 
+@pytest.mark.slow
 def test_two_machines_train_as_the_ranks_of_one_though_one_of_them_is_lost_in_the_middle(
     small: Setup, both: Setup, tmp_path: Path
 ) -> None:
