@@ -33,12 +33,12 @@ def zero(*gradients: Tensor | None) -> None:
 
 
 @triton.jit
-def read(pointer, mask, POLICY: tl.constexpr = ANY):
-    """Load values in float32, zero where masked; a mask of None masks nothing."""
+def read(pointer, mask, POLICY: tl.constexpr = ANY, OTHER: tl.constexpr = 0.0):
+    """Load values in float32, OTHER where masked; a mask of None masks nothing."""
     if mask is None:
         return tl.load(pointer, eviction_policy=POLICY).to(tl.float32)
     else:
-        return tl.load(pointer, mask=mask, other=0.0, eviction_policy=POLICY).to(tl.float32)
+        return tl.load(pointer, mask=mask, other=OTHER, eviction_policy=POLICY).to(tl.float32)
 
 
 @triton.jit

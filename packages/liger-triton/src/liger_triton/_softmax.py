@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from liger_triton._constants import LOG2E
+from liger_triton._norm import ANY, read
 from liger_triton.launch import Launcher
 
 
@@ -31,9 +32,7 @@ def forward_kernel(x, y, x_stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.co
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
         # Lanes after the last row repeat it: rows of nothing but minus infinity would give NaN.
         source = tl.minimum(row, rows - 1)
-        value = tl.load(x + source[:, None] * x_stride + column[None, :], mask=inside, other=float("-inf")).to(
-            tl.float32
-        )
+        value = read(x + source[:, None] * x_stride + column[None, :], inside, ANY, float("-inf"))
         share = power(value - tl.max(value, 1)[:, None], x.dtype.element_ty == tl.float32)
         share = (
             share * (1.0 / tl.sum(share, 1))[:, None]
@@ -56,8 +55,8 @@ def backward_kernel(
     for start in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         row = (start + tl.arange(0, ROWS)).to(tl.int64)
         mask = (row < rows)[:, None] & (column < width)[None, :]
-        grad = tl.load(grad_y + row[:, None] * grad_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        value = tl.load(y + row[:, None] * width + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        grad = read(grad_y + row[:, None] * grad_stride + column[None, :], mask)
+        value = read(y + row[:, None] * width + column[None, :], mask)
         result = value * (grad - tl.sum(grad * value, 1)[:, None])
         tl.store(grad_x + row[:, None] * width + column[None, :], result.to(grad_x.dtype.element_ty), mask=mask)
 
@@ -87,9 +86,7 @@ def split_forward_kernel(
     column = block * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
     EXACT: tl.constexpr = x.dtype.element_ty == tl.float32
-    value = tl.load(x + row * x_stride + column, mask=mask, other=float("-inf"), eviction_policy="evict_first").to(
-        tl.float32
-    )
+    value = read(x + row * x_stride + column, mask, "evict_first", float("-inf"))
     top = tl.max(value, 0)
     value = power(value - tl.where(top == float("-inf"), 0.0, top), EXACT)
     row_moments = moments + row * (2 * PARTS)
@@ -117,10 +114,8 @@ def split_backward_kernel(
     block = turn % PARTS
     column = block * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
-    grad = tl.load(grad_y + row * grad_stride + column, mask=mask, other=0.0, eviction_policy="evict_first").to(
-        tl.float32
-    )
-    value = tl.load(y + row * width + column, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    grad = read(grad_y + row * grad_stride + column, mask, "evict_first")
+    value = read(y + row * width + column, mask, "evict_first")
     row_products = moments + row * PARTS
     tl.store(row_products + block, tl.sum(grad * value, 0))
     wait_for(started + 1 + row, PARTS)
@@ -148,9 +143,7 @@ def wide_forward_kernel(x, y, x_stride, rows, width, EVEN: tl.constexpr, BLOCK: 
         for start in range(0, width, BLOCK):
             column = start + lane
             mask = None if EVEN else column < width
-            value = tl.load(
-                source + column, mask=mask, other=None if EVEN else float("-inf"), eviction_policy="evict_last"
-            ).to(tl.float32)
+            value = read(source + column, mask, "evict_last", float("-inf"))
             higher = tl.maximum(top, value)
             # Without a finite maximum, there is nothing to scale or to add yet.
             base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -161,10 +154,7 @@ def wide_forward_kernel(x, y, x_stride, rows, width, EVEN: tl.constexpr, BLOCK: 
         for tile in range(0, tiles):
             column = (tiles - 1 - tile) * BLOCK + lane
             mask = None if EVEN else column < width
-            value = tl.load(source + column, mask=mask, other=None if EVEN else 0.0, eviction_policy="evict_first").to(
-                tl.float32
-            )
-            value = power(value - highest, EXACT) / total
+            value = power(read(source + column, mask, "evict_first") - highest, EXACT) / total
             tl.store(y + row * width + column, value.to(y.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
@@ -179,31 +169,18 @@ def wide_backward_kernel(grad_y, y, grad_x, grad_stride, rows, width, EVEN: tl.c
         for start in range(0, width, BLOCK):
             column = start + lane
             mask = None if EVEN else column < width
-            grad = tl.load(
-                grad_y + row * grad_stride + column,
-                mask=mask,
-                other=None if EVEN else 0.0,
-                eviction_policy="evict_last",
-            )
-            value = tl.load(
-                y + row * width + column, mask=mask, other=None if EVEN else 0.0, eviction_policy="evict_last"
-            )
-            products += grad.to(tl.float32) * value.to(tl.float32)
+            grad = read(grad_y + row * grad_stride + column, mask, "evict_last")
+            products += grad * read(y + row * width + column, mask, "evict_last")
         product = tl.sum(products, 0)
         for tile in range(0, tiles):
             column = (tiles - 1 - tile) * BLOCK + lane
             mask = None if EVEN else column < width
-            grad = tl.load(
-                grad_y + row * grad_stride + column,
-                mask=mask,
-                other=None if EVEN else 0.0,
+            grad = read(grad_y + row * grad_stride + column, mask, "evict_first")
+            result = read(y + row * width + column, mask, "evict_first") * (grad - product)
+            tl.store(
+                grad_x + row * width + column, result.to(grad_x.dtype.element_ty), mask=mask,
                 eviction_policy="evict_first",
-            )
-            value = tl.load(
-                y + row * width + column, mask=mask, other=None if EVEN else 0.0, eviction_policy="evict_first"
-            ).to(tl.float32)
-            result = (value * (grad.to(tl.float32) - product)).to(grad_x.dtype.element_ty)
-            tl.store(grad_x + row * width + column, result, mask=mask, eviction_policy="evict_first")
+            )  # fmt: skip
 
 
 forward_launch = Launcher(forward_kernel)

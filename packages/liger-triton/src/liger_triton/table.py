@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""op → implementation: one line per op, whose function is in the file of its name."""
+"""op → implementation: one line per op, whose function is in the file of its name, or composed of row passes."""
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import liger_core
 from liger_core import Implementation, Op
+from liger_triton import _divergence, _softmax_loss, lora_linear
+from liger_triton.launch import TritonKernel, supported
 
 # In small compiled models, the host takes longer to launch a custom op than Inductor's kernels: with 1 × 1024 tokens, a
 # Llama of 1B reaches 0.77 of the throughput on one H200. The gated activations read tensors four times as wide.
@@ -36,18 +39,25 @@ HANDED_OVER = {
     "relu_squared": 4 * SMALL,
     "embedding": 0,
     "lora_linear": 0,
-    "lora_linears": 0,
-    "cross_entropy": 0,
-    "linear_cross_entropy": 0,
-    "linear_log_prob": 0,
-    "linear_divergence": 0,
-    "kl_div": 0,
-    "jsd": 0,
-    "total_variation": 0,
     "experts": 0,
 }
 
+# Op of liger_core that calls row passes for the logits or adapters → the passes. Compiled regions call it at all sizes.
+COMPOSED: dict[str, Any] = {
+    "lora_linears": lora_linear.PASSES,
+    **dict.fromkeys(("cross_entropy", "linear_cross_entropy", "linear_log_prob"), _softmax_loss.PASSES),
+    **dict.fromkeys(("kl_div", "jsd", "total_variation", "linear_divergence"), _divergence.PASSES),
+}
+
+
+def _function(name: str) -> Callable[..., Any]:
+    """Return the Triton implementation of the op of this name."""
+    if name in COMPOSED:
+        return getattr(liger_core, name).implementation(COMPOSED[name], TritonKernel, supported)
+    return getattr(importlib.import_module(f"liger_triton.{name}"), name)
+
+
 TABLE: dict[Op[..., Any], Implementation] = {
-    getattr(liger_core, name): Implementation(getattr(importlib.import_module(f"liger_triton.{name}"), name), elements)
-    for name, elements in HANDED_OVER.items()
+    getattr(liger_core, name): Implementation(_function(name), elements)
+    for name, elements in {**HANDED_OVER, **dict.fromkeys(COMPOSED, 0)}.items()
 }
