@@ -38,7 +38,7 @@ EXTRAS = ["apollo-torch", "bitsandbytes", "deepspeed", "galore-torch", "torchao"
 HAS_PIP = importlib.util.find_spec("pip") is not None
 WORKERS = str(min(8, max(2, os.cpu_count() or 2)))
 # For a run of minutes.
-SHARE = ["--share", "1/32"]
+SHARE = ["--share", "1/48"]
 PYTEST = ["-m", "pytest", "-n", WORKERS, "--device", "cpu"]
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 # What README's reader tries first, with the newest versions; CI takes the quick ones.
@@ -123,7 +123,7 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Tests on the CPU: plain PyTorch, a sample of compiled ops, the Triton kernels in their interpreter; a 32nd of the slow ones.
+    """Tests on the CPU: plain PyTorch, a sample of compiled ops, the Triton kernels in their interpreter; a 48th of the slow ones.
 
     Arguments select tests, of which every case runs, for instance -- tests/hf -k rope.
     """
@@ -216,7 +216,7 @@ def demo(session: nox.Session) -> None:
 def latest(session: nox.Session) -> None:
     """README's installation, so the newest versions that the metadata allows: quick start, tests, and what is replaced in each model type.
 
-    It takes a 32nd of the slow tests, or all with -- full. -- sample, for CI: a few tests, with the tested version of torch.
+    It takes a 48th of the slow tests, or all with -- full. -- sample, for CI: a few tests, with the tested version of torch.
     """
     sample, executable = session.posargs == ["sample"], new_environment(LATEST)
     session.posargs[:] = [] if session.posargs in (["sample"], ["full"]) else SHARE

@@ -80,8 +80,8 @@ def unannotated(y: Tensor, /, x) -> None: ...  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize(
     ("launch", "sentence"),
     [
-        (no_slash, "launch must take outputs, a slash and inputs, (y, /, x, weight), got (y: 'Tensor', x: 'Tensor')"),
-        (many, "launch must take outputs, a slash and inputs, (y, /, x, weight), got (y: 'Tensor', /, *x: 'Tensor')"),
+        (no_slash, "must take outputs, a slash and inputs, (y, /, x, weight), got (y: torch.Tensor, x: torch.Tensor)"),
+        (many, "take outputs, a slash and inputs, (y, /, x, weight), got (y: torch.Tensor, /, *x: torch.Tensor)"),
         (text, "mode must be annotated with one of Tensor, torch.Tensor | None, bool, int, float"),
         (unannotated, "x must be annotated with one of Tensor, torch.Tensor | None, bool, int, float"),
     ],
