@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from liger_bench.memory import held_bytes, peak_bytes
-from liger_core import linear_cross_entropy, linear_log_prob, swiglu
+from liger_core import OptionError, linear_cross_entropy, linear_log_prob, swiglu
 from liger_core.kernels import plain_matmuls
 from liger_core.ops import _token_passes
 from liger_core.ops.head import loop
@@ -21,10 +21,13 @@ from liger_train.plan import devices
 from liger_train.plan.devices import choosing_as_on
 from liger_train.plan.ledger import GRADIENTS, OTHER, WEIGHTS, Ledger
 from liger_train.plan.optimizers import OPTIMIZERS, weights_of
+from liger_train.plan.step import as_option_error
 from liger_train.runs.arguments import training_arguments
+from liger_train.setup import Setup
 from liger_train.techniques import TECHNIQUES
 from plan.measuring import tiny
 from test_selection import THIRD
+from train.training import fail_in_a_checkpoint
 
 KiB = 1024
 
@@ -224,3 +227,11 @@ def test_the_memory_of_an_optimizer_is_as_predicted(name: str, tmp_path: Path) -
     held = held_bytes(tensors)
     # Sizes are said in blocks.
     assert 0.99 * held <= said <= 1.01 * held + 512 * len(tensors)
+
+
+def test_a_plan_that_fails_within_a_checkpointed_layer_leaves_no_hooks() -> None:
+    with pytest.raises(OptionError, match="ValueError: no such index") as failed, as_option_error(Setup("tiny")):
+        fail_in_a_checkpoint(ValueError("no such index"))
+    # Also while the error, and so its traceback, is still there.
+    torch.ones(1, requires_grad=True).square().backward()
+    del failed

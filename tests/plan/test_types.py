@@ -2,6 +2,7 @@
 """Every causal language model type of Transformers gets a plan, or a sentence that says why not."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ UNPLANNED: dict[str, str] = {
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text", "xmod"), READS_VALUES),
     **dict.fromkeys(("llama4", "musicgen", "musicgen_melody") if NEW else (), FAILS),
     **dict.fromkeys(() if NEW else ("aria_text",), READS_VALUES),
-    # Without the package timm; with pixels; of a model that only drafts for another one.
-    **dict.fromkeys(("gemma3n", "git", "gemma4_assistant", "gemma4_unified_assistant"), FAILS),
+    **dict.fromkeys(() if find_spec("timm") else ("gemma3n",), FAILS),
+    # With pixels; of a model that only drafts for another one.
+    **dict.fromkeys(("git", "gemma4_assistant", "gemma4_unified_assistant"), FAILS),
 }
 
 

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import liger_core
+from liger_core.private_torch import CompilerError
 from liger_train import checkpointing, combinations, compiling
 from liger_train.model import build
 from liger_train.runs.command import _figures
 from liger_train.runs.graphs import Graphs
 from liger_train.runs.run import run
 from liger_train.setup import Setup
+from train.training import fail_in_a_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -120,6 +122,19 @@ def test_a_compiler_that_fails_leaves_the_layers_in_eager_mode(small: Setup, mon
     assert "--compile: the layers run in eager mode, since the compiler failed: no such instruction" in compiled.notes
 
 
+def test_a_compiler_that_fails_within_a_checkpointed_layer_leaves_no_hooks() -> None:
+    model, reasons = nn.Linear(1, 1), list[str]()
+
+    def step() -> bool:
+        if not reasons:
+            fail_in_a_checkpoint(CompilerError()("no such instruction"))
+        model(torch.ones(1)).square().backward()
+        return True
+
+    assert compiling.or_eagerly(step, model, reasons.append)
+    assert reasons == ["no such instruction"]
+
+
 def test_compiled_graphs_are_kept_for_later_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for set_by_torch in ("", str(Path(tempfile.gettempdir()) / "torchinductor_someone")):
@@ -147,12 +162,12 @@ class StandIn:
     def rehearse(self, step: Callable[[], Tensor]) -> tuple[Tensor, bool]:
         loss = step()
         if self.waits:
-            raise RuntimeError("called a synchronizing CUDA operation\nmore")
+            fail_in_a_checkpoint(RuntimeError("called a synchronizing CUDA operation\nmore"))
         return loss, self.draws
 
     def capture(self, step: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         if self.fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
+            fail_in_a_checkpoint(RuntimeError("operation not permitted when stream is capturing"))
         self.recordings += 1
         weights = list(self.model.parameters())
         before = [None if weight.grad is None else weight.grad.clone() for weight in weights]

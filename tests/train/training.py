@@ -4,10 +4,10 @@ a few training steps by a setup, and what happens at one of them."""
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -51,6 +51,21 @@ class At(TrainerCallback):
 def refused(sentence: str) -> Any:
     """Expect an OptionError with this sentence."""
     return pytest.raises(OptionError, match=sentence)
+
+
+def fail_in_a_checkpoint(error: Exception) -> NoReturn:
+    """Raise an error as a checkpointed layer does before torch 2.13: a frame keeps hooks of saved tensors."""
+
+    def recompute(nothing: None) -> NoReturn:
+        raise AssertionError("a later backward pass recomputes the layer that failed")
+
+    def hooks() -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, recompute):
+            yield
+
+    checkpoint = hooks()
+    next(checkpoint)
+    raise error
 
 
 def saved_model(folder: Path, kind: str = "llama", **fields: Any) -> Path:

@@ -20,7 +20,7 @@ from liger_core.private_names import replacing
 from liger_core.private_torch import CompilerError, OperatorIssue, compiler_counters, compiler_times
 from liger_hf.private_transformers import CHECKPOINT
 from liger_train.checkpointing import WITHIN, layers, set_checkpoint
-from liger_train.errors import SetupError
+from liger_train.errors import SetupError, release_frames
 
 COMPILER = "inductor"
 # The limit of graphs: one for each kind of layer and shape, in training and in evaluation. After 8, torch's default,
@@ -135,6 +135,7 @@ def or_eagerly(step: Callable[[], R], model: nn.Module, failed: Callable[[str], 
         if has_gradients:
             raise
         reason = first_line(getattr(error, "inner_exception", error))
+        release_frames(error)
     undo(model)
     model.zero_grad(set_to_none=True)
     failed(reason)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors of options that several commands share."""
+"""The errors of options that several commands share, and what an error leaves behind."""
+
+import traceback
 
 from liger_core.errors import DeviceError, OptionError
 
@@ -18,3 +20,13 @@ class SetupError(OptionError):
 
 class SetupDeviceError(SetupError, DeviceError):
     """A setup needs another device."""
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Release what the frames of a caught error hold, before anything else runs.
+
+    Before torch 2.13, a checkpointed layer that fails leaves its hooks of saved tensors to all later passes until then.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__

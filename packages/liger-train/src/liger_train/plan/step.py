@@ -19,6 +19,7 @@ from liger_hf.private_transformers import CHECKPOINT
 from liger_train.checkpointing import layers
 from liger_train.compiling import or_eagerly
 from liger_train.configs import config_of
+from liger_train.errors import release_frames
 from liger_train.implementations import PEER
 from liger_train.model import LOSS, LOW, adapter_note, build, on_meta
 from liger_train.offloading import Offloading
@@ -177,6 +178,7 @@ def as_option_error(setup: Setup) -> Iterator[None]:
         else:
             first = next((line for line in str(problem).splitlines() if line.strip()), "").strip()
             reason = f"{type(problem).__name__}: {first}" if first else type(problem).__name__
+        release_frames(problem)
         # From None: tensors in a traceback that outlives the mode crash the interpreter at its end.
         raise OptionError(
             f"plan: the model must be able to take a step on fake tensors, but {setup.model} is not: {reason}; "

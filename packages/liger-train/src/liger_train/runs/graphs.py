@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from liger_hf.private_transformers import CHECKPOINT
 from liger_train.checkpointing import layers
 from liger_train.compiling import first_line
+from liger_train.errors import release_frames
 
 Inputs = Mapping[str, Tensor]
 # The number of tokens in the whole batch, by which the loss of a micro-batch is divided.
@@ -126,6 +127,7 @@ class Graphs:
             raise
         except RuntimeError as error:
             self._give_up(f"a step must not wait for the GPU, but one does: {first_line(error)}")
+            release_frames(error)
             # The failed step may have left some; before it there were none.
             for weight in self.weights:
                 weight.grad = None
@@ -152,6 +154,7 @@ class Graphs:
                 replay, loss = self.device.capture(partial(self.step, static_inputs, count))
             except Exception as error:
                 self._give_up(first_line(error))
+                release_frames(error)
             else:
                 self.graphs[key] = RecordedGraph(static_inputs, count, replay, loss)
                 if not self.gradients:
