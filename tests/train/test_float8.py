@@ -20,7 +20,7 @@ from liger_train.plan.ledger import rounded
 from liger_train.plan.sharding import sharding_of
 from liger_train.plan.step import _step, fake_model, ledger_of_a_step, predict
 from liger_train.setup import Setup
-from train.training import Trained, saved_model, setup_of, trained
+from train.training import Trained, multiplies_by_rows, saved_model, setup_of, trained
 
 pytestmark = pytest.mark.slow
 
@@ -31,27 +31,22 @@ STEPS = 15
 NOISE = 0.02
 
 
+def can_run(recipe: str) -> None:
+    """Skip a test that this PyTorch cannot run on the CPU."""
+    if "rowwise" in recipe and not multiplies_by_rows():
+        pytest.skip("this PyTorch multiplies on the CPU with one scale per tensor alone")
+
+
 def on_the_cpu(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> Trained:
     """PyTorch multiplies in float8 on the CPU, too, where no user would: slowly, and with the same roundings."""
     monkeypatch.setattr(techniques, "check", lambda setup: None)
     return trained(setup)
 
 
-def multiplies_by_rows() -> bool:
-    """Whether PyTorch multiplies float8 matrices with one scale per row on the CPU."""
-    one, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
-    try:
-        torch._scaled_mm(one, one.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
-    except RuntimeError:
-        return False
-    return True
-
-
 @pytest.mark.parametrize("precision", ["fp8-pure", "fp8-rowwise-pure"])
 def test_losses_are_close_to_those_of_bfloat16(precision: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchao")
-    if "rowwise" in precision and not multiplies_by_rows():
-        pytest.skip("this PyTorch multiplies on the CPU with one scale per tensor alone")
+    can_run(precision)
     setup = {"steps": STEPS, "checkpoint": "full", "liger": "all"}
     expected = trained(setup_of(folder, precision="bf16-pure", **setup)).losses
     found = on_the_cpu(setup_of(folder, precision=precision, **setup), monkeypatch)
@@ -167,6 +162,7 @@ def kept(layer: nn.Module, x: Tensor) -> dict[torch.dtype, int]:
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_plan_keeps_what_a_compiled_layer_keeps(recipe: str) -> None:
     torchao = pytest.importorskip("torchao.float8")
+    can_run(recipe)
     linear = nn.Linear(64, 128, bias=False, dtype=torch.bfloat16)
     x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
     planned = kept(Float8(linear, recipe == "rowwise"), x)

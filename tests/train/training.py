@@ -53,6 +53,16 @@ def refused(sentence: str) -> Any:
     return pytest.raises(OptionError, match=sentence)
 
 
+def multiplies_by_rows() -> bool:
+    """Whether PyTorch multiplies float8 matrices with one scale per row on the CPU."""
+    one, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(one, one.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
 def fail_in_a_checkpoint(error: Exception) -> NoReturn:
     """Raise an error as a checkpointed layer does before torch 2.13: a frame keeps hooks of saved tensors."""
 
