@@ -86,7 +86,9 @@ def run(*arguments: str, inside: Path = ROOT, site: Path | None = None) -> str:
     sources = [str(path) for path in sorted((inside / "packages").glob("*/src"))]
     path = os.pathsep.join([*([str(site)] if site else []), *sources])
     variables = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-    variables.pop("LIGER_BACKEND", None)
+    # As a worker, it would share files with other runs.
+    for name in ("LIGER_BACKEND", "PYTEST_XDIST_WORKER"):
+        variables.pop(name, None)
     done = subprocess.run([sys.executable, *arguments], cwd=inside, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-2000:]}"
     return done.stdout

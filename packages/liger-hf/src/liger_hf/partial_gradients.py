@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class GradientCorrection(Patch):
 
     handle: RemovableHandle | None = None
 
-    def install(self) -> Patch:
+    def install(self) -> Self:
         self.handle = self.owner.register_forward_pre_hook(self.value)
         self.value(self.owner, ())
         return self

@@ -36,6 +36,8 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         ("many_rows", (n(600, 24), n(600, 24), n(24), n(24)), {}, "every program of the backward walks several rows"),
         ("many_long_rows", (n(530, long), n(530, long), n(long), n(long)), {},
          "one row a program, and every program walks several"),
+        ("chunks", (n(3, 2100), n(3, 2100), n(2100), n(2100)), {},
+         "the row is divided into chunks, and the last one is masked"),
         ("whole_row", (n(3, 4096), n(3, 4096), n(4096), n(4096)), {}, "one row a program, as wide as its block"),
         ("wide", (n(2, 20000), n(2, 20000), n(20000), n(20000)), {}, "the row is longer than one block"),
         ("no_bias", (n(6, 96), n(6, 96), n(96)), {}, "weight without bias"),

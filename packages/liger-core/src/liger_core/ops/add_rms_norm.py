@@ -43,6 +43,7 @@ def samples(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         ("small_width", (*pair(37, 24), n(24)), {}, "many rows per program, rows not a multiple of them"),
         ("many_rows", (*pair(600, 24), n(24)), {}, "every program of the backward walks several rows"),
         ("many_long_rows", (*pair(530, long), n(long)), {}, "one row a program, and every program walks several"),
+        ("chunks", (*pair(3, 2100), n(2100)), {}, "the row is divided into chunks, and the last one is masked"),
         ("whole_row", (*pair(3, 4096), n(4096)), {}, "one row a program, as wide as its block: no mask"),
         ("whole_blocks", (*pair(8, 256), n(256)), {}, "several rows per program, all full: no mask"),
         ("longest_block", (*pair(2, 9000), n(9000)), {}, "one row takes most of the registers"),
